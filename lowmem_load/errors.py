@@ -1,0 +1,64 @@
+"""The errors of lowmem_load.
+
+    LowMemLoadError
+    |-- ConfigError               ds_config or arguments that cannot be used      (ValueError)
+    |-- CheckpointError           a checkpoint folder or file that cannot be used (ValueError)
+    |   |-- HeaderError           a safetensors header that is malformed
+    |   `-- TruncatedFileError    a file shorter than its header says
+    |-- PlanError                 a plan that does not cover every element once   (ValueError)
+    |-- UnsupportedError          a combination that cannot be streamed           (NotImplementedError)
+    |-- IncompatibleVersionError  DeepSpeed or transformers differ from what the
+    |                             seams were written for                          (ImportError)
+    `-- RankError                 one or more ranks failed; raised on every rank  (RuntimeError)
+
+Each also derives from the builtin named on its line, so that `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class LowMemLoadError(Exception):
+    """Base class of every error that lowmem_load raises on purpose."""
+
+
+class ConfigError(LowMemLoadError, ValueError):
+    """A ds_config, a dtype or another argument is malformed, contradictory or cannot be resolved."""
+
+
+class CheckpointError(LowMemLoadError, ValueError):
+    """A checkpoint folder, index or file is absent, unsafe or inconsistent."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors header is malformed: the file cannot be trusted, nothing of it is read."""
+
+
+class TruncatedFileError(CheckpointError):
+    """A file ends before the bytes that its header promises."""
+
+
+class PlanError(LowMemLoadError, ValueError):
+    """A read plan leaves elements of a partition uncovered, or covers some twice."""
+
+
+class UnsupportedError(LowMemLoadError, NotImplementedError):
+    """The request is legal elsewhere but cannot be streamed into ZeRO-3 partitions."""
+
+
+class IncompatibleVersionError(LowMemLoadError, ImportError):
+    """An installed DeepSpeed or transformers lacks a name that a seam relies on."""
+
+
+class RankError(LowMemLoadError, RuntimeError):
+    """One or more ranks failed; the same error is raised on every rank.
+
+    Attributes:
+        failures: message of each rank that failed, by rank.
+    """
+
+    def __init__(self, step: str, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
+        lines = [f"rank {rank}: {message}" for rank, message in sorted(self.failures.items())]
+        super().__init__(f"{step} failed on {len(lines)} rank(s), so it was stopped on all:\n" + "\n".join(lines))

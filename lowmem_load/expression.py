@@ -1,0 +1,190 @@
+"""What a target parameter is made of: expressions over tensors in files. Pure data, nothing is read or allocated.
+
+An expression is a tree. Its leaves are tensors in shard files (`Source`), values already in memory (`Held`) or the
+result of an operation that has no element-wise description (`Computed`); its inner nodes only move elements
+(`Concat`, `Slice`, `Permute`, `Reshape`) or cast them (`Cast`). All shapes are logical: row-major, whatever strides
+the torch tensor that the expression stands for would have had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A tensor in a shard file. `start` is the first byte of its data, absolute in the file at `path`."""
+
+    path: str
+    name: str
+    start: int
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Elements that are in memory: `flat[i]` is element `first + i` of the row-major tensor of `shape`.
+
+    `flat` may hold fewer elements than `shape` has: the part that this rank will be asked for.
+    """
+
+    flat: torch.Tensor
+    first: int
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """The result of an operation that the planner cannot see through; its inputs are needed whole.
+
+    `compute` gets the inputs as whole tensors and returns the whole result.
+    """
+
+    operation: str
+    compute: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    inputs: tuple[Expression, ...]
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Concat:
+    """`parts` one after the other along `dim`."""
+
+    parts: tuple[Expression, ...]
+    dim: int
+    shape: Shape
+    dtype: torch.dtype
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Index along `dim` at which each part ends."""
+        ends, end = [], 0
+        for part in self.parts:
+            end += part.shape[self.dim]
+            ends.append(end)
+        return ends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """Element `i` along dim `d` is element `starts[d] + steps[d] * i` of `part`; steps are positive."""
+
+    part: Expression
+    starts: Shape
+    steps: Shape
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permute:
+    """Dim `i` of the result is dim `dims[i]` of `part`."""
+
+    part: Expression
+    dims: Shape
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reshape:
+    """The same elements in the same row-major order under another shape."""
+
+    part: Expression
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cast:
+    """`part`, each element converted to `dtype` as `Tensor.to` does."""
+
+    part: Expression
+    shape: Shape = field(init=False)
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", self.part.shape)
+
+
+Leaf = Source | Held | Computed
+Expression = Leaf | Concat | Slice | Permute | Reshape | Cast
+
+
+def held(tensor: torch.Tensor) -> Held:
+    """Return a whole tensor in memory as an expression; shares its memory when it is contiguous."""
+    return Held(tensor.detach().reshape(-1), 0, tuple(tensor.shape), tensor.dtype)
+
+
+def concat(parts: Sequence[Expression], dim: int) -> Expression:
+    """Return `parts` joined along `dim` (0 <= dim). Shapes are the caller's duty: torch has checked them."""
+    first = parts[0]
+    size = sum(part.shape[dim] for part in parts)
+    shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
+    return Concat(tuple(parts), dim, shape, first.dtype)
+
+
+def slice_dim(part: Expression, dim: int, start: int, step: int, size: int) -> Expression:
+    """Return `size` elements of `part` along `dim`, from `start` on, `step` apart."""
+    starts, steps, shape = [0] * len(part.shape), [1] * len(part.shape), list(part.shape)
+    starts[dim], steps[dim], shape[dim] = start, step, size
+    return Slice(part, tuple(starts), tuple(steps), tuple(shape), part.dtype)
+
+
+def permute(part: Expression, dims: Sequence[int]) -> Expression:
+    """Return `part` with its dims in the order `dims` (all 0 <= dim)."""
+    if tuple(dims) == tuple(range(len(part.shape))):
+        return part
+    return Permute(part, tuple(dims), tuple(part.shape[dim] for dim in dims), part.dtype)
+
+
+def reshape(part: Expression, shape: Sequence[int]) -> Expression:
+    """Return `part` under `shape` (fully known sizes)."""
+    if tuple(shape) == part.shape:
+        return part
+    if isinstance(part, Reshape):
+        part = part.part
+    return Reshape(part, tuple(shape), part.dtype)
+
+
+def cast(part: Expression, dtype: torch.dtype) -> Expression:
+    """Return `part` as `dtype`; a cast to the dtype it has is no cast."""
+    return part if part.dtype == dtype else Cast(part, dtype=dtype)
+
+
+def numel(expression: Expression) -> int:
+    """Return the number of elements."""
+    return math.prod(expression.shape)
+
+
+def leaves(expression: Expression) -> list[Leaf]:
+    """Return the distinct leaves, those below a `Computed` included, in order of first appearance."""
+    found: dict[int, Leaf] = {}
+    stack: list[Expression] = [expression]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Source | Held | Computed):
+            found.setdefault(id(node), node)
+        stack.extend(reversed(children(node)))
+    return list(found.values())
+
+
+def children(expression: Expression) -> tuple[Expression, ...]:
+    """Return the expressions that `expression` is directly made of."""
+    if isinstance(expression, Source | Held):
+        return ()
+    if isinstance(expression, Computed):
+        return expression.inputs
+    if isinstance(expression, Concat):
+        return expression.parts
+    return (expression.part,)

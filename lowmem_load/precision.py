@@ -1,0 +1,198 @@
+"""Decides between bf16, fp16 and fp32 from a ds_config and, where there are any, the training arguments.
+
+The rules are written out cell by cell in docs/precision.md; a test compares every cell with the functions here.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from lowmem_load.errors import ConfigError
+
+AUTO: Literal["auto"] = "auto"
+
+DsEnabled: TypeAlias = "bool | Literal['auto'] | None"
+"""An "enabled" value of a ds_config; None where the section or the key is absent."""
+
+_BF16 = "bf16"
+_FP16 = "fp16"
+# Source: deepspeed 0.19.8 runtime/precision_config.py:31, read only where "bf16" is absent or null.
+_BF16_OLD = "bfloat16"
+
+
+class Precision(enum.Enum):
+    """The type that parameters are kept in; the value is the name of the torch dtype."""
+
+    BF16 = "bfloat16"
+    FP16 = "float16"
+    FP32 = "float32"
+
+
+def resolve_precision(
+    ds_bf16: DsEnabled,
+    ds_fp16: DsEnabled,
+    *,
+    trainer_bf16: bool | None = None,
+    trainer_fp16: bool | None = None,
+) -> Precision:
+    """Returns the precision that the ds_config and the training arguments agree on.
+
+    A training argument stands in for a ds_config value that is absent or "auto". A value still open after that
+    follows the other one (the opposite of it); with both open the answer is bf16.
+
+    Args:
+        ds_bf16: bf16.enabled of the ds_config; None if absent.
+        ds_fp16: fp16.enabled of the ds_config; None if absent.
+        trainer_bf16: TrainingArguments.bf16; None where there are no training arguments.
+        trainer_fp16: TrainingArguments.fp16; None where there are no training arguments.
+
+    Raises:
+        ConfigError: a value is none of those above, ds_config and training arguments contradict each other, or bf16
+            and fp16 are both on.
+    """
+    sides = _Side(_BF16, ds_bf16, trainer_bf16), _Side(_FP16, ds_fp16, trainer_fp16)
+    for side in sides:
+        side.check_values()
+    contradictions = [side.contradiction() for side in sides if side.is_contradictory()]
+    if contradictions:
+        raise ConfigError(
+            f"{' and '.join(contradictions)}: ds_config and training arguments contradict each other; "
+            'make them equal, or write "auto" in the ds_config to follow the training arguments'
+        )
+    return _choose(*sides)
+
+
+def precision_of(
+    ds_config: Mapping[str, Any],
+    *,
+    absent: Literal["auto", "disabled"],
+    trainer_bf16: bool | None = None,
+    trainer_fp16: bool | None = None,
+) -> Precision:
+    """Returns the precision that a ds_config asks for.
+
+    Args:
+        ds_config: read only. As in DeepSpeed, a section "bfloat16" is read where "bf16" is absent.
+        absent: how an absent section (or a section without "enabled") is read where no training argument stands in
+            for it. "auto" is for a caller that writes the answer back with `with_precision`. "disabled" is what
+            DeepSpeed does with the very same dict.
+        trainer_bf16: see `resolve_precision`.
+        trainer_fp16: see `resolve_precision`.
+
+    Raises:
+        ConfigError: as `resolve_precision`, and for a section that is not an object.
+    """
+    return resolve_precision(
+        _enabled(ds_config, _bf16_section_name(ds_config), absent, trainer_bf16),
+        _enabled(ds_config, _FP16, absent, trainer_fp16),
+        trainer_bf16=trainer_bf16,
+        trainer_fp16=trainer_fp16,
+    )
+
+
+def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
+    """Returns a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans.
+
+    All other keys of the two sections stay. A section under the old name "bfloat16" becomes "bf16", because Hugging
+    Face reads only that; where both exist the old one goes, as DeepSpeed never reads it then.
+
+    Raises:
+        ConfigError: one of the sections is not an object.
+    """
+    resolved = copy.deepcopy(dict(ds_config))
+    bf16 = _section(resolved, _bf16_section_name(resolved))
+    fp16 = _section(resolved, _FP16)
+    resolved.pop(_BF16_OLD, None)
+    resolved[_BF16] = {**bf16, "enabled": precision is Precision.BF16}
+    resolved[_FP16] = {**fp16, "enabled": precision is Precision.FP16}
+    return resolved
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Side:
+    """What is said about one of bf16 and fp16."""
+
+    name: str
+    """bf16 or fp16."""
+    ds: DsEnabled
+    """"enabled" of that section of the ds_config."""
+    trainer: bool | None
+    """The training argument of that name."""
+
+    def check_values(self) -> None:
+        """Raises ConfigError unless both values are among the legal ones."""
+        # Not `in`: 1 == True, and DeepSpeed and Hugging Face read 1 or "yes" differently.
+        if not (self.ds is None or isinstance(self.ds, bool) or self.ds == AUTO):
+            raise ConfigError(f'ds_config {self.name}.enabled: expected true, false or "auto", got {self.ds!r}')
+        if not (self.trainer is None or isinstance(self.trainer, bool)):
+            raise ConfigError(f"TrainingArguments.{self.name}: expected True or False, got {self.trainer!r}")
+
+    def is_contradictory(self) -> bool:
+        """Returns whether both sources are explicit and differ."""
+        return isinstance(self.ds, bool) and self.trainer is not None and self.ds is not self.trainer
+
+    def contradiction(self) -> str:
+        """Returns both keys with their values."""
+        return f"ds_config {self.name}.enabled={self.ds} vs TrainingArguments.{self.name}={self.trainer}"
+
+    def wanted(self) -> bool | None:
+        """Returns whether this precision is on, or None if that is left open."""
+        return self.ds if isinstance(self.ds, bool) else self.trainer
+
+    def origin(self) -> str:
+        """Returns the key that `wanted` comes from."""
+        return f"ds_config {self.name}.enabled" if isinstance(self.ds, bool) else f"TrainingArguments.{self.name}"
+
+
+def _choose(bf16: _Side, fp16: _Side) -> Precision:
+    bf16_on, fp16_on = bf16.wanted(), fp16.wanted()
+    if bf16_on is None:
+        bf16_on = not fp16_on
+    if fp16_on is None:
+        fp16_on = not bf16_on
+    if bf16_on and fp16_on:
+        raise ConfigError(
+            f"bf16 and fp16 are both enabled ({bf16.origin()}=True, {fp16.origin()}=True): disable one of them"
+        )
+    if bf16_on:
+        return Precision.BF16
+    return Precision.FP16 if fp16_on else Precision.FP32
+
+
+def _bf16_section_name(ds_config: Mapping[str, Any]) -> str:
+    if ds_config.get(_BF16) is None and _BF16_OLD in ds_config:
+        return _BF16_OLD
+    return _BF16
+
+
+def _section(ds_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a section of the ds_config, empty if absent."""
+    section = ds_config.get(name, {})
+    # DeepSpeed reads a null "bf16" as absent, but fails on a null "fp16" or "bfloat16".
+    if section is None and name == _BF16:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'ds_config {name}: expected an object such as {{"enabled": true}}, got {section!r}; '
+            "write one, or remove the key"
+        )
+    return section
+
+
+def _enabled(
+    ds_config: Mapping[str, Any], name: str, absent: Literal["auto", "disabled"], trainer: bool | None
+) -> DsEnabled:
+    section = _section(ds_config, name)
+    if "enabled" not in section:
+        # Left absent where a training argument exists: that one stands in, and nobody wrote the False it might
+        # otherwise be said to contradict.
+        return False if absent == "disabled" and trainer is None else None
+    if section["enabled"] is None:
+        raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got None')
+    enabled: DsEnabled = section["enabled"]
+    return enabled
