@@ -1,19 +1,18 @@
 """Reads a ds_config and resolves every "auto" in it; no caller's object is ever changed.
 
 "auto" is a placeholder of Hugging Face's, not of DeepSpeed's: DeepSpeed drops it silently and takes its own default
-(deepspeed 0.19.8 runtime/config_utils.py:54), so what stays unresolved is refused here.
+(deepspeed 0.19.8 runtime/config_utils.py:56), so what stays unresolved is refused here.
 """
 
 from __future__ import annotations
 
 import base64
 import copy
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.precision import AUTO, Precision, with_precision
@@ -21,13 +20,14 @@ from lowmem_load.precision import AUTO, Precision, with_precision
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
+_BATCH_KEYS = (_TRAIN, _MICRO, _STEPS)
 
 # Defaults of TrainingArguments; transformers 5.23.0 training_args.py:777, 849, 866.
 _DEFAULT_MICRO_BATCH_SIZE = 8
 _DEFAULT_ACCUMULATION_STEPS = 1
 _DEFAULT_GRADIENT_CLIPPING = 1.0
 
-# Source: transformers 5.23.0 integrations/deepspeed.py:213-231, HfTrainerDeepSpeedConfig.trainer_config_finalize.
+# Source: transformers 5.23.0 integrations/deepspeed.py:232-242, HfTrainerDeepSpeedConfig.trainer_config_finalize.
 _HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden_size: hidden_size * hidden_size,
     "stage3_prefetch_bucket_size": lambda hidden_size: int(0.9 * hidden_size * hidden_size),
@@ -35,7 +35,7 @@ _HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
 }
 
 # Their values depend on the training loop: Trainer fills them in once it knows the number of steps.
-_TRAINING_LOOP_SECTIONS = frozenset({"optimizer", "scheduler"})
+_TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
 
 # "auto" is a value of DeepSpeed's own here, and the default, so refusing it would refuse a legal config.
 # Source: deepspeed 0.19.8 runtime/constants.py:391, runtime/zenflow/zenflow_config.py:18-26,
@@ -84,7 +84,7 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
     stage = section["stage"]
     if not _is_int(stage) or not 0 <= stage <= 3:
         raise ConfigError(f"ds_config zero_optimization.stage: expected 0, 1, 2 or 3, got {stage!r}; {example}")
-    return int(stage)
+    return stage
 
 
 def resolve_auto(
@@ -110,7 +110,7 @@ def resolve_auto(
     Raises:
         ConfigError: one error with all keys that cannot be resolved or contradict each other, and what to write.
     """
-    resolved = with_precision(ds_config, precision)
+    resolved = with_precision(_plain_copy(ds_config), precision)
     if resolved.get("gradient_clipping") == AUTO:
         resolved["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
     problems = _fill_batch_sizes(resolved, world_size)
@@ -131,10 +131,11 @@ def hidden_size_of(model_config: Any) -> int | None:
     for config in (model_config, getattr(model_config, "text_config", None), _text_config(model_config)):
         hidden_size = getattr(config, "hidden_size", None)
         if _is_int(hidden_size):
-            return int(hidden_size)
+            return hidden_size
         hidden_sizes = getattr(config, "hidden_sizes", None)
-        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes and all(map(_is_int, hidden_sizes)):
-            return int(max(hidden_sizes))
+        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes:
+            largest: int = max(hidden_sizes)
+            return largest
     return None
 
 
@@ -149,7 +150,7 @@ def _text_config(model_config: Any) -> Any:
         return None
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -227,51 +228,34 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
 # ---- resolving "auto"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _BatchSizes:
-    """The three sizes tied by train = micro * steps * ranks; None where a size is open."""
+def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
+    """Returns (train, micro, steps) with open sizes taken from the known ones, rounded down, or from the defaults.
 
-    train: int | None
-    """Samples per optimizer step, all ranks together."""
-    micro: int | None
-    """Samples per rank and forward pass."""
-    steps: int | None
-    """Forward passes per optimizer step."""
-    ranks: int
-    """Ranks that see different samples."""
+    Source: deepspeed 0.19.8 runtime/config.py:607, which has to arrive at the same for the keys left absent.
+    """
+    if train is None:
+        micro = _DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
+        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
+        return micro * steps * ranks, micro, steps
+    if micro is None:
+        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
+        return train, train // (steps * ranks), steps
+    return train, micro, train // (micro * ranks) if steps is None else steps
 
-    def completed(self) -> _BatchSizes:
-        """Returns the sizes with those filled in that the others decide, rounded down.
 
-        Source: deepspeed 0.19.8 runtime/config.py:607, of which a config that leaves keys absent must get the same.
-        """
-        train, micro, steps = self.train, self.micro, self.steps
-        if train is not None and micro is not None:
-            steps = steps if steps is not None else train // (micro * self.ranks)
-        elif train is not None:
-            steps = steps if steps is not None else _DEFAULT_ACCUMULATION_STEPS
-            micro = train // (steps * self.ranks)
-        else:
-            steps = steps if steps is not None else _DEFAULT_ACCUMULATION_STEPS
-            micro = micro if micro is not None else _DEFAULT_MICRO_BATCH_SIZE
-            train = micro * steps * self.ranks
-        return _BatchSizes(train, micro, steps, self.ranks)
-
-    def problem(self) -> str | None:
-        """Returns why the sizes cannot hold together, or None if they do."""
-        done = self.completed()
-        assert done.train is not None and done.micro is not None and done.steps is not None
-        if done.train == done.micro * done.steps * self.ranks:
-            return None
-        if None not in (self.micro, self.steps):
-            product = done.micro * done.steps * self.ranks
-            return (
-                f"{done.train} != {product} = {_MICRO} {done.micro} * {_STEPS} {done.steps} * {self.ranks} rank(s); "
-                f'write {product}, or "auto"'
-            )
-        known = f"{_MICRO} {self.micro}" if self.micro is not None else f"{_STEPS} {done.steps}"
-        factor = (self.micro if self.micro is not None else done.steps) * self.ranks
-        return f"{done.train} is not a multiple of {factor} = {known} * {self.ranks} rank(s); write a multiple of it"
+def _batch_size_problem(train: int, micro: int | None, steps: int | None, ranks: int) -> str:
+    """Returns why the known sizes cannot hold together, and what to write for train_batch_size."""
+    if micro is not None and steps is not None:
+        product = micro * steps * ranks
+        return (
+            f'{train} != {product} = {_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s); write {product}, or "auto"'
+        )
+    if micro is not None:
+        factor, known = micro * ranks, f"{_MICRO} {micro}"
+    else:
+        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
+        factor, known = steps * ranks, f"{_STEPS} {steps}"
+    return f"{train} is not a multiple of {factor} = {known} * {ranks} rank(s); write a multiple of it"
 
 
 def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
@@ -280,7 +264,7 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
         config[_MICRO] = 1
     problems = {
         key: f'expected a positive integer or "auto", got {config[key]!r}'
-        for key in (_TRAIN, _MICRO, _STEPS)
+        for key in _BATCH_KEYS
         if not _is_batch_size(config.get(key))
     }
     sequence_parallel_size = config.get("sequence_parallel_size", 1)
@@ -290,13 +274,14 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
         )
     if problems:
         return problems
-    train, micro, steps = (None if config.get(key) == AUTO else config.get(key) for key in (_TRAIN, _MICRO, _STEPS))
-    sizes = _BatchSizes(train, micro, steps, world_size // sequence_parallel_size)
-    problem = sizes.problem()
-    if problem is not None:
-        return {_TRAIN: problem}
-    done = sizes.completed()
-    for key, size in ((_TRAIN, done.train), (_MICRO, done.micro), (_STEPS, done.steps)):
+    ranks = world_size // sequence_parallel_size
+    known_train, known_micro, known_steps = (
+        None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS
+    )
+    train, micro, steps = _complete_batch_sizes(known_train, known_micro, known_steps, ranks)
+    if train != micro * steps * ranks:
+        return {_TRAIN: _batch_size_problem(train, known_micro, known_steps, ranks)}
+    for key, size in zip(_BATCH_KEYS, (train, micro, steps), strict=True):
         if config.get(key) == AUTO:
             config[key] = size
     return {}
@@ -325,9 +310,11 @@ def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> d
 
 
 def _auto_paths(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the dotted key of each "auto" that neither the training loop nor DeepSpeed itself resolves."""
+    """Yields the dotted key of each "auto" that nobody resolves: not the training loop, not DeepSpeed itself."""
+    # An open batch size has its own message already, under the key that contradicts it.
+    skipped = _TRAINING_LOOP_SECTIONS + _BATCH_KEYS
     for key, value in config.items():
-        if key not in _TRAINING_LOOP_SECTIONS:
+        if key not in skipped:
             yield from (path for path in _auto_paths_below(key, value) if not path.startswith(_DEEPSPEED_AUTO_KEYS))
 
 

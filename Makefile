@@ -1,0 +1,64 @@
+# Each target sets up what it needs in .venv and .cache; a fresh machine needs Python 3.10 or later (with venv),
+# make and g++. Choose the interpreter with `make PYTHON=/path/to/python test`.
+
+# The first interpreter that exists and can make a virtual environment (Debian's lacks ensurepip without python3-venv).
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import ensurepip, venv' 2>/dev/null && echo $$p && break; done)
+
+ROOT := $(abspath $(dir $(lastword $(MAKEFILE_LIST))))
+VENV := $(ROOT)/.venv
+STAMP := $(VENV)/installed.stamp
+RUN := $(VENV)/bin/python
+
+# DeepSpeed picks its accelerator on import; without this it guesses from what happens to be installed.
+ifeq ($(origin DS_ACCELERATOR),undefined)
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+export DS_ACCELERATOR := cpu
+endif
+endif
+# Ranks share the cores: one thread each.
+export OMP_NUM_THREADS := 1
+# DeepSpeed compiles shm_comm on its first CPU start (30 to 90 s, once). A private folder keeps that build, and keeps it
+# from waiting for another project's build lock. ninja is found in the environment's bin.
+export TORCH_EXTENSIONS_DIR ?= $(ROOT)/.cache/torch_extensions
+export PATH := $(VENV)/bin:$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make demo    compare stock and streamed loading on a small model"
+	@echo "make test    check, then all tests"
+	@echo "make check   formatting, lint, types"
+	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
+	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
+
+setup: $(STAMP)
+
+# torch comes first and alone: this exact pin resolves to a CPU build where one is offered, and the second command then
+# keeps it. Asked for together with the rest, a CUDA build of several GB may win.
+$(STAMP): $(ROOT)/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python with venv and ensurepip found; pass PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet 'torch==2.13.0'
+	cd $(ROOT) && $(RUN) -m pip install --quiet -e '.[test,bench]'
+	@touch $@
+
+demo: $(STAMP)
+	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset demo
+
+bench: $(STAMP)
+	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset llama-1.5b
+
+check: $(STAMP)
+	cd $(ROOT) && $(RUN) -m ruff format --check .
+	cd $(ROOT) && $(RUN) -m ruff check .
+	cd $(ROOT) && $(RUN) -m mypy lowmem_load
+
+test: export HF_HUB_OFFLINE := 1
+test: check
+	cd $(ROOT) && $(RUN) -m pytest $(ARGS)
+
+clean:
+	cd $(ROOT) && rm -rf build dist .whl .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results *.egg-info
+	cd $(ROOT) && find lowmem_load tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	$(if $(ALL),cd $(ROOT) && rm -rf .venv .cache)

@@ -1,0 +1,75 @@
+"""What the figures were measured on."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Machine and versions of one benchmark run."""
+
+    cpu: str
+    num_cores: int
+    ram_bytes: int
+    gpu: str | None
+    system: str
+    python: str
+    versions: dict[str, str]
+    date: str
+
+    def lines(self) -> list[str]:
+        """Return the description as lines of text."""
+        ram_gib = self.ram_bytes / 2**30
+        return [
+            f"machine: {self.cpu}, {self.num_cores} cores, {ram_gib:.1f} GiB RAM, GPU: {self.gpu or 'none'}",
+            f"versions: python {self.python}, {self.versions_text()}; {self.system}; {self.date}",
+        ]
+
+    def versions_text(self) -> str:
+        """Return the versions of the packages that matter, on one line."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+
+def describe_machine() -> Machine:
+    """Return the description of this machine."""
+    import torch
+
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return Machine(
+        cpu=_cpu_model(),
+        num_cores=len(os.sched_getaffinity(0)),
+        ram_bytes=psutil.virtual_memory().total,
+        gpu=gpu,
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        versions={name: metadata.version(name) for name in PACKAGES},
+        date=dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
+    )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def available_bytes() -> int:
+    """Return the memory that new processes can have: of the machine, or of our cgroup where that is less."""
+    available: int = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available

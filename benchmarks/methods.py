@@ -1,0 +1,165 @@
+"""The four ways to load that are compared. Each gives this rank's partitions, and how long its phases took."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.checkpoint import SourceTensor, read_headers
+
+METHODS = ("ordinary", "stock", "lowmem", "floor")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a method is asked to load."""
+
+    path: Path
+    dtype: str
+    ds_config: dict[str, Any]
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a method has loaded: a partitioned model, or (floor) bare partitions by name."""
+
+    model: Any = None
+    partitions: dict[str, torch.Tensor] = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    needed_bytes: int | None = None
+    read_bytes: int | None = None
+    num_reads: int | None = None
+    keep_alive: Any = None  # transformers holds the HfDeepSpeedConfig weakly
+
+
+def zero3_config(dtype: str) -> dict[str, Any]:
+    """Return the ds_config of every method: ZeRO-3, DeepSpeed's defaults but for the bucket of gradients."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == "bf16"},
+        # The default bucket of 5e8 elements is larger than the models; it is allocated by training only.
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000_000},
+    }
+
+
+def prepare(method: str) -> None:
+    """Import what `method` uses, so that its memory and time belong to the start."""
+    import deepspeed  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
+    from transformers.integrations import HfDeepSpeedConfig  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    if method == "lowmem":
+        import lowmem_load  # noqa: F401
+
+
+def load_ordinary(job: Job) -> Loaded:
+    """Load the full model on every rank, then let deepspeed.initialize partition it."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    start_s = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(job.path, dtype=DTYPES[job.dtype])
+    loaded_s = time.perf_counter()
+    # No optimizer: all methods end with partitions only, so that the comparison is of loading.
+    engine, *_ = deepspeed.initialize(model=model, config=job.ds_config)
+    end_s = time.perf_counter()
+    phases_s = {"from_pretrained": loaded_s - start_s, "initialize": end_s - loaded_s}
+    return Loaded(model=model, phases_s=phases_s, keep_alive=engine)
+
+
+def load_stock(job: Job) -> Loaded:
+    """Load with transformers' own ZeRO-3 path, switched on by HfDeepSpeedConfig."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = HfDeepSpeedConfig(job.ds_config)
+    model = AutoModelForCausalLM.from_pretrained(job.path, dtype=DTYPES[job.dtype])
+    return Loaded(model=model, keep_alive=config)
+
+
+def load_lowmem(job: Job) -> Loaded:
+    """Load with lowmem_load."""
+    from lowmem_load import load_model, load_report
+
+    model = load_model(str(job.path), job.ds_config, dtype=DTYPES[job.dtype])
+    report = load_report(model)
+    return Loaded(
+        model=model, needed_bytes=report.needed_bytes, read_bytes=report.read_bytes, num_reads=report.num_reads
+    )
+
+
+def load_floor(job: Job) -> Loaded:
+    """Read the bytes of this rank's partitions into fresh memory: file order, plain preadv, one thread, no model."""
+    loaded = Loaded(needed_bytes=0, read_bytes=0, num_reads=0)
+    needed_bytes = num_reads = 0
+    descriptors: dict[Path, int] = {}
+    try:
+        for tensor in read_headers(job.path):
+            if tensor.path not in descriptors:
+                descriptors[tensor.path] = os.open(tensor.path, os.O_RDONLY)
+            start, end = partition_range(tensor.numel, job.rank, job.world_size)
+            itemsize = tensor.nbytes // tensor.numel
+            buffer = torch.empty((end - start) * itemsize, dtype=torch.uint8)
+            num_reads += _read_into(descriptors[tensor.path], buffer, tensor, start * itemsize)
+            needed_bytes += buffer.numel()
+            loaded.partitions[tensor.name] = buffer.to(job.device)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    loaded.needed_bytes = loaded.read_bytes = needed_bytes
+    loaded.num_reads = num_reads
+    return loaded
+
+
+def _read_into(descriptor: int, buffer: torch.Tensor, tensor: SourceTensor, start_byte: int) -> int:
+    view = memoryview(buffer.numpy().data)
+    done = num_reads = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], tensor.byte_offset + start_byte + done)
+        if count == 0:
+            raise EOFError(f"{tensor.name}: {tensor.path} ends {len(view) - done} bytes too early")
+        done += count
+        num_reads += 1
+    return num_reads
+
+
+def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the flat range (elements, end exclusive) of a parameter that `rank` owns, without padding."""
+    partition_numel = -(-numel // world_size)
+    return min(rank * partition_numel, numel), min((rank + 1) * partition_numel, numel)
+
+
+LOADERS: dict[str, Callable[[Job], Loaded]] = {
+    "ordinary": load_ordinary,
+    "stock": load_stock,
+    "lowmem": load_lowmem,
+    "floor": load_floor,
+}
+
+
+def unpadded_partitions(loaded: Loaded, rank: int, world_size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, flat CPU tensor) of each partition without its padding, which stock leaves undefined."""
+    if loaded.model is None:
+        yield from ((name, partition.cpu()) for name, partition in loaded.partitions.items())
+        return
+    for name, param in loaded.model.named_parameters():
+        start, end = partition_range(param.ds_numel, rank, world_size)
+        yield name, param.ds_tensor.detach().flatten()[: end - start].cpu()
+
+
+def partition_bytes(loaded: Loaded) -> int:
+    """Return the bytes of this rank's partitions, including padding."""
+    if loaded.model is None:
+        return sum(partition.nbytes for partition in loaded.partitions.values())
+    return sum(param.ds_tensor.numel() * param.ds_tensor.element_size() for param in loaded.model.parameters())

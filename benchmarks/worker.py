@@ -1,0 +1,158 @@
+"""One rank of one load: `python -m benchmarks.worker SPEC`, with RANK, WORLD_SIZE, ... as a launcher sets them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import CollectiveCounter, MemorySampler, MemoryUse, NetworkUse, read_io
+from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What the parent asks a group of ranks to do; it travels as JSON."""
+
+    method: str
+    checkpoint: str
+    dtype: str
+    train_steps: int
+    out: str
+
+
+@dataclass(slots=True)
+class RankResult:
+    """What one rank measured; it travels as JSON. Bytes and seconds throughout."""
+
+    method: str
+    world_size: int
+    rank: int
+    seconds: float
+    phases_s: dict[str, float]
+    memory: MemoryUse
+    partition_bytes: int
+    hbm_peak_bytes: int | None
+    rchar_bytes: int
+    disk_read_bytes: int
+    needed_bytes: int | None
+    read_bytes: int | None
+    num_reads: int | None
+    network: NetworkUse
+    load_average: float
+    digests: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    train_seconds: float = 0.0
+
+    @classmethod
+    def from_json(cls, text: str) -> RankResult:
+        """Return the result that `to_json` wrote."""
+        fields = json.loads(text)
+        fields["memory"] = MemoryUse(**fields["memory"])
+        fields["network"] = NetworkUse(**fields["network"])
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """Return this result as JSON."""
+        return json.dumps(asdict(self))
+
+
+def init_ranks(counter: CollectiveCounter) -> Job:
+    """Join the process group through DeepSpeed; return a Job that holds rank, world size and device only."""
+    import deepspeed
+
+    counter.install_deepspeed()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+    return Job(Path(), "", {}, rank, world_size, device)
+
+
+def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Loaded, RankResult]:
+    """Run one load and measure it. Collective: a barrier before, none after."""
+    on_gpu = job.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    hbm_start = torch.cuda.memory_allocated() if on_gpu else 0
+    dist.barrier()
+    sampler = MemorySampler()
+    with sampler:
+        io_start = read_io()
+        counter.active = True
+        start_s = time.perf_counter()
+        loaded = LOADERS[spec.method](job)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start_s
+        counter.active = False
+        io_end = read_io()
+    result = RankResult(
+        method=spec.method,
+        world_size=job.world_size,
+        rank=job.rank,
+        seconds=seconds,
+        phases_s=loaded.phases_s,
+        memory=sampler.use(),
+        partition_bytes=partition_bytes(loaded),
+        hbm_peak_bytes=torch.cuda.max_memory_allocated() - hbm_start if on_gpu else None,
+        # The sampler reads /proc through read calls as well: its part is not the load's.
+        rchar_bytes=max(0, io_end.rchar - io_start.rchar - sampler.proc_bytes_read),
+        disk_read_bytes=io_end.disk - io_start.disk,
+        needed_bytes=loaded.needed_bytes,
+        read_bytes=loaded.read_bytes,
+        num_reads=loaded.num_reads,
+        network=counter.use,
+        load_average=os.getloadavg()[0],
+    )
+    return loaded, result
+
+
+def digest_partitions(loaded: Loaded, rank: int, world_size: int) -> dict[str, str]:
+    """Return the sha256 of each partition's bytes without padding, by parameter name."""
+    return {
+        name: hashlib.sha256(partition.contiguous().view(torch.uint8).numpy().data).hexdigest()
+        for name, partition in unpadded_partitions(loaded, rank, world_size)
+    }
+
+
+def run(spec: Spec) -> RankResult:
+    """Measure one load, then (outside the measurement) digest the partitions and train."""
+    counter = CollectiveCounter()
+    counter.install()
+    prepare(spec.method)
+    ranks = init_ranks(counter)
+    ds_config: dict[str, Any] = zero3_config(spec.dtype)
+    job = Job(Path(spec.checkpoint), spec.dtype, ds_config, ranks.rank, ranks.world_size, ranks.device)
+    loaded, result = measure_load(spec, job, counter)
+    result.digests = digest_partitions(loaded, job.rank, job.world_size)
+    if spec.train_steps and loaded.model is not None:
+        from benchmarks.train import training_losses
+
+        start_s = time.perf_counter()
+        result.losses = training_losses(loaded.model, ds_config, spec.train_steps, job.rank)
+        result.train_seconds = time.perf_counter() - start_s
+    dist.barrier()
+    return result
+
+
+def main() -> None:
+    """Read the spec named on the command line, run it, write this rank's result."""
+    spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
+    result = run(spec)
+    Path(spec.out, f"rank{result.rank}.json").write_text(result.to_json())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

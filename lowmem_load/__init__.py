@@ -1,0 +1,29 @@
+"""lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
+
+from .distributed import DistributedInterface
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    IncompatibleVersionError,
+    LowMemLoadError,
+    PlanError,
+    RankError,
+    UnsupportedError,
+)
+from .load import load_model, load_report, streaming
+from .report import LoadReport
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DistributedInterface",
+    "IncompatibleVersionError",
+    "LoadReport",
+    "LowMemLoadError",
+    "PlanError",
+    "RankError",
+    "UnsupportedError",
+    "load_model",
+    "load_report",
+    "streaming",
+]

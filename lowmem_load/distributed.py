@@ -1,0 +1,429 @@
+"""The process group: `DistributedInterface` alone makes, adopts and destroys it.
+
+Everything else in the package asks here, and so should callers: two owners of the initialization are two calls of
+`init_process_group`, the second of which fails, or two groups of different sizes, of which ZeRO-3 takes the wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lowmem_load.errors import ConfigError, RankError
+
+T = TypeVar("T")
+
+# What torchrun, deepspeed and accelerate launch set, and what torch's env:// and DeepSpeed read.
+_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# Launchers that start several processes and set none of the above. Taking such a process for a lone one would make
+# every rank load the whole model, silently. SLURM_NTASKS is not among them: it is set in shells of salloc too.
+_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# Nobody listens there: a lone process needs no rendezvous, but DeepSpeed reads both names. 29500 is torch's default.
+_ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+# Minutes. torch's own default for gloo. DeepSpeed's and NCCL's 10 are too few: after reading, fast ranks wait in
+# `agree` for the slowest one, and that one may sit behind a slow file system.
+_DEFAULT_TIMEOUT_MIN = 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What was done here for one group. It says nothing once that group is no longer the live one."""
+
+    group: weakref.ref[dist.ProcessGroup]
+    made: bool  # False: adopted, somebody else's to destroy
+    timeout: timedelta | None  # the one set here; None for an adopted group
+    env_set: dict[str, str]  # variables set here, to be removed with the group
+
+
+class DistributedInterface:
+    """A handle on the default process group, which is made or adopted when the first handle is.
+
+    The truth is torch.distributed's own: a handle holds nothing, so that any number of them agree, and all are stale
+    together when the group is destroyed.
+
+    A live group (of torch, accelerate or DeepSpeed) is adopted. Else, under torchrun, deepspeed or accelerate launch,
+    one is made through env://. Else this is a lone process: a group of size 1 that needs no port, and the variables
+    that DeepSpeed insists on are set until `destroy`. DeepSpeed's comm is live afterwards in all cases, so
+    `deepspeed.zero.Init` and `deepspeed.initialize` initialize nothing. Not thread-safe.
+
+    Collective:
+        Making a group is. Adopting one of several ranks is where LOCAL_RANK is unset (on all ranks or none): host
+        names are gathered to derive it.
+
+    Args:
+        backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "fake" is torch's fake
+            backend: any rank of any world size in one process, without communication.
+        timeout: Of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
+            timeout of an adopted group is read from torch's backend object; where that has none (fake), it is not
+            compared.
+        world_size: Number of ranks. Default: the launcher's.
+        rank: Of this process. Default: the launcher's.
+
+    Raises:
+        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing.
+    """
+
+    __slots__ = ()
+
+    # The one mutable state of the module, per process as the group itself: which variables to remove, and whether
+    # the group is ours to destroy, is known to nobody else.
+    _record: ClassVar[_Record | None] = None
+
+    def __init__(
+        self,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self._forget_if_gone()
+        if dist.is_initialized():
+            self._check_agrees(backend=backend, timeout=timeout, world_size=world_size, rank=rank)
+            if DistributedInterface._record is None:
+                self._adopt()
+        else:
+            timeout = timeout or _default_timeout()
+            backend = backend or str(_accelerator().communication_backend_name())
+            env_set = _make(backend, timeout, world_size, rank)
+            self._remember(made=True, timeout=timeout, env_set=env_set)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the world."""
+        _require_live()
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the world."""
+        _require_live()
+        return dist.get_world_size()
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this machine; chooses the device, never the data."""
+        _require_live()
+        return _int_from_env("LOCAL_RANK")
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator's device of this rank; plain `cpu` on CPU."""
+        name = _accelerator().device_name()
+        return torch.device("cpu") if name == "cpu" else torch.device(name, self.local_rank)
+
+    @property
+    def backend(self) -> str:
+        """Backend that serves this rank's device, e.g. `nccl` where the group is `cpu:gloo,cuda:nccl`."""
+        _require_live()
+        return _backends_by_device().get(_accelerator().device_name(), dist.get_backend())
+
+    def barrier(self) -> None:
+        """Waits for all ranks. Collective."""
+        # NCCL guesses a device from the rank, unless told: wrong where ranks do not fill machines in order.
+        dist.barrier(device_ids=[self.local_rank] if self.backend == "nccl" else None)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Returns every rank's object, by rank. Collective.
+
+        On the fake backend, whose collectives return garbage, every rank counts as a copy of this one.
+        """
+        if self.world_size == 1 or self._is_fake():
+            return [obj] * self.world_size
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Returns rank `src`'s object. Collective. On the fake backend: this rank's own."""
+        if self.world_size == 1 or self._is_fake():
+            return obj
+        holder: list[Any] = [obj]
+        dist.broadcast_object_list(holder, src=src)
+        received: T = holder[0]
+        return received
+
+    def agree(self, step: str, error: BaseException | None, digest: str | None = None) -> None:
+        """Returns if no rank has an error and all have the same digest; else raises, on every rank.
+
+        Collective:
+            Exactly one, whatever happens; none on a single rank or on the fake backend, where only the own error
+            counts.
+
+        Args:
+            step: What was done, for the message: "planning".
+            error: What went wrong on this rank, if something did.
+            digest: Fingerprint of what must be equal on all ranks.
+
+        Raises:
+            RankError: Some rank failed, or digests differ. It is chained to this rank's own error, if any.
+            BaseException: `error` itself, where there is one rank, or all ranks failed alike: nothing is learnt from
+                a wrapper then.
+        """
+        if self.world_size == 1 or self._is_fake():
+            if error is not None:
+                raise error
+            return
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        statuses = self.all_gather_object((message, digest))
+        failures = {rank: failed for rank, (failed, _) in enumerate(statuses) if failed is not None}
+        if error is not None and len(failures) == len(statuses) and len(set(failures.values())) == 1:
+            raise error
+        failures = failures or _minorities([held for _, held in statuses])
+        if failures:
+            raise RankError(step, failures) from error
+
+    def destroy(self, *, force: bool = False) -> None:
+        """Tears down torch's group and DeepSpeed's comm, so that the next `DistributedInterface()` starts afresh.
+
+        Does nothing where no group is live or, unless `force`, where it was adopted. Variables set here are removed.
+        """
+        self._forget_if_gone()
+        record = DistributedInterface._record
+        if dist.is_initialized() and (force or (record is not None and record.made)):
+            dist.destroy_process_group()
+            self._forget_if_gone()
+
+    @staticmethod
+    def _forget_if_gone() -> None:
+        """Drops the record of a group that was destroyed, or replaced, perhaps behind our back."""
+        record = DistributedInterface._record
+        if record is not None and not (dist.is_initialized() and record.group() is dist.group.WORLD):
+            DistributedInterface._record = None
+            _undo(record.env_set)
+
+    @staticmethod
+    def _remember(*, made: bool, timeout: timedelta | None, env_set: dict[str, str]) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        # Weak: a strong reference would keep sockets and device memory of a group that its owner destroyed.
+        DistributedInterface._record = _Record(weakref.ref(group), made, timeout, env_set)
+
+    def _is_fake(self) -> bool:
+        return self.backend == "fake"
+
+    def _check_agrees(
+        self, *, backend: str | None, timeout: timedelta | None, world_size: int | None, rank: int | None
+    ) -> None:
+        """Raises one ConfigError that names every argument the live group contradicts."""
+        spellings = (self.backend, dist.get_backend(), dist.get_backend_config())
+        record = DistributedInterface._record
+        live_timeout = _live_timeout() or (record.timeout if record else None)
+        compared = (
+            ("backend", backend, backend if backend in spellings else self.backend),
+            ("timeout", timeout, live_timeout or timeout),
+            ("world_size", world_size, self.world_size),
+            ("rank", rank, self.rank),
+        )
+        wrong = [
+            f"{name}: asked for {asked}, live group has {live}"
+            for name, asked, live in compared
+            if asked not in (None, live)
+        ]
+        if wrong:
+            raise ConfigError(
+                "DistributedInterface: the live process group contradicts the arguments: "
+                + "; ".join(wrong)
+                + ". Drop these arguments, or destroy that group first."
+            )
+
+    def _adopt(self) -> None:
+        """Takes over a group that somebody else made, and brings up on it what they may have left out."""
+        local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
+        env_set = _set_env({"LOCAL_RANK": local_rank})
+        self._remember(made=False, timeout=None, env_set=env_set)
+        _accelerator().set_device(self.local_rank)
+        _bring_up_deepspeed(dist.get_backend(), _live_timeout() or _default_timeout())
+
+    def _derive_local_rank(self) -> int:
+        """Number of lower ranks on this machine. Collective."""
+        if self.world_size == 1 or self._is_fake():
+            return 0
+        host = socket.gethostname()
+        hosts: list[Any] = [None] * self.world_size
+        # A group without a CPU backend would gather through a device, and which one is what is being asked.
+        group = None if "cpu" in _backends_by_device() else dist.new_group(backend="gloo")
+        dist.all_gather_object(hosts, host, group=group)
+        if group is not None:
+            dist.destroy_process_group(group)
+        return hosts[: self.rank].count(host)
+
+
+def _make(backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> dict[str, str]:
+    """Makes the default group and DeepSpeed's comm on it; returns the variables set; if it fails, leaves nothing."""
+    launched = any(os.environ.get(name) for name in _LAUNCHER_NAMES)
+    alone = not launched and (world_size in (None, 1) or backend == "fake")
+    env_set = _set_env(_alone_env(world_size, rank) if alone else _launched_env(world_size, rank))
+    try:
+        _accelerator().set_device(_int_from_env("LOCAL_RANK"))
+        if backend == "fake":
+            # Registers the backend with torch.
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401
+        if alone:
+            _init_alone(backend, timeout)
+        # Under a launcher this call makes torch's group as well: which device a group is bound to, and on which
+        # torch releases that hangs, is knowledge of DeepSpeed's that is not worth a copy.
+        _bring_up_deepspeed(backend, timeout)
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _undo(env_set)
+        raise
+    return env_set
+
+
+def _alone_env(world_size: int | None, rank: int | None) -> dict[str, str]:
+    """The variables a launcher would have set for a lone process (or one of the fake backend)."""
+    size, rank = world_size or 1, rank or 0
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {size}")
+    foreign = [name for name in _FOREIGN_SIZES if os.environ.get(name, "1") != "1"]
+    if world_size is None and foreign:
+        raise ConfigError(
+            f"{foreign[0]} is {os.environ[foreign[0]]}, so this is one of several processes, but none of "
+            f"{', '.join(_LAUNCHER_NAMES)} is set. Set them from that launcher's variables, use torchrun, or pass "
+            "world_size=1 to run alone."
+        )
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", **_ALONE_ADDRESS}
+
+
+def _launched_env(world_size: int | None, rank: int | None) -> dict[str, str]:
+    """RANK and WORLD_SIZE as given by arguments, where the launcher set neither; everything else must be there."""
+    asked = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
+    found = {name: os.environ[name] for name in _LAUNCHER_NAMES if os.environ.get(name)}
+    wrong = [f"{n.lower()}: asked for {v}, launcher set {found[n]}" for n, v in asked.items() if found.get(n, v) != v]
+    if wrong:
+        raise ConfigError("DistributedInterface: the launcher contradicts the arguments: " + "; ".join(wrong))
+    missing = [name for name in _LAUNCHER_NAMES if name not in found and name not in asked]
+    if missing:
+        raise ConfigError(
+            f"environment: {', '.join(missing)} missing, while "
+            f"{', '.join(sorted(found)) or 'arguments'} ask for a launched process group. Start with torchrun, "
+            "deepspeed or accelerate launch, which set all of them, or unset all to run as a single process."
+        )
+    return asked
+
+
+def _init_alone(backend: str, timeout: timedelta) -> None:
+    """Makes a group that has nobody to meet: its store lives in this process."""
+    dist.init_process_group(
+        backend,
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=_int_from_env("RANK"),
+        world_size=_int_from_env("WORLD_SIZE"),
+        timeout=timeout,
+    )
+
+
+def _bring_up_deepspeed(backend: str, timeout: timedelta) -> None:
+    """Makes DeepSpeed's comm live on torch's group, and that group where there is none yet.
+
+    Source: deepspeed 0.19.8 comm/comm.py:844 init_distributed; comm/torch.py:264 initializes torch only if needed.
+    """
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        # MPI discovery would overwrite the launcher variables, and needs mpi4py.
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, dist_init_required=None
+        )
+
+
+def _undo(env_set: dict[str, str]) -> None:
+    """Removes what was set for a group that is gone, and what DeepSpeed keeps about it."""
+    from lowmem_load.zero3 import reset_comm
+
+    for name, value in env_set.items():
+        # Whoever changed it since owns it.
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    # If a successor is live already, DeepSpeed's state may be the successor's.
+    if not dist.is_initialized():
+        reset_comm()
+
+
+def _require_live() -> None:
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
+        )
+
+
+def _live_timeout() -> timedelta | None:
+    """Timeout of the live group as torch keeps it; None if its backend keeps none.
+
+    Source: torch 2.13 ProcessGroup._get_backend, Backend.options._timeout. The fake backend has no options.
+    """
+    group = dist.group.WORLD
+    device = _accelerator().device_name()
+    if group is not None and device in _backends_by_device():
+        options = getattr(group._get_backend(torch.device(device)), "options", None)  # noqa: SLF001
+        timeout = getattr(options, "_timeout", None)
+        return timeout if isinstance(timeout, timedelta) else None
+    return None
+
+
+def _backends_by_device() -> dict[str, str]:
+    """Device type to backend of the live group: torch spells it `cpu:gloo,cuda:nccl`."""
+    pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def _default_timeout() -> timedelta:
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    return timedelta(minutes=_int_from_env("DEEPSPEED_TIMEOUT") if minutes else _DEFAULT_TIMEOUT_MIN)
+
+
+def _set_env(wanted: dict[str, str]) -> dict[str, str]:
+    """Sets those variables that are unset or empty; returns the ones it set."""
+    added = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    os.environ.update(added)
+    return added
+
+
+def _int_from_env(name: str) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: the environment has {text!r}, expected an integer") from error
+
+
+def _minorities(digests: list[str | None]) -> dict[int, str]:
+    """A message for each rank whose digest is not the most frequent one (of equals: the lowest rank's)."""
+    usual = Counter(digests).most_common(1)[0][0]
+    holders = _spell_ranks([rank for rank, digest in enumerate(digests) if digest == usual])
+    return {
+        rank: f"holds digest {digest}, where rank(s) {holders} hold {usual}"
+        for rank, digest in enumerate(digests)
+        if digest != usual
+    }
+
+
+def _spell_ranks(ranks: list[int]) -> str:
+    """Ascending ranks with runs shortened: [0, 1, 2, 5] is `0-2, 5`."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _accelerator() -> Any:
+    # Imported late: DeepSpeed takes seconds, and decides on the accelerator when it is imported.
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

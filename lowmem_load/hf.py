@@ -1,0 +1,363 @@
+"""The transformers seam: the only module that touches transformers, and each private name of it once.
+
+[Note: the seam] transformers' own ordinary loader does the work: it builds the skeleton on meta, renames and converts
+checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only one thing is
+replaced while it runs: `safe_open`, as `modeling_utils` sees it, hands out symbolic tensors (`symbolic.py`), so that
+what the loader puts into the model are expressions instead of data. Meanwhile no DeepSpeed configuration is visible
+to transformers, which keeps it, and modelling code that asks, off the ZeRO-3 path. Nothing here knows what happens to
+the expressions afterwards.
+
+Written for transformers 4.57 to 5.23.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from .checkpoint import read_header, source
+from .errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
+from .header import Header
+from .symbolic import ReadWhole, SymbolicTensor
+
+SUPPORTED = "transformers >=4.57,<6"
+
+HUB_KEYWORDS = (
+    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "code_revision"),
+    *("subfolder", "trust_remote_code"),
+)
+"""Keywords of `from_pretrained` that say where files come from; the configuration is resolved with the same ones."""
+
+
+def _check_contract() -> None:
+    """Raise when a name that this module relies on is absent or has another form."""
+    try:
+        import transformers.integrations.deepspeed as integration
+        import transformers.modeling_utils as modeling
+
+        missing = [f"modeling_utils.{name}" for name in ("safe_open",) if not hasattr(modeling, name)]
+        missing += [
+            f"integrations.deepspeed.{name}"
+            for name in ("_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config", "HfDeepSpeedConfig")
+            if not hasattr(integration, name)
+        ]
+        loader = transformers.PreTrainedModel.__dict__.get("from_pretrained")
+        if not isinstance(loader, classmethod):
+            missing.append("PreTrainedModel.from_pretrained as a classmethod")
+        elif "safe_open" not in inspect.getsource(modeling):
+            missing.append("a from_pretrained that reads through safe_open")
+    except (ImportError, AttributeError, OSError) as error:
+        missing = [str(error)]
+    if missing:
+        raise IncompatibleVersionError(
+            f"transformers {transformers.__version__} lacks {', '.join(missing)}; "
+            f"lowmem_load was written for {SUPPORTED}"
+        )
+
+
+_check_contract()
+
+import transformers.integrations.deepspeed as hf_deepspeed  # noqa: E402  the contract gives the better error
+import transformers.modeling_utils as modeling_utils  # noqa: E402
+from transformers import AutoConfig, PreTrainedModel  # noqa: E402
+from transformers.integrations.deepspeed import HfDeepSpeedConfig  # noqa: E402
+from transformers.utils import logging as hf_logging  # noqa: E402
+
+
+
+# -- the global DeepSpeed configuration ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
+    """Make `config` the DeepSpeed configuration that transformers sees; None hides any. Restores the one before.
+
+    transformers keeps only a weak reference (`integrations/deepspeed.py`), so the object lives as long as the block.
+    """
+    before = hf_deepspeed._hf_deepspeed_config_weak_ref
+    alive: HfDeepSpeedConfig | None = None
+    try:
+        if config is None:
+            hf_deepspeed._hf_deepspeed_config_weak_ref = None
+        elif isinstance(config, Mapping):
+            alive = HfDeepSpeedConfig(dict(config))
+        else:
+            alive = config
+            hf_deepspeed.set_hf_deepspeed_config(config)
+        yield alive
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+# -- from_pretrained -------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """One call of `from_pretrained` that somebody made, not yet run."""
+
+    def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name = str(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        self.kwargs = kwargs
+        self._ordinary, self._cls, self._args = ordinary, cls, args
+
+    def run(self) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it as transformers would; return the model and the loading info."""
+        model, info = self._ordinary(self._cls, *self._args, **{**self.kwargs, "output_loading_info": True})
+        return model, info
+
+    def describe(
+        self, read_whole: ReadWhole, before_adapter: Callable[[nn.Module], None]
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it with symbolic tensors in place of those in safetensors files; see [Note: the seam].
+
+        Args:
+            read_whole: reads an expression for code that needs its value at once.
+            before_adapter: called with the base model when a PEFT adapter is about to be put on it, since PEFT needs
+                parameters and not descriptions of them.
+
+        Returns:
+            The model, some of whose parameters and buffers are symbolic, and the loading info.
+        """
+        self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
+        with _symbolic_files(read_whole), _adapter_hook(before_adapter), deepspeed_config(None), _quiet():
+            return self.run()
+
+
+Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
+
+
+@contextlib.contextmanager
+def intercepted(handler: Handler) -> Iterator[None]:
+    """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`."""
+    before = PreTrainedModel.__dict__["from_pretrained"]
+    ordinary = getattr(before.__func__, "lowmem_load_ordinary", before.__func__)
+    busy = False  # a from_pretrained that the model's own code makes while it is loaded is part of that load
+
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        nonlocal busy
+        if busy:
+            return ordinary(cls, *args, **kwargs)
+        busy = True
+        try:
+            wants_info = kwargs.pop("output_loading_info", False)
+            model, info = handler(Call(ordinary, cls, args, kwargs))
+            return (model, info) if wants_info else model
+        finally:
+            busy = False
+
+    from_pretrained.__doc__ = ordinary.__doc__
+    from_pretrained.lowmem_load_ordinary = ordinary
+    with _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide transformers' progress bar: it would show the naming of tensors as the loading of weights."""
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            hf_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]:
+    ordinary = PreTrainedModel.load_adapter
+
+    def load_adapter(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before_adapter(model)
+        return ordinary(model, *args, **kwargs)
+
+    with _replaced(PreTrainedModel, "load_adapter", load_adapter):
+        yield
+
+
+@contextlib.contextmanager
+def _symbolic_files(read_whole: ReadWhole) -> Iterator[None]:
+    def symbolic_open(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> _SymbolicFile:
+        return _SymbolicFile(os.fspath(path), read_whole)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(modeling_utils, "safe_open", symbolic_open))
+        if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
+            stack.enter_context(_replaced(modeling_utils, "_is_on_hf_mount", lambda path: False))
+        yield
+
+
+class _SymbolicFile:
+    """What `safetensors.safe_open` returns, with symbolic tensors. Reads the header and nothing else."""
+
+    def __init__(self, path: str, read_whole: ReadWhole) -> None:
+        self._path, self._read_whole = path, read_whole
+        self._header: Header = read_header(path)
+
+    def __enter__(self) -> _SymbolicFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return list(self._header.tensors)
+
+    def metadata(self) -> Mapping[str, str] | None:
+        return self._header.metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return SymbolicTensor(source(self._path, self._header, name), self._read_whole)
+
+    def get_slice(self, name: str) -> _SymbolicSlice:
+        return _SymbolicSlice(self, name)
+
+    def entry(self, name: str) -> Any:
+        return self._header.tensors[name]
+
+
+class _SymbolicSlice:
+    """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed."""
+
+    def __init__(self, file: _SymbolicFile, name: str) -> None:
+        self._file, self._name = file, name
+
+    def get_shape(self) -> list[int]:
+        return list(self._file.entry(self._name).shape)
+
+    def get_dtype(self) -> str:
+        return str(self._file.entry(self._name).dtype_code)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._file.get_tensor(self._name)
+        return tensor if index is Ellipsis else tensor[index]
+
+
+# -- what to load ----------------------------------------------------------------------------------------------------
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is meant as a local folder but cannot be loaded from, before anything asks the Hub.
+
+    Raises:
+        CheckpointError: says what is missing.
+    """
+    looks_local = name.startswith((".", "~", os.sep)) or os.path.isabs(name) or name.count("/") > 1
+    if not os.path.isdir(name):
+        if os.path.isfile(name):
+            raise CheckpointError(f"{name}: is a file; pass the folder that holds it and its config.json")
+        if looks_local:
+            raise CheckpointError(f"{name}: no such folder")
+        return
+    if not os.listdir(name):
+        raise CheckpointError(f"{name}: the folder is empty")
+
+
+def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
+    """Refuse a local folder without safetensors files, naming what it holds instead.
+
+    Raises:
+        CheckpointError: says how to convert.
+    """
+    folder = os.path.join(name, subfolder)
+    if not os.path.isdir(folder):
+        if os.path.isdir(name):
+            raise CheckpointError(f"{folder}: no such subfolder")
+        return
+    files = sorted(os.listdir(folder))
+    if use_safetensors is False or not any(file.endswith(".safetensors") for file in files):
+        weights = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]
+        found = f"it holds {', '.join(weights[:5])}" if weights else "it holds no weights at all"
+        raise CheckpointError(
+            f"{folder}: no safetensors files to stream from; {found}. Convert once with "
+            "AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+
+
+def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the transformers configuration that `from_pretrained(name, **kwargs)` will use.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+    """
+    given = kwargs.get("config")
+    if given is not None and not isinstance(given, str | os.PathLike):
+        return given
+    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
+    try:
+        return AutoConfig.from_pretrained(name if given is None else given, **hub)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{name}: no usable model configuration: {error}") from error
+
+
+def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:
+    """Return the class whose `from_pretrained` to call.
+
+    Args:
+        auto_class: a class, the name of a transformers class, or None for the one that `config.architectures` names.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    if isinstance(auto_class, type):
+        if not callable(getattr(auto_class, "from_pretrained", None)):
+            raise ConfigError(f"auto_class {auto_class.__name__} has no from_pretrained; pass a transformers class")
+        return auto_class
+    if auto_class is not None:
+        return _class_named(auto_class, "auto_class")
+    architectures = getattr(config, "architectures", None) or []
+    if not architectures:
+        raise ConfigError("the model's config names no architectures; pass auto_class, such as 'AutoModelForCausalLM'")
+    remote = getattr(config, "auto_map", None) or {}
+    if trust_remote_code:
+        for auto_name, reference in remote.items():
+            if auto_name.startswith("AutoModel") and str(reference).rpartition(".")[2] == architectures[0]:
+                return _class_named(auto_name, "auto_map of the model's config")
+    return _class_named(architectures[0], "architectures of the model's config")
+
+
+def _class_named(name: str, where: str) -> Any:
+    found = getattr(transformers, name, None)
+    if not isinstance(found, type) or not callable(getattr(found, "from_pretrained", None)):
+        raise ConfigError(
+            f"{where}: transformers {transformers.__version__} has no model class {name!r}; "
+            "pass a class, or trust_remote_code=True for code that comes with the checkpoint"
+        )
+    return found
+
+
+def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise for a quantized model: ZeRO-3 partitions floating-point parameters.
+
+    Raises:
+        UnsupportedError: names the method.
+    """
+    quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    if quantization is not None:
+        fields = quantization if isinstance(quantization, Mapping) else vars(quantization)
+        method = fields.get("quant_method", type(quantization).__name__)
+        raise UnsupportedError(
+            f"quantization {str(getattr(method, 'value', method))!r} cannot be partitioned by ZeRO-3: every rank "
+            "would hold the whole model; load a dequantized checkpoint, or use ZeRO stage 0, 1 or 2"
+        )

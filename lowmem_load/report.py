@@ -1,0 +1,137 @@
+"""What a load did: bytes, reads, seconds, memory, keys. `LoadReport` is plain data; `MemoryMeter` reads /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident host memory of this process, bytes. Anonymous is what counts; file-backed can be reclaimed."""
+
+    anonymous_bytes: int
+    file_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.anonymous_bytes + self.file_bytes
+
+
+def host_memory() -> Memory:
+    """Return the resident memory now; zeros where the system has no /proc (macOS)."""
+    try:
+        fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+        file_kib = _kib(fields["RssFile"]) + _kib(fields["RssShmem"])
+        return Memory(_kib(fields["RssAnon"]) << 10, file_kib << 10)
+    except (OSError, KeyError):
+        return Memory(0, 0)
+
+
+def _kib(value: str) -> int:
+    return int(value.split()[0])
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPath:
+    """A parameter that was not read straight into its partition.
+
+    Attributes:
+        name: the parameter.
+        reason: why, in words.
+        extra_bytes: bytes held or read beyond the partition for it.
+    """
+
+    name: str
+    reason: str
+    extra_bytes: int
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What one load did on this rank.
+
+    Attributes:
+        name: what was loaded.
+        rank, world_size: of the partition group.
+        ds_config: the configuration the model was partitioned for, every "auto" that loading reads resolved.
+            `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto".
+        dtype: storage dtype of floating-point parameters, as torch prints it.
+        num_parameters: distinct parameters; tied ones count once.
+        num_elements: elements of all of them, unpadded.
+        partition_bytes: bytes of the partitions on this rank, padding included.
+        total_partition_bytes: bytes of the partitions on all ranks.
+        needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
+        read_bytes: bytes read from shard files, headers excluded.
+        num_reads: system calls that read them.
+        seconds: wall seconds by phase: describe, plan, read, in order.
+        start_memory, peak_memory: resident host memory before the load and the most that was seen during it.
+        peak_device_bytes: most accelerator memory allocated during the load; 0 without one.
+        missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
+        slow_paths: parameters that took a slower path.
+        recast_parameters: parameters that an ordinary load keeps in another dtype (float32 as a rule) and that are
+            stored in the engine's dtype, because a ZeRO-3 engine trains all parameters in one.
+    """
+
+    name: str
+    rank: int = 0
+    world_size: int = 1
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = ""
+    num_parameters: int = 0
+    num_elements: int = 0
+    partition_bytes: int = 0
+    total_partition_bytes: int = 0
+    needed_bytes: int = 0
+    read_bytes: int = 0
+    num_reads: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    start_memory: Memory = Memory(0, 0)
+    peak_memory: Memory = Memory(0, 0)
+    peak_device_bytes: int = 0
+    missing_keys: list[str] = field(default_factory=list)
+    unexpected_keys: list[str] = field(default_factory=list)
+    mismatched_keys: list[Any] = field(default_factory=list)
+    slow_paths: list[SlowPath] = field(default_factory=list)
+    recast_parameters: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall seconds of the block to `seconds[name]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.sample_memory()
+
+    def sample_memory(self) -> None:
+        """Raise `peak_memory` to the resident memory now when that is more."""
+        now = host_memory()
+        if now.total_bytes > self.peak_memory.total_bytes:
+            self.peak_memory = now
+
+    def __str__(self) -> str:
+        mib = float(1 << 20)
+        grown = (self.peak_memory.total_bytes - self.start_memory.total_bytes) / mib
+        lines = [
+            f"{self.name}: {self.num_parameters} parameters, {self.num_elements / 1e9:.3f} B elements, {self.dtype}, "
+            f"rank {self.rank} of {self.world_size}",
+            f"  partition {self.partition_bytes / mib:.1f} MiB here, {self.total_partition_bytes / mib:.1f} MiB in all",
+            f"  read {self.read_bytes / mib:.1f} MiB in {self.num_reads} reads for {self.needed_bytes / mib:.1f} MiB "
+            "needed",
+            f"  peak {grown:.1f} MiB above the start",
+            "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
+        ]
+        for label in ("missing_keys", "unexpected_keys", "mismatched_keys", "slow_paths", "recast_parameters"):
+            values = getattr(self, label)
+            if values:
+                shown = ", ".join(str(getattr(value, "name", value)) for value in values[:5])
+                lines.append(f"  {label}: {len(values)}: {shown}{', ...' if len(values) > 5 else ''}")
+        return "\n".join(lines)

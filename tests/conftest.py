@@ -1,0 +1,23 @@
+"""Environment first: torch, DeepSpeed and transformers read it on import."""
+
+from tests.ranks import set_environment
+
+set_environment()
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that tests/builders.py puts its checkpoints in: each is made once per session."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of the real MiniLM weights (BERT, float32, one safetensors file of 91 MB)."""
+    from tests.builders import minilm_path
+
+    return minilm_path()

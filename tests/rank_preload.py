@@ -1,0 +1,42 @@
+"""What every rank needs, imported once in the forkserver that the ranks of the tests are forked from.
+
+Makes no threads and no process group: neither survives a fork. Loading shm_comm here does three things: it compiles it
+outside any test's timeout, it saves each rank the load, and no rank that is killed can leave torch's build lock behind,
+on which all later ranks would wait for ever.
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import accelerate  # noqa: F401
+import deepspeed
+import pytest  # noqa: F401  test modules import it, and each rank imports its test module
+import torch
+import torch.distributed
+import transformers.integrations.deepspeed
+import transformers.modeling_utils
+import transformers.models.auto.modeling_auto
+import transformers.models.llama.modeling_llama  # noqa: F401
+from deepspeed.accelerator import get_accelerator
+
+STALE_LOCK_S = 600
+"""Seconds after which torch's build lock is taken to be left over; the build itself takes 30 to 90."""
+
+
+def load_shm_comm() -> None:
+    """Loads DeepSpeed's shm_comm extension, compiled first if need be."""
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+        return
+    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / builder.name / "lock"
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - lock.stat().st_mtime > STALE_LOCK_S:
+            lock.unlink()
+    builder.load(verbose=False)
+
+
+torch.set_num_threads(1)
+load_shm_comm()
+READY = True

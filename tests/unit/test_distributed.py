@@ -1,0 +1,368 @@
+"""DistributedInterface in one process. Groups are made in fresh ones: torch, DeepSpeed and os.environ keep state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from lowmem_load import distributed
+from lowmem_load.distributed import DistributedInterface
+from lowmem_load.errors import CheckpointError, ConfigError
+from tests.ranks import run_ranks
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def alone(fn: Callable[[], Any]) -> Any:
+    """What `fn` returns in a fresh process that no launcher started."""
+    return run_ranks(_without_launcher, fn, world_size=1)[0]
+
+
+def _without_launcher(fn: Callable[[], Any]) -> Any:
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    return fn()
+
+
+def launcher_env() -> dict[str, str]:
+    return {name: os.environ[name] for name in LAUNCHER if name in os.environ}
+
+
+def init_counter() -> list[int]:
+    """A list that grows by one for each call of torch's init_process_group from now on."""
+    import torch.distributed as dist
+
+    calls: list[int] = []
+    original = dist.init_process_group
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        original(*args, **kwargs)
+
+    dist.init_process_group = counted
+    return calls
+
+
+def partition_numel() -> int:
+    """Elements that zero.Init leaves of an 8 x 8 weight on this rank."""
+    import deepspeed
+    import torch
+
+    with deepspeed.zero.Init(dtype=torch.float32):
+        layer = torch.nn.Linear(8, 8, bias=False)
+    return int(layer.weight.ds_tensor.numel())
+
+
+def train_one_step() -> None:
+    """Goes through what deepspeed.initialize checks, and through its own groups."""
+    import deepspeed
+    import torch
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = torch.nn.Linear(8, 8)
+    engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+    engine.backward(engine(torch.ones(1, 8, dtype=torch.bfloat16)).sum())
+    engine.step()
+
+
+def error_text(call: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+def _lone_process() -> dict[str, Any]:
+    calls = init_counter()
+    interface = DistributedInterface()
+    again = DistributedInterface(backend="gloo", world_size=1, rank=0, timeout=timedelta(minutes=30))
+    inits = len(calls)
+    found = {
+        "place": (interface.rank, again.world_size, interface.local_rank, str(interface.device), interface.backend),
+        "env": launcher_env(),
+        "objects": (interface.all_gather_object("a"), interface.broadcast_object("b")),
+        "partition": partition_numel(),
+    }
+    interface.barrier()
+    train_one_step()
+    return {**found, "inits": (inits, len(calls))}
+
+
+def test_lone_process_needs_no_launcher_and_initializes_once() -> None:
+    found = alone(_lone_process)
+    assert found["place"] == (0, 1, 0, "cpu", "gloo")
+    assert found["env"] == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    assert found["objects"] == (["a"], "b")
+    assert found["partition"] == 64
+    assert found["inits"] == (1, 1), "zero.Init or deepspeed.initialize made a group"
+
+
+def _destroy_and_init_again() -> dict[str, Any]:
+    import deepspeed
+    import torch.distributed as dist
+
+    seen = []
+    for _ in range(2):
+        interface = DistributedInterface()
+        train_one_step()
+        interface.destroy()
+        interface.destroy()
+        seen.append((dist.is_initialized(), deepspeed.comm.is_initialized(), launcher_env()))
+    return {"seen": seen, "stale": error_text(lambda: interface.rank)}
+
+
+def test_destroy_leaves_nothing_and_the_next_group_trains() -> None:
+    found = alone(_destroy_and_init_again)
+    assert found["seen"] == [(False, False, {})] * 2
+    assert "was destroyed" in found["stale"]
+
+
+def _destroyed_behind_our_back() -> tuple[int, dict[str, str]]:
+    import torch.distributed as dist
+
+    DistributedInterface()
+    train_one_step()
+    dist.destroy_process_group()
+    interface = DistributedInterface()
+    train_one_step()
+    interface.destroy()
+    return len(launcher_env()), launcher_env()
+
+
+def test_group_destroyed_through_torch_is_noticed() -> None:
+    assert alone(_destroyed_behind_our_back) == (0, {})
+
+
+def _contradictions() -> tuple[str, list[str]]:
+    DistributedInterface(timeout=timedelta(minutes=7))
+    everything = error_text(
+        lambda: DistributedInterface(backend="nccl", timeout=timedelta(minutes=9), world_size=2, rank=1)
+    )
+    single = [
+        error_text(lambda: DistributedInterface(backend="nccl")),
+        error_text(lambda: DistributedInterface(timeout=timedelta(minutes=9))),
+        error_text(lambda: DistributedInterface(world_size=2)),
+        error_text(lambda: DistributedInterface(rank=1)),
+    ]
+    return everything, single
+
+
+def test_contradicting_arguments_are_all_named_with_both_values() -> None:
+    everything, single = alone(_contradictions)
+    parts = [
+        "backend: asked for nccl, live group has gloo",
+        "timeout: asked for 0:09:00, live group has 0:07:00",
+        "world_size: asked for 2, live group has 1",
+        "rank: asked for 1, live group has 0",
+    ]
+    assert "; ".join(parts) in everything
+    for text, part in zip(single, parts, strict=True):
+        assert part in text
+        assert text.count("asked for") == 1
+
+
+def _failed_init() -> tuple[dict[str, str], int]:
+    with pytest.raises(Exception, match="no-such"):
+        DistributedInterface(backend="no-such")
+    left = launcher_env()
+    return left, DistributedInterface().world_size
+
+
+def test_failed_init_leaves_nothing_behind() -> None:
+    assert alone(_failed_init) == ({}, 1)
+
+
+def _adopt_torch() -> dict[str, Any]:
+    import deepspeed
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=3))
+    calls = init_counter()
+    interface = DistributedInterface(timeout=timedelta(minutes=3), backend="gloo")
+    train_one_step()
+    found = {
+        "env": launcher_env(),
+        "timeout": error_text(lambda: DistributedInterface(timeout=timedelta(minutes=4))),
+        "comm": deepspeed.comm.is_initialized(),
+    }
+    interface.destroy()
+    alive = dist.is_initialized()
+    interface.destroy(force=True)
+    return {**found, "alive": (alive, dist.is_initialized()), "left": launcher_env(), "inits": len(calls)}
+
+
+def test_adopts_a_group_of_torch_and_destroys_it_only_by_force() -> None:
+    found = alone(_adopt_torch)
+    assert found["env"] == {"LOCAL_RANK": "0"}
+    assert "live group has 0:03:00" in found["timeout"]
+    assert found["comm"] is True
+    assert found["alive"] == (True, False)
+    assert found["left"] == {}
+    assert found["inits"] == 0
+
+
+def _adopt_default_backend() -> tuple[str, str, list[str]]:
+    import torch.distributed as dist
+
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    fitting = [DistributedInterface(backend=name).backend for name in ("gloo", "cpu:gloo")]
+    return dist.get_backend(), error_text(lambda: DistributedInterface(backend="nccl")), fitting
+
+
+def test_adopts_a_group_whose_backend_torch_chose() -> None:
+    backend, text, fitting = alone(_adopt_default_backend)
+    assert "live group has gloo" in text, backend
+    assert fitting == ["gloo", "gloo"]
+
+
+def _adopt_deepspeed() -> tuple[int, int, bool]:
+    import deepspeed
+    import torch.distributed as dist
+
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    calls, comm = init_counter(), deepspeed.comm.comm.cdb
+    interface = DistributedInterface()
+    train_one_step()
+    interface.destroy()
+    return len(calls), interface.world_size, dist.is_initialized() and deepspeed.comm.comm.cdb is comm
+
+
+def test_adopts_a_group_of_deepspeed() -> None:
+    assert run_ranks(_adopt_deepspeed, world_size=1) == [(0, 1, True)]
+
+
+def _fake_rank(adopted: bool) -> dict[str, Any]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if adopted:
+        dist.init_process_group("fake", store=FakeStore(), rank=517, world_size=1024)
+        interface = DistributedInterface(timeout=timedelta(minutes=1))
+    else:
+        interface = DistributedInterface(backend="fake", rank=517, world_size=1024)
+    interface.agree("planning", None, "digest")
+    with pytest.raises(CheckpointError, match="gone"):
+        interface.agree("planning", CheckpointError("model.safetensors: gone"))
+    interface.barrier()
+    return {
+        "place": (interface.rank, interface.world_size, interface.local_rank, interface.backend),
+        "objects": (interface.all_gather_object("x") == ["x"] * 1024, interface.broadcast_object("y")),
+        "partition": partition_numel(),
+        "env": sorted(launcher_env()),
+    }
+
+
+def _fake_adopted() -> dict[str, Any]:
+    return _fake_rank(adopted=True)
+
+
+def _fake_made() -> dict[str, Any]:
+    return _fake_rank(adopted=False)
+
+
+@pytest.mark.parametrize(("fn", "env"), [(_fake_adopted, ["LOCAL_RANK"]), (_fake_made, sorted(LAUNCHER))])
+def test_fake_backend_is_one_rank_of_many(fn: Callable[[], Any], env: list[str]) -> None:
+    found = alone(fn)
+    assert found["place"] == (517, 1024, 0, "fake")
+    assert found["objects"] == (True, "y")
+    assert found["partition"] == 1  # ceil(64 / 1024)
+    assert found["env"] == env
+
+
+def _agree_alone() -> None:
+    error = CheckpointError("config.json: absent")
+    interface = DistributedInterface()
+    interface.agree("reading", None)
+    with pytest.raises(CheckpointError) as caught:
+        interface.agree("reading", error)
+    assert caught.value is error
+
+
+def test_agree_on_one_rank_raises_the_error_itself() -> None:
+    alone(_agree_alone)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*LAUNCHER, *distributed._FOREIGN_SIZES):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_partial_launcher_environment_names_what_is_missing(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("RANK", "1")
+    no_launcher.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match="WORLD_SIZE, LOCAL_RANK, MASTER_PORT missing, while MASTER_ADDR, RANK ask"):
+        DistributedInterface()
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_arguments_stand_in_for_rank_and_world_size_only(no_launcher: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"):
+        DistributedInterface(rank=1, world_size=4)
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        no_launcher.setenv(name, "1")
+    assert distributed._launched_env(world_size=4, rank=1) == {"RANK": "1", "WORLD_SIZE": "4"}
+
+
+def test_arguments_that_contradict_the_launcher_are_named(no_launcher: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER:
+        no_launcher.setenv(name, "0")
+    text = error_text(lambda: DistributedInterface(rank=1, world_size=4))
+    assert "rank: asked for 1, launcher set 0; world_size: asked for 4, launcher set 0" in text
+
+
+def test_rank_outside_the_world_is_refused(no_launcher: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="rank: asked for 1, expected 0 <= rank < world_size = 1"):
+        DistributedInterface(rank=1)
+
+
+def test_rank_of_a_foreign_launcher_is_not_taken_for_a_lone_process(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE is 4"):
+        DistributedInterface()
+    assert distributed._alone_env(world_size=1, rank=None)["WORLD_SIZE"] == "1"
+
+
+def test_launcher_variable_that_is_no_number(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("LOCAL_RANK", "one")
+    with pytest.raises(ConfigError, match="LOCAL_RANK: the environment has 'one', expected an integer"):
+        distributed._int_from_env("LOCAL_RANK")
+
+
+def test_default_timeout_is_thirty_minutes_or_what_deepspeed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    assert distributed._default_timeout() == timedelta(minutes=30)
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "120")
+    assert distributed._default_timeout() == timedelta(minutes=120)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3], "0, 2-3"), (range(512), "0-511")]
+)
+def test_spell_ranks(ranks: list[int], text: str) -> None:
+    assert distributed._spell_ranks(list(ranks)) == text
+
+
+def test_minorities_are_measured_against_the_most_frequent_digest() -> None:
+    assert distributed._minorities(["a", "a", "a"]) == {}
+    assert distributed._minorities(["a", "b"]) == {1: "holds digest b, where rank(s) 0 hold a"}
+    assert distributed._minorities(["x", "a", "a", None]) == {
+        0: "holds digest x, where rank(s) 1-2 hold a",
+        3: "holds digest None, where rank(s) 1-2 hold a",
+    }

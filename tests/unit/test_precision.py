@@ -1,0 +1,280 @@
+"""Every combination of ds_config and training arguments, and docs/precision.md against the code."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.precision import Precision, precision_of, resolve_precision, with_precision
+
+DOCS = Path(__file__).parents[2] / "docs" / "precision.md"
+
+DS_VALUES = (None, "auto", True, False)
+TRAINER_VALUES = (None, True, False)
+
+# By (TrainingArguments.bf16, .fp16): one row per ds_config bf16, one letter per fp16, both in the order of DS_VALUES.
+# b bf16, h fp16 (half), s fp32 (single), B both on, C contradiction.
+EXPECTED = {
+    (None, None): ("bbhb", "bbhb", "bbBb", "hhhs"),
+    (None, True): ("hhhC", "hhhC", "BBBC", "hhhC"),
+    (None, False): ("bbCb", "bbCb", "bbCb", "ssCs"),
+    (True, None): ("bbBb", "bbBb", "bbBb", "CCCC"),
+    (True, True): ("BBBC", "BBBC", "BBBC", "CCCC"),
+    (True, False): ("bbCb", "bbCb", "bbCb", "CCCC"),
+    (False, None): ("hhhs", "hhhs", "CCCC", "hhhs"),
+    (False, True): ("hhhC", "hhhC", "CCCC", "hhhC"),
+    (False, False): ("ssCs", "ssCs", "CCCC", "ssCs"),
+}
+# As load_model reads it: without training arguments, an absent value is False.
+EXPECTED_DISABLED = ("shhs", "bbhb", "bbBb", "shhs")
+MEANING = {"b": "bf16", "h": "fp16", "s": "fp32", "B": "error: both on", "C": "error: contradiction"}
+
+CELLS = [
+    (ds_bf16, ds_fp16, trainer_bf16, trainer_fp16, MEANING[EXPECTED[trainer_bf16, trainer_fp16][row][column]])
+    for trainer_bf16, trainer_fp16 in itertools.product(TRAINER_VALUES, repeat=2)
+    for (row, ds_bf16), (column, ds_fp16) in itertools.product(enumerate(DS_VALUES), repeat=2)
+]
+CELLS_DISABLED = [
+    (ds_bf16, ds_fp16, MEANING[EXPECTED_DISABLED[row][column]])
+    for (row, ds_bf16), (column, ds_fp16) in itertools.product(enumerate(DS_VALUES), repeat=2)
+]
+
+
+def outcome(function: Any, *args: Any, **kwargs: Any) -> str:
+    """Returns the precision, or the kind of error, in the words of the tables."""
+    try:
+        precision = function(*args, **kwargs)
+    except ConfigError as error:
+        if "both enabled" in str(error):
+            return "error: both on"
+        assert "contradict each other" in str(error)
+        return "error: contradiction"
+    return {Precision.BF16: "bf16", Precision.FP16: "fp16", Precision.FP32: "fp32"}[precision]
+
+
+def config_with(ds_bf16: Any, ds_fp16: Any) -> dict[str, Any]:
+    return {name: {"enabled": value} for name, value in (("bf16", ds_bf16), ("fp16", ds_fp16)) if value is not None}
+
+
+def tables_of_docs() -> dict[tuple[str, Any, Any, Any, Any], str]:
+    """Returns every cell of docs/precision.md by (reading of absent, trainer bf16, trainer fp16, ds bf16, ds fp16)."""
+    trainer_words = {"not given": None, "True": True, "False": False}
+    ds_words = {"absent": None, '"auto"': "auto", "true": True, "false": False}
+    cells: dict[tuple[str, Any, Any, Any, Any], str] = {}
+    reading, trainer, columns = "", (None, None), [None]
+    for line in DOCS.read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"## \w+: absent is read as (.+)", line):
+            reading = {'"auto"': "auto", "false": "disabled"}[heading[1]]
+        elif heading := re.match(r"### .*bf16 (not given|True|False), fp16 (not given|True|False)$", line):
+            trainer = trainer_words[heading[1]], trainer_words[heading[2]]
+        elif line.startswith(r"| bf16 \ fp16 |"):
+            columns = [ds_words[word.removeprefix("fp16 ")] for word in split_row(line)[1:]]
+        elif line.startswith("| **bf16"):
+            first, *row = split_row(line)
+            ds_bf16 = ds_words[first.strip("*").removeprefix("bf16 ")]
+            for ds_fp16, cell in zip(columns, row, strict=True):
+                key = (reading, *trainer, ds_bf16, ds_fp16)
+                assert key not in cells, f"{key} is in the docs twice"
+                cells[key] = cell
+    return cells
+
+
+def split_row(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+# ---- the tables
+
+
+def test_the_oracle_covers_the_whole_space() -> None:
+    assert len({cell[:4] for cell in CELLS}) == 4 * 4 * 3 * 3
+    assert len({cell[:2] for cell in CELLS_DISABLED}) == 4 * 4
+
+
+@pytest.mark.parametrize(("ds_bf16", "ds_fp16", "trainer_bf16", "trainer_fp16", "expected"), CELLS)
+def test_every_cell(ds_bf16: Any, ds_fp16: Any, trainer_bf16: Any, trainer_fp16: Any, expected: str) -> None:
+    trainer = {"trainer_bf16": trainer_bf16, "trainer_fp16": trainer_fp16}
+
+    assert outcome(resolve_precision, ds_bf16, ds_fp16, **trainer) == expected
+    assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="auto", **trainer) == expected
+
+
+@pytest.mark.parametrize(("ds_bf16", "ds_fp16", "expected"), CELLS_DISABLED)
+def test_every_cell_with_absent_read_as_disabled(ds_bf16: Any, ds_fp16: Any, expected: str) -> None:
+    assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="disabled") == expected
+
+
+def test_the_docs_list_every_cell_and_agree_with_the_code() -> None:
+    cells = tables_of_docs()
+    with_auto = {("auto", *trainer, *ds) for trainer in EXPECTED for ds in itertools.product(DS_VALUES, repeat=2)}
+    with_disabled = {("disabled", None, None, *ds) for ds in itertools.product(DS_VALUES, repeat=2)}
+
+    assert cells.keys() == with_auto | with_disabled
+    for (reading, trainer_bf16, trainer_fp16, ds_bf16, ds_fp16), cell in cells.items():
+        trainer = {"trainer_bf16": trainer_bf16, "trainer_fp16": trainer_fp16}
+        computed = outcome(precision_of, config_with(ds_bf16, ds_fp16), absent=reading, **trainer)
+        assert computed == cell, f"docs differ at {reading=} {ds_bf16=} {ds_fp16=} {trainer=}"
+
+
+@given(st.sampled_from(DS_VALUES), st.sampled_from(DS_VALUES), st.sampled_from([True, False]))
+def test_a_training_argument_stands_in_for_absent_in_both_readings(ds_bf16: Any, ds_fp16: Any, flag: bool) -> None:
+    config = config_with(ds_bf16, ds_fp16)
+    both = {"trainer_bf16": flag, "trainer_fp16": not flag}
+
+    assert outcome(precision_of, config, absent="disabled", **both) == outcome(
+        precision_of, config, absent="auto", **both
+    )
+
+
+def test_one_training_argument_leaves_the_other_absent_value_disabled() -> None:
+    # A trainer bf16=False stands in for bf16; nothing stands in for fp16, which DeepSpeed would not run.
+    assert precision_of({}, absent="disabled", trainer_bf16=False) is Precision.FP32
+    assert precision_of({}, absent="auto", trainer_bf16=False) is Precision.FP16
+
+
+def test_values_are_the_names_of_torch_dtypes() -> None:
+    torch = pytest.importorskip("torch")
+
+    assert [getattr(torch, precision.value) for precision in Precision] == [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+    ]
+
+
+# ---- messages
+
+
+def test_a_contradiction_names_both_keys_and_values() -> None:
+    message = r"ds_config bf16\.enabled=False vs TrainingArguments\.bf16=True: .*contradict.*make them equal"
+    with pytest.raises(ConfigError, match=message):
+        resolve_precision(False, None, trainer_bf16=True)
+    with pytest.raises(ConfigError, match=r"ds_config fp16\.enabled=True vs TrainingArguments\.fp16=False"):
+        resolve_precision(None, True, trainer_fp16=False)
+
+
+def test_two_contradictions_are_one_error() -> None:
+    with pytest.raises(ConfigError, match=r"bf16\.enabled=True vs .* and ds_config fp16\.enabled=False vs"):
+        resolve_precision(True, False, trainer_bf16=False, trainer_fp16=True)
+
+
+def test_both_on_says_where_each_comes_from() -> None:
+    message = (
+        r"bf16 and fp16 are both enabled \(ds_config bf16\.enabled=True, TrainingArguments\.fp16=True\): "
+        "disable one of them"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolve_precision(True, "auto", trainer_fp16=True)
+
+
+@pytest.mark.parametrize("value", ["yes", "AUTO", 1, 0, 1.0, [], {}])
+def test_other_values_are_refused(value: Any) -> None:
+    message = re.escape(f'fp16.enabled: expected true, false or "auto", got {value!r}')
+    with pytest.raises(ConfigError, match=message):
+        resolve_precision(None, value)
+    with pytest.raises(ConfigError, match=message):
+        precision_of({"fp16": {"enabled": value}}, absent="disabled")
+    with pytest.raises(ConfigError, match=re.escape(f"TrainingArguments.bf16: expected True or False, got {value!r}")):
+        resolve_precision(None, None, trainer_bf16=value)
+
+
+def test_a_null_enabled_is_refused_like_in_deepspeed() -> None:
+    with pytest.raises(ConfigError, match=r"bf16\.enabled: expected true, false or \"auto\", got None"):
+        precision_of({"bf16": {"enabled": None}}, absent="auto")
+
+
+@pytest.mark.parametrize(
+    "config", [{"fp16": True}, {"fp16": "auto"}, {"fp16": None}, {"bf16": []}, {"bfloat16": None}, {"bfloat16": True}]
+)
+def test_a_section_that_is_not_an_object_is_refused(config: dict[str, Any]) -> None:
+    name = next(iter(config))
+    message = rf"ds_config {name}: expected an object such as \{{\"enabled\": true\}}, got "
+    with pytest.raises(ConfigError, match=message):
+        precision_of(config, absent="auto")
+    with pytest.raises(ConfigError, match=message):
+        with_precision(config, Precision.BF16)
+
+
+# ---- sections
+
+
+def test_a_section_without_enabled_counts_as_absent() -> None:
+    config = {"fp16": {"loss_scale": 0}, "bf16": {}}
+
+    assert precision_of(config, absent="auto") is Precision.BF16
+    assert precision_of(config, absent="disabled") is Precision.FP32
+
+
+def test_the_old_section_name_is_read_only_without_the_new_one() -> None:
+    assert precision_of({"bfloat16": {"enabled": True}}, absent="disabled") is Precision.BF16
+    assert precision_of({"bf16": None, "bfloat16": {"enabled": True}}, absent="disabled") is Precision.BF16
+    assert precision_of({"bf16": {}, "bfloat16": {"enabled": True}}, absent="disabled") is Precision.FP32
+
+
+def test_with_precision_keeps_other_keys_and_the_input() -> None:
+    config = {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
+        "bf16": {"enabled": "auto", "check_grad_overflow": False},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    }
+    before = copy.deepcopy(config)
+
+    resolved = with_precision(config, Precision.FP16)
+
+    assert resolved["fp16"] == {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}
+    assert resolved["bf16"] == {"enabled": False, "check_grad_overflow": False}
+    resolved["zero_optimization"]["offload_param"]["device"] = "nvme"
+    assert config == before
+
+
+def test_with_precision_adds_both_sections_and_renames_the_old_one() -> None:
+    assert with_precision({}, Precision.FP32) == {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    assert with_precision({"bfloat16": {"enabled": False, "check_grad_overflow": False}}, Precision.BF16) == {
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "fp16": {"enabled": False},
+    }
+    assert with_precision({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, Precision.FP16) == {
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": True},
+    }
+
+
+SECTIONS = st.sampled_from([{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}])
+CONFIGS = st.dictionaries(st.sampled_from(["bf16", "fp16", "bfloat16"]), SECTIONS)
+
+
+@given(CONFIGS, st.sampled_from(Precision), st.sampled_from(["auto", "disabled"]))
+def test_what_is_written_is_read_back(config: dict[str, Any], precision: Precision, absent: Any) -> None:
+    before = copy.deepcopy(config)
+
+    written = with_precision(config, precision)
+
+    assert precision_of(written, absent=absent) is precision
+    assert with_precision(written, precision) == written
+    assert config == before
+
+
+def test_the_disabled_reading_is_what_deepspeed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+
+    sections = (None, {}, {"enabled": True}, {"enabled": False})
+    for bf16, bfloat16, fp16 in itertools.product(sections, repeat=3):
+        named = {"bf16": bf16, "bfloat16": bfloat16, "fp16": fp16}
+        config = {name: section for name, section in named.items() if section is not None}
+        enabled = get_bfloat16_config(config).enabled, get_float16_config(config).enabled
+        expected = {
+            (True, False): "bf16",
+            (False, True): "fp16",
+            (False, False): "fp32",
+            (True, True): "error: both on",
+        }
+        assert outcome(precision_of, config, absent="disabled") == expected[enabled], config
