@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,10 +30,11 @@ from benchmarks.worker import RankResult, Spec
 
 # Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here.
 RANK_OVERHEAD_BYTES = 2**30
-# ZeRO-3 with AdamW holds over all ranks: bf16 weights 2, fp32 weights 4, two moments 8, gradients 2 + 4 in a step.
-TRAIN_BYTES_PER_PARAM = 20
+# Over all ranks. ZeRO-3 with AdamW keeps 14 (bf16 weights 2, fp32 weights 4, two moments 8); with gradients and what a
+# step makes for a while, 32 to 35 were measured at 2 ranks on models of 0.5 and 0.1 B parameters.
+TRAIN_BYTES_PER_PARAM = 36
 # Trained instead when the measured model is too large to train here.
-SMALL_TRAIN_PARAMS = 50_000_000
+SMALL_TRAIN_PARAMS = 100_000_000
 # The share of the available memory that a load or training may be expected to take.
 MEMORY_SHARE = 0.85
 
@@ -82,7 +84,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
     parser.add_argument("--train-steps", type=int, metavar="N", help="steps that stock and lowmem train after the load")
     parser.add_argument("--repeats", type=int, default=1, help="repetitions; the one of median duration is shown")
     parser.add_argument("--cold", action="store_true", help="drop the shard files from the page cache before each load")
-    parser.add_argument("--out", type=Path, default=Path(".cache/benchmarks/results"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--cache", type=Path, default=Path(".cache/benchmarks"), help="folder of the checkpoints")
     parser.add_argument("--keep-checkpoint", action="store_true", help="leave a new checkpoint for the next run")
     chosen = parser.parse_args(arguments)
@@ -154,6 +156,7 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
             group = median_group(repeats)
             for shown, trained in zip(group.ranks, repeats[0], strict=True):
                 shown.losses, shown.train_seconds = trained.losses, trained.train_seconds
+                shown.train_peak_bytes = trained.train_peak_bytes
             groups.append(group)
     return groups, list(skipped.values())
 
@@ -215,6 +218,7 @@ def _describe_run(plan: Plan, machine: Machine, num_params: int, num_bytes: int)
         f"model: {model}, loaded as {plan.dtype}, {cache}",
         *machine.lines(),
         f"{cache}: {how}; the ranks are processes on this machine with one thread each; no figure is simulated",
+        f"load average before the first load: {os.getloadavg()[0]:.1f} (other work lengthens the seconds)",
     ]
 
 

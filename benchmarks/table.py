@@ -108,7 +108,7 @@ def loss_lines(groups: list[Group]) -> list[str]:
     return [
         f"{group.method}, {group.world_size} ranks, rank {rank.rank}: "
         + " ".join(f"{loss:.6f}" for loss in rank.losses)
-        + f"  ({rank.train_seconds:.1f} s)"
+        + f"  ({rank.train_seconds:.1f} s, process peak {rank.train_peak_bytes / 2**20:.0f} MiB)"
         for group in groups
         for rank in group.ranks
         if rank.losses

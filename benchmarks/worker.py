@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import CollectiveCounter, MemorySampler, MemoryUse, NetworkUse, read_io
+from benchmarks.measure import CollectiveCounter, MemorySampler, MemoryUse, NetworkUse, read_io, read_rss
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
 
 
@@ -51,6 +51,7 @@ class RankResult:
     digests: dict[str, str] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     train_seconds: float = 0.0
+    train_peak_bytes: int = 0  # resident memory of the whole process, imports included
 
     @classmethod
     def from_json(cls, text: str) -> RankResult:
@@ -142,6 +143,7 @@ def run(spec: Spec) -> RankResult:
         start_s = time.perf_counter()
         result.losses = training_losses(loaded.model, ds_config, spec.train_steps, job.rank)
         result.train_seconds = time.perf_counter() - start_s
+        result.train_peak_bytes = read_rss()[0].high_water
     dist.barrier()
     return result
 

@@ -12,12 +12,16 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    # torch.distributed has it too, but does not export it to type checkers.
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -44,6 +48,21 @@ class _Record:
     made: bool  # False: adopted, somebody else's to destroy
     timeout: timedelta | None  # the one set here; None for an adopted group
     env_set: dict[str, str]  # variables set here, to be removed with the group
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Where the ranks of a launcher meet.
+
+    [Note: the store outlives the group] A group made after `destroy` must not meet through a store of its own: the
+    first rank to come back would reach rank 0's old store just before it goes, or, under torchrun, whose agent keeps
+    one store for all, read the addresses of the old group. Either way all ranks hang. So the store is kept, and each
+    group has its own prefix in it; torch lets others in this process open a store on the same port.
+    """
+
+    address: tuple[str, ...]  # values of _LAUNCHER_NAMES it belongs to
+    store: Store
+    num_groups: int = 0
 
 
 class DistributedInterface:
@@ -76,9 +95,10 @@ class DistributedInterface:
 
     __slots__ = ()
 
-    # The one mutable state of the module, per process as the group itself: which variables to remove, and whether
+    # The only mutable state of the module, per process as the group itself: which variables to remove, and whether
     # the group is ours to destroy, is known to nobody else.
     _record: ClassVar[_Record | None] = None
+    _meeting: ClassVar[_Meeting | None] = None
 
     def __init__(
         self,
@@ -94,10 +114,8 @@ class DistributedInterface:
             if DistributedInterface._record is None:
                 self._adopt()
         else:
-            timeout = timeout or _default_timeout()
             backend = backend or str(_accelerator().communication_backend_name())
-            env_set = _make(backend, timeout, world_size, rank)
-            self._remember(made=True, timeout=timeout, env_set=env_set)
+            self._make(backend, timeout or _default_timeout(), world_size, rank)
 
     @property
     def rank(self) -> int:
@@ -238,6 +256,39 @@ class DistributedInterface:
                 + ". Drop these arguments, or destroy that group first."
             )
 
+    def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
+        """Makes the default group and DeepSpeed's comm on it; leaves nothing behind if that fails."""
+        launched = any(os.environ.get(name) for name in _LAUNCHER_NAMES)
+        alone = not launched and (world_size in (None, 1) or backend == "fake")
+        env_set = _set_env(_alone_env(world_size, rank) if alone else _launched_env(world_size, rank))
+        try:
+            # Before NCCL starts, which would else put all ranks of a machine on its first device.
+            _accelerator().set_device(_int_from_env("LOCAL_RANK"))
+            # A lone process, and a fake one, has nobody to meet: the store lives in this process.
+            lone = alone or backend == "fake"
+            store = dist.HashStore() if lone else self._meet(timeout)  # type: ignore[attr-defined]
+            _init_process_group(backend, timeout, store)
+            _bring_up_deepspeed(backend, timeout)
+        except BaseException:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _undo(env_set)
+            raise
+        self._remember(made=True, timeout=timeout, env_set=env_set)
+
+    @staticmethod
+    def _meet(timeout: timedelta) -> Store:
+        """The launcher's store, under a prefix of the group to be made. [Note: the store outlives the group]."""
+        address = tuple(os.environ[name] for name in _LAUNCHER_NAMES)
+        meeting = DistributedInterface._meeting
+        if meeting is None or meeting.address != address:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+            meeting = DistributedInterface._meeting = _Meeting(address, store)
+        meeting.store.set_timeout(timeout)
+        meeting.num_groups += 1
+        prefix = f"lowmem_load/{meeting.num_groups}"
+        return dist.PrefixStore(prefix, meeting.store)  # type: ignore[attr-defined]
+
     def _adopt(self) -> None:
         """Takes over a group that somebody else made, and brings up on it what they may have left out."""
         local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
@@ -258,29 +309,6 @@ class DistributedInterface:
         if group is not None:
             dist.destroy_process_group(group)
         return hosts[: self.rank].count(host)
-
-
-def _make(backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> dict[str, str]:
-    """Makes the default group and DeepSpeed's comm on it; returns the variables set; if it fails, leaves nothing."""
-    launched = any(os.environ.get(name) for name in _LAUNCHER_NAMES)
-    alone = not launched and (world_size in (None, 1) or backend == "fake")
-    env_set = _set_env(_alone_env(world_size, rank) if alone else _launched_env(world_size, rank))
-    try:
-        _accelerator().set_device(_int_from_env("LOCAL_RANK"))
-        if backend == "fake":
-            # Registers the backend with torch.
-            import torch.testing._internal.distributed.fake_pg  # noqa: F401
-        if alone:
-            _init_alone(backend, timeout)
-        # Under a launcher this call makes torch's group as well: which device a group is bound to, and on which
-        # torch releases that hangs, is knowledge of DeepSpeed's that is not worth a copy.
-        _bring_up_deepspeed(backend, timeout)
-    except BaseException:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _undo(env_set)
-        raise
-    return env_set
 
 
 def _alone_env(world_size: int | None, rank: int | None) -> dict[str, str]:
@@ -310,34 +338,48 @@ def _launched_env(world_size: int | None, rank: int | None) -> dict[str, str]:
         raise ConfigError(
             f"environment: {', '.join(missing)} missing, while "
             f"{', '.join(sorted(found)) or 'arguments'} ask for a launched process group. Start with torchrun, "
-            "deepspeed or accelerate launch, which set all of them, or unset all to run as a single process."
+            "deepspeed or accelerate launch (whose --cpu starts one process only), or unset all to run as a single "
+            "process."
         )
     return asked
 
 
-def _init_alone(backend: str, timeout: timedelta) -> None:
-    """Makes a group that has nobody to meet: its store lives in this process."""
+def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
+    if backend == "fake":
+        # Registers the backend with torch.
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    world_size = _int_from_env("WORLD_SIZE")
     dist.init_process_group(
         backend,
-        store=dist.HashStore(),  # type: ignore[attr-defined]
+        store=store,
         rank=_int_from_env("RANK"),
-        world_size=_int_from_env("WORLD_SIZE"),
+        world_size=world_size,
         timeout=timeout,
+        device_id=_device_to_bind(world_size),
     )
 
 
-def _bring_up_deepspeed(backend: str, timeout: timedelta) -> None:
-    """Makes DeepSpeed's comm live on torch's group, and that group where there is none yet.
+def _device_to_bind(world_size: int) -> torch.device | None:
+    """The device to tell NCCL at once, so that no barrier has to guess it; None where that is no use or hangs.
 
-    Source: deepspeed 0.19.8 comm/comm.py:844 init_distributed; comm/torch.py:264 initializes torch only if needed.
+    Source: deepspeed 0.19.8 comm/torch.py:264, whose rule this is (pytorch issue 153960; deepspeed issue 8248).
+    """
+    hangs = torch.__version__ > "2.6.0" and torch.__version__ < "2.7.1"
+    if _accelerator().device_name() != "cuda" or world_size == 1 or hangs:
+        return None
+    return torch.device("cuda", _int_from_env("LOCAL_RANK"))
+
+
+def _bring_up_deepspeed(backend: str, timeout: timedelta) -> None:
+    """Makes DeepSpeed's comm live on torch's live group.
+
+    Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group if there is one, without another init.
     """
     import deepspeed
 
     if not deepspeed.comm.is_initialized():
         # MPI discovery would overwrite the launcher variables, and needs mpi4py.
-        deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, dist_init_required=None
-        )
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def _undo(env_set: dict[str, str]) -> None:

@@ -58,10 +58,12 @@ class TensorEntry:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
         return DTYPES[self.dtype_code]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -70,8 +70,6 @@ from transformers import AutoConfig, PreTrainedModel  # noqa: E402
 from transformers.integrations.deepspeed import HfDeepSpeedConfig  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
-
-
 # -- the global DeepSpeed configuration ------------------------------------------------------------------------------
 
 
@@ -204,8 +202,12 @@ def _symbolic_files(read_whole: ReadWhole) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(modeling_utils, "safe_open", symbolic_open))
         if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
-            stack.enter_context(_replaced(modeling_utils, "_is_on_hf_mount", lambda path: False))
+            stack.enter_context(_replaced(modeling_utils, "_is_on_hf_mount", _never))
         yield
+
+
+def _never(path: object) -> bool:
+    return False
 
 
 class _SymbolicFile:
@@ -254,10 +256,16 @@ class _SymbolicSlice:
         return tensor if index is Ellipsis else tensor[index]
 
 
+def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
+    """Carry over transformers' mark that keeps a loaded parameter from being initialised again later."""
+    if getattr(loaded, "_is_hf_initialized", False):
+        made._is_hf_initialized = True
+
+
 # -- what to load ----------------------------------------------------------------------------------------------------
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, subfolder: str) -> None:
     """Refuse a name that is meant as a local folder but cannot be loaded from, before anything asks the Hub.
 
     Raises:
@@ -270,8 +278,11 @@ def check_name(name: str) -> None:
         if looks_local:
             raise CheckpointError(f"{name}: no such folder")
         return
-    if not os.listdir(name):
-        raise CheckpointError(f"{name}: the folder is empty")
+    folder = os.path.join(name, subfolder)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder}: no such subfolder")
+    if not os.listdir(folder):
+        raise CheckpointError(f"{folder}: the folder is empty")
 
 
 def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
@@ -281,9 +292,7 @@ def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> No
         CheckpointError: says how to convert.
     """
     folder = os.path.join(name, subfolder)
-    if not os.path.isdir(folder):
-        if os.path.isdir(name):
-            raise CheckpointError(f"{folder}: no such subfolder")
+    if not os.path.isdir(folder):  # a Hub id: transformers picks the files
         return
     files = sorted(os.listdir(folder))
     if use_safetensors is False or not any(file.endswith(".safetensors") for file in files):
@@ -316,6 +325,8 @@ def model_class(auto_class: str | type | None, config: Any, trust_remote_code: b
 
     Args:
         auto_class: a class, the name of a transformers class, or None for the one that `config.architectures` names.
+        config: the model's configuration.
+        trust_remote_code: whether `config.auto_map` may name a class that comes with the checkpoint.
 
     Raises:
         ConfigError: there is no such class.

@@ -17,7 +17,7 @@ from . import hf
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, RankError, UnsupportedError
-from .expression import Computed, Expression, Source, cast, held, leaves
+from .expression import Computed, Expression, Source, cast, held, leaves, numel
 from .plan import FlatRange, TargetPlan, plan_digest, plan_target
 from .precision import Precision, precision_of
 from .reader import Reader
@@ -27,6 +27,9 @@ from .zero3 import Destination, Partitioner, is_partitioned
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
+
+REPORT_ATTRIBUTE = "lowmem_load_report"
+"""Where a model keeps its `LoadReport`; `load_report(model)` finds it."""
 
 PROGRESS_DELAY_S = 3.0
 """Seconds before the progress bar appears: short loads stay quiet."""
@@ -145,7 +148,7 @@ def load_model(
         stage = zero_stage(config_dict)
         precision = precision_of(config_dict, absent="disabled")
         kwargs["dtype"] = _storage_dtype(dtype, precision, stage)
-        hf.check_name(name)
+        hf.check_name(name, kwargs.get("subfolder", ""))
         config = hf.model_config(name, kwargs)
         cls = hf.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
         if stage == 3:
@@ -190,9 +193,11 @@ def load_report(model: Any) -> LoadReport:
     Raises:
         ValueError: lowmem_load did not load this model.
     """
-    report = getattr(model, "lowmem_load_report", None)
+    report = getattr(model, REPORT_ATTRIBUTE, None)
     if not isinstance(report, LoadReport):
-        raise ValueError(f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load")
+        raise ValueError(  # noqa: TRY004  the model has the right type, the wrong history
+            f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
+        )
     return report
 
 
@@ -219,7 +224,7 @@ class _Stream:
         report.missing_keys = sorted(info["missing_keys"])
         report.unexpected_keys = sorted(info["unexpected_keys"])
         report.mismatched_keys = list(info["mismatched_keys"])
-        model.lowmem_load_report = report
+        setattr(model, REPORT_ATTRIBUTE, report)
         return model, info
 
     def _complete(self, model: nn.Module, reader: Reader, report: LoadReport) -> None:
@@ -300,7 +305,7 @@ def _agreed(distributed: DistributedInterface, step: str) -> Iterator[list[str]]
         yield digest
     except RankError:  # already agreed on
         raise
-    except Exception as caught:
+    except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
         error = caught
     distributed.agree(step, error, digest[0] if digest and error is None else None)
 
@@ -330,14 +335,14 @@ def _plan(model: nn.Module, placement: _Placement, report: LoadReport) -> list[_
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     parameters: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not is_partitioned(parameter):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not is_partitioned(parameter):
                 places.setdefault(id(parameter), []).append((module, name))
                 parameters.setdefault(id(parameter), (f"{prefix}.{name}" if prefix else name, parameter))
     targets = []
     for key, (name, parameter) in parameters.items():
         dtype = placement.dtype_of(parameter)
-        expression = _described(name, parameter, report)
+        expression = _described(name, parameter)
         if expression.dtype != dtype:
             report.recast_parameters.append(name)
         plans = [plan_target(name, cast(expression, dtype), span) for span in placement.ranges(parameter.numel())]
@@ -346,7 +351,7 @@ def _plan(model: nn.Module, placement: _Placement, report: LoadReport) -> list[_
     return sorted(targets, key=_first_byte)
 
 
-def _described(name: str, parameter: nn.Parameter, report: LoadReport) -> Expression:
+def _described(name: str, parameter: nn.Parameter) -> Expression:
     if isinstance(parameter, SymbolicTensor):
         return parameter.expression
     if parameter.is_meta:
@@ -361,7 +366,7 @@ def _note_slow_path(name: str, parameter: nn.Parameter, expression: Expression, 
         return
     for leaf in leaves(expression):
         if isinstance(leaf, Computed):
-            nbytes = sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in leaf.inputs)
+            nbytes = sum(numel(part) * part.dtype.itemsize for part in leaf.inputs)
             report.slow_paths.append(SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes))
 
 
@@ -393,8 +398,7 @@ def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placeme
         for plan, destination in zip(target.plans, destinations, strict=True):
             reader.fill(plan.copies, destination.tensor[: plan.flat_range.numel])
             report.partition_bytes += destination.tensor.nbytes
-        if getattr(target.parameter, "_is_hf_initialized", False):
-            made._is_hf_initialized = True  # type: ignore[attr-defined]
+        hf.copy_marks(target.parameter, made)
         for module, name in target.places:
             setattr(module, name, made)
         report.num_parameters += 1
@@ -406,17 +410,12 @@ def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placeme
 
 
 def _read_buffers(model: nn.Module, reader: Reader, placement: _Placement, report: LoadReport) -> None:
+    """Read the symbolic buffers whole, as an ordinary load holds them, and move all to where DeepSpeed runs."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if isinstance(buffer, SymbolicTensor):
-                whole = reader.read_whole(buffer.expression)
-                report.needed_bytes += sum(
-                    leaf_bytes for leaf_bytes in (_nbytes(leaf) for leaf in leaves(buffer.expression))
-                )
-                module._buffers[name] = whole.to(placement.device)
-            elif buffer is not None and buffer.device != placement.device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(placement.device)
-
-
-def _nbytes(leaf: Expression) -> int:
-    return torch.Size(leaf.shape).numel() * leaf.dtype.itemsize if isinstance(leaf, Source) else 0
+                setattr(module, name, reader.read_whole(buffer.expression).to(placement.device))
+                sources = [leaf for leaf in leaves(buffer.expression) if isinstance(leaf, Source)]
+                report.needed_bytes += sum(numel(leaf) * leaf.dtype.itemsize for leaf in sources)
+            elif buffer.device != placement.device and not buffer.is_meta:
+                setattr(module, name, buffer.to(placement.device))

@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class FlatRange:
 
     @property
     def numel(self) -> int:
+        """Elements in the range."""
         return self.end - self.start
 
 
@@ -67,6 +69,7 @@ class Copy:
 
     @property
     def numel(self) -> int:
+        """Elements moved."""
         return math.prod(self.sizes)
 
     @property
@@ -148,7 +151,7 @@ class _Nest:
     def split(self, loop: int, at: Sequence[int]) -> Iterator[_Nest]:
         """Yield the nests of `loop` cut at the given iterations; empty pieces are left out."""
         cuts = [0, *at, self.sizes[loop]]
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             if last > first:
                 yield self._window(loop, first, last - first)
 
@@ -274,7 +277,9 @@ def _walk_concat(node: Concat, nest: _Nest) -> Iterator[Copy]:
     first, end = node.ends[part] - node.parts[part].shape[node.dim], node.ends[part]
     if index.base + nest.span(index) < end:
         moved = _Index(index.base - first, index.coefficients)
-        yield from _walk(node.parts[part], replace(nest, index=(*nest.index[: node.dim], moved, *nest.index[node.dim + 1 :])))
+        yield from _walk(
+            node.parts[part], replace(nest, index=(*nest.index[: node.dim], moved, *nest.index[node.dim + 1 :]))
+        )
         return
     for piece in _cut(nest, index, end):
         yield from _walk_concat(node, piece)
@@ -348,9 +353,7 @@ def _delinearize(nest: _Nest, linear: _Index, shape: list[int]) -> tuple[_Index,
     for dim in range(len(shape)):
         inner = math.prod(shape[dim + 1 :])
         carries = [c // inner if c % inner == 0 else 0 for c in linear.coefficients]
-        remainder = _Index(
-            linear.base % inner, tuple(0 if c % inner == 0 else c for c in linear.coefficients)
-        )
+        remainder = _Index(linear.base % inner, tuple(0 if c % inner == 0 else c for c in linear.coefficients))
         if remainder.base + nest.span(remainder) >= inner:
             return _unwrap(nest, remainder, inner)
         index.append(_Index(linear.base // inner, tuple(carries)))
@@ -418,7 +421,9 @@ def _prove_strided(name: str, copies: Sequence[Copy], numel: int) -> None:
     seen = np.zeros(numel // granule, dtype=np.bool_)
     for copy in copies:
         loops = [loop for loop in zip(copy.sizes, copy.destination_strides, strict=True) if loop[1] != 1]
-        run = [size // granule for size, stride in zip(copy.sizes, copy.destination_strides, strict=True) if stride == 1]
+        run = [
+            size // granule for size, stride in zip(copy.sizes, copy.destination_strides, strict=True) if stride == 1
+        ]
         sizes = (*(size for size, _ in loops), *run)
         strides = (*(stride // granule for _, stride in loops), *(1 for _ in run))
         cells = np.lib.stride_tricks.as_strided(seen[copy.destination_start // granule :], sizes, strides)

@@ -55,12 +55,12 @@ class Reader:
 
     Attributes:
         stats: what was read so far.
-        on_bytes: called with the number of file bytes that reached a destination, from any thread.
+        on_bytes: called with the number of file bytes that reached a destination, from any thread; by default a no-op.
     """
 
     def __init__(self, *, num_threads: int = 1) -> None:
         self.stats = ReadStats()
-        self.on_bytes: Callable[[int], None] = lambda num_bytes: None
+        self.on_bytes: Callable[[int], object] = int
         self._num_threads = num_threads
         self._lock = threading.Lock()
         self._files: dict[str, int] = {}
@@ -174,7 +174,7 @@ class Reader:
     def _read(self, leaf: Source, start: int, piece: torch.Tensor) -> None:
         """Fill the contiguous host tensor `piece` with the bytes of the file from `start` on."""
         descriptor = self._descriptor(leaf.path)
-        view = memoryview(piece.view(torch.uint8).numpy())
+        view = memoryview(piece.view(torch.uint8).numpy().data)
         num_reads = 0
         while view:
             num_bytes = os.preadv(descriptor, [view], start)
@@ -204,9 +204,7 @@ def _staged_pieces(copy: Copy, itemsize: int) -> Iterator[tuple[Copy, int]]:
     The loops with the smallest leaf strides are read in one go as long as the gaps between wanted elements stay below
     `MAX_GAP_NBYTES`; the others become separate reads.
     """
-    loops = sorted(
-        zip(copy.leaf_strides, copy.sizes, copy.destination_strides, strict=True), key=lambda loop: loop[0]
-    )
+    loops = sorted(zip(copy.leaf_strides, copy.sizes, copy.destination_strides, strict=True), key=lambda loop: loop[0])
     budget = STAGING_NBYTES // itemsize
     span, num_inner = 1, 0
     for stride, size, _ in loops:

@@ -21,6 +21,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
+        """Both together: what the kernel counts as resident."""
         return self.anonymous_bytes + self.file_bytes
 
 
@@ -35,7 +36,7 @@ def host_memory() -> Memory:
 
 
 def _kib(value: str) -> int:
-    return int(value.split()[0])
+    return int(value.removesuffix("kB"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from .expression import (
 )
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 EQUAL_NUMEL = 1 << 21
 """Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
@@ -51,11 +52,13 @@ class SymbolicTensor(torch.Tensor):
     read_whole: ReadWhole
 
     @staticmethod
-    def __new__(cls, expression: Expression, read_whole: ReadWhole, twin: torch.Tensor | None = None) -> SymbolicTensor:
+    def __new__(  # noqa: D102  the class docstring says it
+        cls, expression: Expression, read_whole: ReadWhole, twin: torch.Tensor | None = None
+    ) -> SymbolicTensor:
         if twin is None:
             twin = torch.empty(expression.shape, dtype=expression.dtype, device="meta")
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device="cpu", requires_grad=False
+            cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU, requires_grad=False
         )
         tensor.expression, tensor.twin, tensor.read_whole = expression, twin, read_whole
         return tensor
@@ -68,7 +71,9 @@ class SymbolicTensor(torch.Tensor):
         return id(self.expression)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
-        return SymbolicTensor(self.expression, self.read_whole, self.twin).requires_grad_(self.requires_grad)
+        copied = SymbolicTensor(self.expression, self.read_whole, self.twin)
+        copied.requires_grad_(self.requires_grad)
+        return copied
 
     @classmethod
     def __torch_dispatch__(
@@ -87,7 +92,11 @@ class SymbolicTensor(torch.Tensor):
                 f"{func} writes into a weight that is still being streamed from its file; "
                 "load this model without lowmem_load, or report its class"
             )
-        twins = func(*tree_map(_twin, args), **{key: _twin(value) for key, value in kwargs.items() if key != "device"})
+        try:
+            twins = func(*tree_map(_twin, args), **{key: _twin(v) for key, v in kwargs.items() if key != "device"})
+        except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
+            inputs, run = _on_values(func, args, kwargs)
+            return run([_reader_of(args)(part) for part in inputs])
         build = _BUILDERS.get(operation)
         expressions = build(args, kwargs, twins) if build else None
         if expressions is None:
@@ -113,26 +122,35 @@ def _reader_of(args: Any) -> ReadWhole:
     return next(value.read_whole for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor))
 
 
-def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
-    """Defer `func` to a `Computed` node per tensor it returns; run it now when it returns something else."""
+def _on_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Expression, ...], Callable[[Sequence[torch.Tensor]], Any]]:
+    """Return what `func` needs, and a function that runs it once that has been read."""
     flat, spec = tree_flatten((args, kwargs))
     tensors = [value for value in flat if isinstance(value, SymbolicTensor)]
-    inputs = tuple(tensor.expression for tensor in tensors)
     strides = [tensor.stride() for tensor in tensors]
 
     def run(values: Sequence[torch.Tensor]) -> Any:
-        # as_strided and friends see strides: give back those that the caller saw
-        shaped = [
-            value if value.stride() == stride else torch.empty_strided(value.shape, stride, dtype=value.dtype).copy_(value)
-            for value, stride in zip(values, strides, strict=True)
-        ]
-        supply = iter(shaped)
+        supply = iter(map(_with_strides, values, strides))
         real_args, real_kwargs = spec.unflatten(
             [next(supply) if isinstance(value, SymbolicTensor) else value for value in flat]
         )
         return func(*real_args, **real_kwargs)
 
-    read_whole = tensors[0].read_whole
+    return tuple(tensor.expression for tensor in tensors), run
+
+
+def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Give `value` the strides that the caller saw: as_strided and its like depend on them."""
+    if value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
+    """Defer `func` to one `Computed` node per tensor it returns; run it now when it returns something else."""
+    inputs, run = _on_values(func, args, kwargs)
+    read_whole = _reader_of((args, kwargs))
     results, result_spec = tree_flatten(twins)
     if not all(isinstance(result, torch.Tensor) for result in results):
         return run([read_whole(part) for part in inputs])
@@ -194,8 +212,9 @@ def _permuted(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor)
 
 
 def _sliced(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
-    dim, start, _, step = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
-    dim %= args[0].dim()
+    dim = (args[1] if len(args) > 1 else 0) % args[0].dim()
+    start = args[2] if len(args) > 2 else None
+    step = args[4] if len(args) > 4 else 1
     size = args[0].shape[dim]
     start = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
     return slice_dim(args[0].expression, dim, start, step, twin.shape[dim])

@@ -197,13 +197,16 @@ def partition_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def reset_comm() -> None:
-    """Forget DeepSpeed's `comm` so that it can be brought up again on a new process group.
+    """Forget DeepSpeed's `comm` and groups so that they can be brought up again on a new process group.
 
-    Source: deepspeed 0.19.8 `comm/comm.py` keeps the backend in the module global `cdb`.
+    Source: deepspeed 0.19.8 keeps the backend in the global `cdb` of `comm/comm.py`, and clones of the world group and
+    of all others in `utils/groups.py`; a clone that outlives its group breaks the next `deepspeed.initialize`.
     """
     import deepspeed.comm.comm
+    from deepspeed.utils import groups
 
     deepspeed.comm.comm.cdb = None
+    groups._release_process_group_references()
 
 
 def _clipped(rank: int, partition_numel: int, numel: int) -> FlatRange:

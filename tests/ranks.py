@@ -250,7 +250,7 @@ def _rank_main(pipe: Connection, log: str, env: dict[str, str], fn: Callable[...
 
         torch.set_num_threads(1)
         answer = pickle.dumps(("ok", fn(*args)))
-    except BaseException:  # noqa: BLE001  whatever it is, the parent reports it
+    except BaseException:
         answer = pickle.dumps(("failed", traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()

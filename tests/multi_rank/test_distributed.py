@@ -28,7 +28,7 @@ def outcome(interface: DistributedInterface, error: BaseException | None, digest
     raised: BaseException | None = None
     try:
         interface.agree("reading", error, digest)
-    except BaseException as caught:  # noqa: BLE001
+    except BaseException as caught:
         raised = caught
     dist.all_gather_object = original
     return {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
@@ -157,12 +157,14 @@ def test_other_types_are_refused(source: object) -> None:
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
 )
 
 
-@given(st.dictionaries(st.text(), JSON_VALUES))
+@given(st.dictionaries(st.text(max_size=8), JSON_VALUES, max_size=4))
+@settings(max_examples=40, deadline=None)
 def test_any_object_survives_text_and_base64(config: dict[str, Any]) -> None:
     text = json.dumps(config)
 
@@ -356,6 +358,7 @@ SIZES = st.none() | st.just("auto") | st.integers(1, 48)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 8))
+@settings(deadline=None)
 def test_resolved_batch_sizes_multiply_up(train: Any, micro: Any, steps: Any, world_size: int) -> None:
     config = {key: size for key, size in ((TRAIN, train), (MICRO, micro), (STEPS, steps)) if size is not None}
     try:
@@ -454,6 +457,6 @@ def test_hidden_size_of_real_configs() -> None:
     assert hidden_size_of(T5Config(d_model=32)) == 32
     assert hidden_size_of(BartConfig(d_model=40)) == 40
     assert hidden_size_of(ResNetConfig(hidden_sizes=[8, 24, 16, 8])) == 24
-    assert hidden_size_of(LlavaConfig(text_config=LlamaConfig(hidden_size=56))) == 56
+    assert hidden_size_of(LlavaConfig(text_config=LlamaConfig(hidden_size=96))) == 96
     pair = EncoderDecoderConfig.from_encoder_decoder_configs(GPT2Config(n_embd=48), GPT2Config(n_embd=80))
     assert hidden_size_of(pair) == 80

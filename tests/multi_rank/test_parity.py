@@ -1,0 +1,62 @@
+"""Every partition is bit-identical to the ordinary load, for every kind of checkpoint and every world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import builders
+from tests.parity import BF16, FP32, compare_load
+from tests.ranks import run_ranks
+
+TINY = {"hidden_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 7}
+"""Norm weights of 3 elements: fewer than 4 ranks."""
+
+
+def _cases(checkpoints: Path, minilm: Path) -> dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]:
+    """Arguments of `compare_load` by the name of the case."""
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    odd = builders.tiny_llama(checkpoints, float32, "20KB", **builders.ODD_SIZES)
+    few = builders.tiny_llama(checkpoints, **TINY)
+    bert = builders.tiny_bert(checkpoints)
+    return {
+        "llama": (str(builders.tiny_llama(checkpoints)), BF16, None, bfloat16),
+        "llama, odd sizes, sharded, cast": (str(odd), BF16, "AutoModelForCausalLM", bfloat16),
+        "llama, fewer elements than ranks, cast": (str(few), FP32, None, float32),
+        "qwen2, tied": (str(builders.tiny_qwen2_tied(checkpoints)), BF16, None, bfloat16),
+        "mixtral, experts fused on load": (str(builders.tiny_mixtral(checkpoints)), BF16, None, bfloat16),
+        "bert, tied decoder": (str(bert), FP32, None, float32),
+        "bert without its head, pooler missing": (str(bert), FP32, "AutoModel", float32),
+        "minilm": (str(minilm), FP32, "AutoModel", float32),
+        "minilm, classifier missing": (str(minilm), FP32, "AutoModelForSequenceClassification", float32),
+    }
+
+
+def compare_all(cases: list[tuple[str, dict[str, Any], str | None, torch.dtype]]) -> list[dict[str, Any]]:
+    """Rank function: one load after the other in one process, so a leak from one into the next shows, too."""
+    return [compare_load(*case) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
+    cases = _cases(checkpoints, minilm)
+    for results in run_ranks(compare_all, list(cases.values()), world_size=world_size, timeout_s=180):
+        for case, result in zip(cases, results, strict=True):
+            assert (case, result["differences"]) == (case, [])
+            assert (case, result["read_bytes"]) == (case, result["needed_bytes"])
+            assert (case, sorted(result["slow_paths"])) == (case, result["missing_keys"])
+
+
+def test_missing_head_is_named(minilm: Path) -> None:
+    case = (str(minilm), FP32, "AutoModelForSequenceClassification", torch.float32)
+    for result in run_ranks(compare_load, *case, world_size=2):
+        assert result["missing_keys"] == ["classifier.bias", "classifier.weight"]
+
+
+def test_an_unconverted_parameter_is_one_read(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, max_shard_size="20KB")
+    for result in run_ranks(compare_load, str(path), BF16, None, torch.bfloat16, world_size=2):
+        assert result["num_reads"] == result["num_parameters"]

@@ -1,0 +1,249 @@
+"""streaming() and load_model(): what they change, what they restore, what they refuse, and that training agrees."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import builders
+from tests.parity import BF16, FP32, differences
+from tests.ranks import run_ranks
+
+
+def global_state() -> tuple[Any, ...]:
+    """Everything that streaming() replaces while it is active."""
+    import transformers.integrations.deepspeed as integration
+    import transformers.modeling_utils as modeling
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    return (
+        modeling.safe_open,
+        vars(PreTrainedModel)["from_pretrained"],
+        PreTrainedModel.load_adapter,
+        "load_adapter" in vars(PreTrainedModel),
+        integration._hf_deepspeed_config_weak_ref,
+        modeling.is_deepspeed_zero3_enabled(),
+        nn.Module.__init_subclass__,
+        torch.empty,
+        torch.Tensor.__new__,
+    )
+
+
+def stream_and_restore(llama: str, bert: str) -> dict[str, Any]:
+    """Rank function."""
+    import torch.distributed as dist
+    from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM, LlamaForCausalLM
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    from lowmem_load import load_report, streaming
+    from lowmem_load.zero3 import is_partitioned
+
+    before = global_state()
+    found: dict[str, Any] = {}
+    with streaming(BF16):
+        found["active"] = is_deepspeed_zero3_enabled()
+        auto = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+        exact, info = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16, output_loading_info=True)
+        found["info"] = {key: list(value) for key, value in info.items() if key.endswith("keys")}
+        with streaming(FP32):
+            inner = BertForMaskedLM.from_pretrained(bert)
+        outer = AutoModel.from_pretrained(bert, dtype=torch.bfloat16)
+    found["dtypes"] = [load_report(model).dtype for model in (auto, exact, inner, outer)]
+    found["restored"] = global_state() == before
+    plain = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    found["plain is plain"] = not any(is_partitioned(parameter) for parameter in plain.parameters())
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found["differences"] = [differences(model, plain, rank, world_size) for model in (auto, exact)]
+    try:
+        with streaming(BF16):
+            raise KeyError("from the block")
+    except KeyError:
+        found["restored after an error"] = global_state() == before
+    return found
+
+
+def test_streaming_is_a_context_and_leaves_nothing_behind(checkpoints: Path) -> None:
+    llama, bert = builders.tiny_llama(checkpoints), builders.tiny_bert(checkpoints)
+    for found in run_ranks(stream_and_restore, str(llama), str(bert), world_size=2):
+        assert found["active"] is True
+        assert found["restored"] is True
+        assert found["restored after an error"] is True
+        assert found["plain is plain"] is True
+        assert found["differences"] == [[], []]
+        assert found["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.float32", "torch.bfloat16"]
+        assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+
+
+def load_lower_stages(path: str) -> dict[str, Any]:
+    """Rank function: stages 0, 1, 2 beside a stage 3 that is active outside."""
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import load_model, load_report, streaming
+
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
+    found: dict[str, Any] = {}
+    with streaming(BF16):
+        for stage in (0, 1, 2):
+            config = {**BF16, "zero_optimization": {"stage": stage}}
+            model = load_model(path, config)
+            values = model.state_dict()
+            same = values.keys() == reference.keys() and all(torch.equal(values[k], reference[k]) for k in values)
+            found[f"stage {stage}"] = same and all(p.requires_grad for p in model.parameters())
+            found[f"read {stage}"] = load_report(model).read_bytes == sum(v.nbytes for v in reference.values())
+    return found
+
+
+def test_lower_stages_are_whole_on_every_rank(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints)
+    for found in run_ranks(load_lower_stages, str(path), world_size=2):
+        assert all(found.values()), found
+
+
+def losses_of(path: str, ds_config: dict[str, Any], streamed: bool, steps: int) -> list[float]:
+    """Rank function: trains for some steps; returns the losses of this rank."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import DistributedInterface, load_model
+
+    rank = DistributedInterface().rank
+    if streamed:
+        model = load_model(path, ds_config)
+    else:
+        alive = HfDeepSpeedConfig(ds_config)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        assert alive
+    model.train()
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "optimizer": optimizer})
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(rank))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_follows_the_stock_model(checkpoints: Path) -> None:
+    odd = builders.tiny_llama(checkpoints, torch.float32, "20KB", **builders.ODD_SIZES)
+    for path, config in ((odd, FP32), (builders.tiny_qwen2_tied(checkpoints), BF16)):
+        stock, ours = (run_ranks(losses_of, str(path), config, streamed, 5, world_size=2) for streamed in (False, True))
+        assert ours == stock
+        assert ours[0][-1] < ours[0][0]
+
+
+def failures(cases: list[tuple[str, Any, dict[str, Any]]]) -> list[tuple[str, str]]:
+    """Rank function: the error of each load, by class name and text; and that no partition was made."""
+    import time
+
+    from lowmem_load import load_model
+
+    found = []
+    for name, ds_config, kwargs in cases:
+        start = time.perf_counter()
+        try:
+            load_model(name, ds_config, **kwargs)
+            found.append(("nothing", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        assert time.perf_counter() - start < 10, "an error must come within seconds"
+    return found
+
+
+def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path, tmp_path: Path) -> None:
+    good = str(builders.tiny_llama(checkpoints))
+    (tmp_path / "empty").mkdir()
+    bin_only = tmp_path / "bin"
+    bin_only.mkdir()
+    (bin_only / "config.json").write_text(Path(good, "config.json").read_text())
+    (bin_only / "pytorch_model.gguf").write_bytes(b"x")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"zero_optimization": {"stage": 3},}')
+    no_architecture = tmp_path / "no_architecture"
+    no_architecture.mkdir()
+    config = json.loads(Path(good, "config.json").read_text())
+    del config["architectures"]
+    (no_architecture / "config.json").write_text(json.dumps(config))
+    for file in Path(good).glob("*.safetensors"):
+        os.link(file, no_architecture / file.name)
+    auto_bucket = {"zero_optimization": {"stage": 3, "sub_group_size": "auto"}, "train_micro_batch_size_per_gpu": 1}
+    cases: list[tuple[str, Any, dict[str, Any], str, str]] = [
+        ("/no/such/folder", BF16, {}, "CheckpointError", "/no/such/folder: no such folder"),
+        (str(tmp_path / "empty"), BF16, {}, "CheckpointError", "the folder is empty"),
+        (
+            str(bin_only),
+            BF16,
+            {},
+            "CheckpointError",
+            "no safetensors files to stream from; it holds pytorch_model.gguf",
+        ),
+        (good, BF16, {"subfolder": "nope"}, "CheckpointError", "nope"),
+        (good, {}, {}, "ConfigError", "zero_optimization"),
+        (good, {"zero_optimization": {}}, {}, "ConfigError", "stage"),
+        (good, {"zero_optimization": {"stage": "three"}}, {}, "ConfigError", "stage"),
+        (good, str(broken), {}, "ConfigError", "broken.json"),
+        (good, str(tmp_path / "absent.json"), {}, "ConfigError", "absent.json"),
+        (good, {**BF16, "fp16": {"enabled": True}}, {}, "ConfigError", "both"),
+        (good, auto_bucket, {}, "ConfigError", "zero_optimization.sub_group_size"),
+        (good, BF16, {"auto_class": "AutoModelForNothing"}, "ConfigError", "no model class 'AutoModelForNothing'"),
+        (good, BF16, {"dtype": torch.float32}, "ConfigError", "contradicts the ds_config"),
+        (good, BF16, {"dtype": "float31"}, "ConfigError", "is not a torch dtype"),
+        (good, BF16, {"device_map": "auto"}, "ConfigError", "device_map"),
+        (str(no_architecture), BF16, {}, "ConfigError", "names no architectures"),
+        (good, BF16, {"quantization_config": {"quant_method": "gptq"}}, "UnsupportedError", "gptq"),
+    ]
+    for found in run_ranks(failures, [case[:3] for case in cases], world_size=2):
+        for case, (kind, text) in zip(cases, found, strict=True):
+            assert (case[:3], kind) == (case[:3], case[3]), text
+            assert case[4] in text
+
+
+def fail_on_one_rank(path: str) -> tuple[str, str]:
+    """Rank function: rank 1 sees a truncated file that rank 0 sees whole."""
+    from lowmem_load import load_model
+
+    try:
+        load_model(f"{path}/rank{os.environ['RANK']}", BF16)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_a_file_that_is_bad_on_one_rank_stops_all(checkpoints: Path, tmp_path: Path) -> None:
+    good = builders.tiny_llama(checkpoints)
+    for rank in range(2):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        for file in good.iterdir():
+            data = file.read_bytes()
+            (folder / file.name).write_bytes(data[:-1] if rank and file.suffix == ".safetensors" else data)
+    for kind, text in run_ranks(fail_on_one_rank, str(tmp_path), world_size=2):
+        assert kind == "RankError"
+        assert "rank 1" in text
+        assert "download it again" in text
+
+
+def different_files(path: str) -> tuple[str, str]:
+    """Rank function: the ranks are given checkpoints of different shapes."""
+    from lowmem_load import load_model
+
+    try:
+        load_model(json.loads(path)[int(os.environ["RANK"])], BF16)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_ranks_that_see_different_checkpoints_are_stopped(checkpoints: Path) -> None:
+    paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=130))]
+    for kind, text in run_ranks(different_files, json.dumps(paths), world_size=2):
+        assert kind == "RankError"
+        assert "digest" in text or "differ" in text

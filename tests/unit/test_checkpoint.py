@@ -1,0 +1,42 @@
+"""Headers of real files, and files that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lowmem_load.checkpoint import read_header, source
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.header import DTYPES
+from lowmem_load.reader import Reader
+
+
+def test_every_dtype_that_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {
+        code: torch.arange(6).reshape(2, 3).to(dtype) for code, dtype in DTYPES.items() if dtype != torch.float8_e8m0fnu
+    }
+    path = str(tmp_path / "model.safetensors")
+    save_file(tensors, path, metadata={"format": "pt"})
+    header = read_header(path)
+    assert header.metadata == {"format": "pt"}
+    with Reader() as reader:
+        for code, tensor in tensors.items():
+            assert header.tensors[code].dtype_code == code
+            whole = reader.read_whole(source(path, header, code))
+            assert torch.equal(whole.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read: No such file"):
+        read_header(str(path))
+    save_file({"a": torch.ones(10)}, str(path))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TruncatedFileError, match="the header promises"):
+        read_header(str(path))
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        read_header(str(path))

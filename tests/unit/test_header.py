@@ -1,0 +1,99 @@
+"""Headers are untrusted: every way in which one can lie is refused with a message that names it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load.errors import CheckpointError, HeaderError, TruncatedFileError
+from lowmem_load.header import MAX_HEADER_NBYTES, PREFIX_NBYTES, header_nbytes, parse_header
+
+GOOD: dict[str, Any] = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]},
+    "b": {"dtype": "F32", "shape": [], "data_offsets": [12, 16]},
+}
+
+
+def parse(header: Any, data_nbytes: int = 16) -> Any:
+    encoded = json.dumps(header).encode()
+    return parse_header(encoded, "x.safetensors", PREFIX_NBYTES + len(encoded) + data_nbytes)
+
+
+def test_a_good_header() -> None:
+    header = parse(GOOD)
+    start = PREFIX_NBYTES + len(json.dumps(GOOD).encode())
+    assert header.metadata == {"format": "pt"}
+    assert header.tensors["a"].start == start
+    assert header.tensors["b"].start == start + 12  # 2 * 3 elements of 2 bytes
+    assert (header.tensors["a"].dtype, header.tensors["b"].shape) == (torch.bfloat16, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": {"dtype": "BF17", "shape": [2, 3], "data_offsets": [0, 12]}}, "unknown dtype 'BF17'"),
+        ({"a": {"dtype": "BF16", "shape": [2, -3], "data_offsets": [0, 12]}}, "list of sizes"),
+        ({"a": {"dtype": "BF16", "shape": [2, True], "data_offsets": [0, 12]}}, "list of sizes"),
+        ({"a": {"dtype": "BF16", "shape": "23", "data_offsets": [0, 12]}}, "list of sizes"),
+        ({"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 13]}}, "needs 12 bytes"),
+        ({"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [12, 0]}}, "needs 12 bytes"),
+        ({"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0]}}, r"expected \[start, end\)"),
+        ({"a": {"dtype": "BF16", "shape": [2, 3]}}, "lacks dtype, shape or data_offsets"),
+        ({"a": 7}, "lacks dtype, shape or data_offsets"),
+        ({"b": {"dtype": "F32", "shape": [], "data_offsets": [8, 12]}}, "neither holes nor overlaps"),
+        ({"b": {"dtype": "F32", "shape": [], "data_offsets": [16, 20]}}, "neither holes nor overlaps"),
+        ({"__metadata__": {"format": 1}}, "strings to strings"),
+        ({"__metadata__": ["pt"]}, "strings to strings"),
+    ],
+)
+def test_a_lying_header_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(HeaderError, match=message):
+        parse({**GOOD, **change})
+
+
+def test_file_length_must_agree() -> None:
+    with pytest.raises(TruncatedFileError, match="download it again"):
+        parse(GOOD, data_nbytes=15)
+    with pytest.raises(HeaderError, match="1 bytes follow the last tensor"):
+        parse(GOOD, data_nbytes=17)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'"a"', b"{", b"\xff\xfe", b'{"a": 1, "a": 2}', b"[" * 100_000])
+def test_not_a_json_object(text: bytes) -> None:
+    with pytest.raises(HeaderError):
+        parse_header(text, "x.safetensors", PREFIX_NBYTES + len(text))
+
+
+def test_length_prefix() -> None:
+    assert header_nbytes(struct.pack("<Q", 10), "x", 18) == 10
+    with pytest.raises(TruncatedFileError, match="needs 18 bytes, the file has 17"):
+        header_nbytes(struct.pack("<Q", 10), "x", 17)
+    with pytest.raises(HeaderError, match="exceeds"):
+        header_nbytes(struct.pack("<Q", MAX_HEADER_NBYTES + 1), "x", 1 << 40)
+    with pytest.raises(TruncatedFileError, match="too few"):
+        header_nbytes(b"abc", "x", 3)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, st.integers(0, 64))
+def test_arbitrary_json_is_refused_or_understood(value: Any, data_nbytes: int) -> None:
+    """Nothing but a CheckpointError ever leaves the parser."""
+    try:
+        header = parse(value, data_nbytes)
+    except CheckpointError:
+        return
+    assert sum(entry.nbytes for entry in header.tensors.values()) == data_nbytes

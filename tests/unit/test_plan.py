@@ -1,0 +1,188 @@
+"""The planner: executing a plan rebuilds the value of the expression, for every rank of every world size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load import expression as ex
+from lowmem_load.errors import PlanError
+from lowmem_load.plan import Copy, FlatRange, TargetPlan, partition_range, plan_target, prove_coverage
+
+Draw = Callable[[st.SearchStrategy[int]], int]
+
+
+def source(name: str, *shape: int) -> ex.Source:
+    return ex.Source("file", name, 0, shape, torch.int64)
+
+
+def value_of(node: ex.Expression, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Evaluates with torch's own operations."""
+    if isinstance(node, ex.Source):
+        return data[node.name]
+    if isinstance(node, ex.Concat):
+        return torch.cat([value_of(part, data) for part in node.parts], node.dim)
+    if isinstance(node, ex.Slice):
+        bounds = zip(node.starts, node.steps, node.shape, strict=True)
+        return value_of(node.part, data)[tuple(slice(s, s + (n - 1) * t + 1, t) for s, t, n in bounds)]
+    if isinstance(node, ex.Permute):
+        return value_of(node.part, data).permute(node.dims)
+    if isinstance(node, ex.Reshape):
+        return value_of(node.part, data).reshape(node.shape)
+    assert isinstance(node, ex.Cast)
+    return value_of(node.part, data).to(node.dtype)
+
+
+def execute(plan: TargetPlan, data: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    out = torch.full((plan.flat_range.numel,), -1, dtype=dtype)
+    for copy in plan.copies:
+        assert isinstance(copy.leaf, ex.Source)
+        values = data[copy.leaf.name].reshape(-1).as_strided(copy.sizes, copy.leaf_strides, copy.leaf_start)
+        for cast in copy.casts:
+            values = values.to(cast)
+        out.as_strided(copy.sizes, copy.destination_strides, copy.destination_start).copy_(values)
+    return out
+
+
+@st.composite
+def expressions(draw: st.DrawFn) -> tuple[ex.Expression, dict[str, torch.Tensor]]:
+    data: dict[str, torch.Tensor] = {}
+
+    def leaf(shape: tuple[int, ...]) -> ex.Source:
+        name = f"t{len(data)}"
+        data[name] = torch.arange(math.prod(shape)).reshape(shape) + 10_000 * len(data)
+        return source(name, *shape)
+
+    node: ex.Expression = leaf(tuple(draw(st.lists(st.integers(1, 6), max_size=4))))
+    for _ in range(draw(st.integers(0, 6))):
+        kind = draw(st.sampled_from(["concat", "slice", "permute", "reshape", "reshape"]))
+        if kind == "reshape":
+            node = ex.reshape(node, draw(_factorings(ex.numel(node))))
+        elif not node.shape:
+            continue
+        elif kind == "permute":
+            node = ex.permute(node, draw(st.permutations(range(len(node.shape)))))
+        else:
+            dim = draw(st.integers(0, len(node.shape) - 1))
+            size = node.shape[dim]
+            if kind == "slice":
+                start, step = draw(st.integers(0, size - 1)), draw(st.integers(1, 3))
+                node = ex.slice_dim(node, dim, start, step, draw(st.integers(1, (size - start - 1) // step + 1)))
+            else:
+                sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+                others = [leaf((*node.shape[:dim], other, *node.shape[dim + 1 :])) for other in sizes]
+                node = ex.concat(draw(st.permutations([node, *others])), dim)
+    return node, data
+
+
+@st.composite
+def _factorings(draw: st.DrawFn, number: int) -> tuple[int, ...]:
+    factors = []
+    for _ in range(draw(st.integers(0, 3))):
+        factor = draw(st.sampled_from([n for n in range(1, number + 1) if number % n == 0]))
+        factors.append(factor)
+        number //= factor
+    return tuple(draw(st.permutations([*factors, number])))
+
+
+@settings(max_examples=400, deadline=None)
+@given(expressions())
+def test_executing_the_plans_of_all_ranks_rebuilds_the_value(
+    case: tuple[ex.Expression, dict[str, torch.Tensor]],
+) -> None:
+    node, data = case
+    expected = value_of(node, data).reshape(-1)
+    for world_size in (1, 2, 3, 4, 7, 8):
+        pieces = [
+            execute(plan_target("p", node, partition_range(ex.numel(node), rank, world_size)), data, torch.int64)
+            for rank in range(world_size)
+        ]
+        assert torch.equal(torch.cat(pieces), expected)
+
+
+@given(st.integers(0, 1000), st.integers(1, 40))
+def test_partitions_tile_the_parameter(numel: int, world_size: int) -> None:
+    ranges = [partition_range(numel, rank, world_size) for rank in range(world_size)]
+    assert [ranges[0].start, ranges[-1].end] == [0, numel]
+    assert all(a.end == b.start for a, b in pairwise(ranges))
+    assert all(r.numel <= -(-numel // world_size) for r in ranges)
+
+
+def test_partition_of_fewer_elements_than_ranks() -> None:
+    # 3 elements on 4 ranks: one element each, the last rank holds padding only
+    assert [partition_range(3, rank, 4).numel for rank in range(4)] == [1, 1, 1, 0]
+
+
+def test_an_unconverted_partition_is_one_run() -> None:
+    plan = plan_target("w", source("w", 7, 5), partition_range(35, 1, 4))  # ceil(35 / 4) = 9: elements [9, 18)
+    (copy,) = plan.copies
+    assert (copy.leaf_start, copy.sizes, copy.is_contiguous) == (9, (9,), True)
+    assert plan.needed_bytes == 9 * 8
+
+
+def stacked(parts: list[ex.Source]) -> ex.Expression:
+    return ex.concat([ex.reshape(part, (1, *part.shape)) for part in parts], 0)
+
+
+def test_fused_experts_stay_runs() -> None:
+    """Gate and up projections of 4 experts, stacked and joined: each expert gives two runs, none is cut."""
+    gate, up = ([source(f"{kind}{e}", 6, 8) for e in range(4)] for kind in ("gate", "up"))
+    fused = ex.concat([stacked(gate), stacked(up)], 1)
+    plan = plan_target("experts", fused, partition_range(ex.numel(fused), 1, 2))  # experts 2 and 3
+    in_order = sorted(plan.copies, key=lambda copy: copy.destination_start)
+    assert all(copy.is_contiguous and copy.numel == 48 for copy in in_order)
+    assert [copy.leaf.name for copy in in_order if isinstance(copy.leaf, ex.Source)] == ["gate2", "up2", "gate3", "up3"]
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(1, 1), (2, 1), (7, 8), (8, 1)])
+def test_strided_conversions_need_few_copies(world_size: int, most: int) -> None:
+    """The permutation of rotary weights and a transpose are a handful of strided copies, however large they are."""
+    rope = ex.reshape(ex.permute(ex.reshape(source("q", 4096, 4096), (32, 64, 2, 4096)), (0, 2, 1, 3)), (4096, 4096))
+    transposed = ex.permute(source("w", 128, 1536, 4096), (0, 2, 1))
+    for node in (rope, transposed):
+        for rank in range(world_size):
+            assert len(plan_target("w", node, partition_range(ex.numel(node), rank, world_size)).copies) <= most
+
+
+def test_casts_are_applied_in_order() -> None:
+    data = {"w": torch.tensor([1.0, 1.0009765625, 3.14159], dtype=torch.float32)}
+    leaf = ex.Source("file", "w", 0, (3,), torch.float32)
+    node = ex.cast(ex.cast(leaf, torch.bfloat16), torch.float32)
+    plan = plan_target("w", node, FlatRange(0, 3))
+    assert torch.equal(execute(plan, data, torch.float32), data["w"].bfloat16().float())
+
+
+def run_copy(start: int, size: int) -> Copy:
+    return Copy(source("w", 100), 0, start, (size,), (1,), (1,), ())
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        ([run_copy(0, 4), run_copy(5, 5)], r"elements \[4, 5\) are not covered"),
+        ([run_copy(0, 6), run_copy(5, 5)], r"elements \[5, 6\) are covered twice"),
+        ([run_copy(0, 9)], "9 elements are covered, the destination has 10"),
+        ([], "0 elements are covered"),
+        ([Copy(source("w", 100), 0, 0, (5,), (1,), (2,), ())], "5 elements are covered"),
+        (
+            [Copy(source("w", 100), 0, 0, (5,), (1,), (2,), ()), Copy(source("w", 100), 0, 2, (5,), (1,), (1,), ())],
+            "covered twice",
+        ),
+        ([Copy(source("w", 100), 0, 1, (5, 2), (2, 1), (2, 1), ())], "leaves the destination"),
+        ([Copy(source("w", 100), 0, 0, (5, 2), (2, 1), (1, 1), ())], "writes elements twice"),
+    ],
+)
+def test_holes_and_overlaps_are_found(copies: list[Copy], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        prove_coverage("w", copies, 10)
+
+
+def test_ranges_outside_the_target_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"w: elements \[3, 9\) of 8"):
+        plan_target("w", source("w", 8), FlatRange(3, 9))

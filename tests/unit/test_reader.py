@@ -1,0 +1,139 @@
+"""The reader puts the right bytes in the right place, within its budget, and never believes a short file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load import expression as ex
+from lowmem_load import reader as reader_module
+from lowmem_load.errors import TruncatedFileError
+from lowmem_load.plan import FlatRange, partition_range, plan_target
+from lowmem_load.reader import Reader
+
+VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
+OFFSET = 40
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(b"\xff" * OFFSET + VALUES.numpy().tobytes())
+    return path
+
+
+def leaf(path: Path) -> ex.Source:
+    return ex.Source(str(path), "w", OFFSET, (24, 30), torch.float32)
+
+
+def read(node: ex.Expression, flat_range: FlatRange, num_threads: int = 1) -> tuple[torch.Tensor, Reader]:
+    destination = torch.full((flat_range.numel,), float("nan")).to(node.dtype)
+    with Reader(num_threads=num_threads) as reader:
+        reader.fill(plan_target("w", node, flat_range).copies, destination)
+        reader.finish()
+    return destination, reader
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_run_is_read_once_and_nothing_else(file: Path, num_threads: int) -> None:
+    values, reader = read(leaf(file), FlatRange(100, 333), num_threads)
+    assert torch.equal(values, VALUES.reshape(-1)[100:333])
+    assert (reader.stats.read_bytes, reader.stats.num_reads) == (233 * 4, 1)
+
+
+def test_every_byte_is_counted_as_progress(file: Path) -> None:
+    done: list[int] = []
+    node = ex.permute(leaf(file), (1, 0))
+    destination = torch.empty(720)
+    with Reader() as reader:
+        reader.on_bytes = done.append
+        reader.fill(plan_target("w", node, FlatRange(0, 720)).copies, destination)
+    assert sum(done) == VALUES.nbytes
+    assert torch.equal(destination, VALUES.T.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_casts_equal_torch(file: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "STAGING_NBYTES", 64)  # 16 elements at a time
+    values, reader = read(ex.cast(leaf(file), dtype), FlatRange(7, 500))
+    assert torch.equal(values, VALUES.reshape(-1)[7:500].to(dtype))
+    assert reader.stats.read_bytes == 493 * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dims=st.permutations([0, 1, 2]),
+    shape=st.sampled_from([(24, 30, 1), (4, 6, 30), (24, 5, 6), (2, 12, 30)]),
+    staging=st.sampled_from([4, 32, 256, 1 << 20]),
+    gap=st.sampled_from([0, 8, 200, 1 << 20]),
+    world_size=st.integers(1, 5),
+)
+def test_strided_reads_equal_torch(
+    tmp_path_factory: pytest.TempPathFactory,
+    dims: list[int],
+    shape: tuple[int, int, int],
+    staging: int,
+    gap: int,
+    world_size: int,
+) -> None:
+    path = tmp_path_factory.mktemp("strided") / "data"
+    path.write_bytes(b"\xff" * OFFSET + VALUES.numpy().tobytes())
+    node = ex.permute(ex.reshape(leaf(path), shape), dims)
+    expected = VALUES.reshape(shape).permute(dims).reshape(-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module, "STAGING_NBYTES", staging)
+        patch.setattr(reader_module, "MAX_GAP_NBYTES", gap)
+        for rank in range(world_size):
+            span = partition_range(720, rank, world_size)
+            values, reader = read(node, span)
+            assert torch.equal(values, expected[span.start : span.end])
+            assert reader.stats.read_bytes >= span.numel * 4
+            if gap == 0:
+                assert reader.stats.read_bytes == span.numel * 4
+
+
+def test_large_runs_are_read_in_pieces(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "DIRECT_NBYTES", 1000)
+    values, reader = read(leaf(file), FlatRange(0, 720))
+    assert torch.equal(values, VALUES.reshape(-1))
+    assert reader.stats.num_reads == 3  # 2880 bytes
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_that_shrank_is_an_error(file: Path, num_threads: int, dtype: torch.dtype) -> None:
+    os.truncate(file, OFFSET + VALUES.nbytes - 1)
+    with pytest.raises(TruncatedFileError, match=r"data: ended at byte 2919 while 'w' was read \(1 bytes short\)"):
+        read(ex.cast(leaf(file), dtype), FlatRange(0, 720), num_threads)
+
+
+def test_a_lost_file_is_an_error(file: Path) -> None:
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        read(leaf(file), FlatRange(0, 720))
+
+
+def test_files_are_closed(file: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    read(leaf(file), FlatRange(0, 720))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_held_values_may_be_a_part(file: Path) -> None:
+    node = ex.Held(torch.arange(10, 20), 10, (5, 6), torch.int64)
+    destination = torch.empty(4, dtype=torch.int64)
+    with Reader() as reader:
+        reader.fill(plan_target("w", node, FlatRange(12, 16)).copies, destination)
+    assert destination.tolist() == [12, 13, 14, 15]
+
+
+def test_computed_values_read_their_inputs_whole(file: Path) -> None:
+    node = ex.Computed("neg", lambda inputs: -inputs[0], (leaf(file),), (24, 30), torch.float32)
+    values, reader = read(ex.permute(node, (1, 0)), FlatRange(5, 50))
+    assert torch.equal(values, -VALUES.T.reshape(-1)[5:50])
+    assert reader.stats.read_bytes == VALUES.nbytes
