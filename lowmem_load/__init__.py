@@ -1,6 +1,7 @@
 """lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
 
 from .distributed import DistributedInterface
+from .engine import DistConfig, ModelArguments, ModelEngine
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -16,10 +17,13 @@ from .report import LoadReport
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DistConfig",
     "DistributedInterface",
     "IncompatibleVersionError",
     "LoadReport",
     "LowMemLoadError",
+    "ModelArguments",
+    "ModelEngine",
     "PlanError",
     "RankError",
     "UnsupportedError",

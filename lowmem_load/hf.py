@@ -372,3 +372,61 @@ def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
             f"quantization {str(getattr(method, 'value', method))!r} cannot be partitioned by ZeRO-3: every rank "
             "would hold the whole model; load a dequantized checkpoint, or use ZeRO stage 0, 1 or 2"
         )
+
+
+# -- what goes with a model ------------------------------------------------------------------------------------------
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json"),
+)
+"""Of either kind, one is enough to say that the checkpoint comes with a processor, or with a tokenizer."""
+
+
+def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the processor that comes with a checkpoint, else its tokenizer; None if it comes with neither.
+
+    Which of these holds is read off the names of its files, so that one that is there but broken is an error.
+
+    Raises:
+        CheckpointError: there is one, but it cannot be loaded.
+    """
+    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
+    for kind, files in (("AutoProcessor", PROCESSOR_FILES), ("AutoTokenizer", TOKENIZER_FILES)):
+        if any(_has_file(name, file, hub) for file in files):
+            try:
+                return getattr(transformers, kind).from_pretrained(name, **hub)
+            except Exception as error:  # the tokenizers library raises no class of its own
+                raise CheckpointError(
+                    f"{name}: its {kind.removeprefix('Auto').lower()} cannot be loaded: {error}; "
+                    "repair its files, or remove all of them to load the model alone"
+                ) from error
+    return None
+
+
+def _has_file(name: str, file: str, hub: Mapping[str, Any]) -> bool:
+    """Return whether the folder, or the Hub (offline: the cache), has the file. It is fetched with that."""
+    if os.path.isdir(name):
+        return os.path.isfile(os.path.join(name, hub.get("subfolder") or "", file))
+    where = {key: value for key, value in hub.items() if key not in ("trust_remote_code", "code_revision")}
+    return transformers.utils.cached_file(name, file, _raise_exceptions_for_missing_entries=False, **where) is not None
+
+
+def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> None:
+    """Make the model recompute activations in the backward pass, and keep no key-value cache.
+
+    Raises:
+        UnsupportedError: this model cannot.
+    """
+    # 5.23 renamed it and warns about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    keyword = "gradient_checkpointing_kwargs" if enable is None else "activation_checkpointing_kwargs"
+    try:
+        (enable or model.gradient_checkpointing_enable)(**{keyword: dict(checkpoint_kwargs)})
+    except ValueError as error:
+        raise UnsupportedError(f"{type(model).__name__}: no gradient checkpointing: {error}") from error
+    configs: list[Any] = [model.config, getattr(model.config, "text_config", None)]
+    for config in configs:
+        if hasattr(config, "use_cache"):
+            config.use_cache = False

@@ -45,11 +45,13 @@ class SymbolicTensor(torch.Tensor):
         expression: what the value is made of.
         twin: a meta tensor of the same shape, strides and dtype; answers shape questions.
         read_whole: reads an expression, for operations that need data at once.
+        is_copy: whether nothing else shares its value, so that an operation may write into it.
     """
 
     expression: Expression
     twin: torch.Tensor
     read_whole: ReadWhole
+    is_copy: bool = False
 
     @staticmethod
     def __new__(  # noqa: D102  the class docstring says it
@@ -88,10 +90,7 @@ class SymbolicTensor(torch.Tensor):
         if operation is aten.equal:
             return _equal(args[0], args[1])
         if func._schema.is_mutable:
-            raise UnsupportedError(
-                f"{func} writes into a weight that is still being streamed from its file; "
-                "load this model without lowmem_load, or report its class"
-            )
+            return _write(func, args, kwargs)
         try:
             twins = func(*tree_map(_twin, args), **{key: _twin(v) for key, v in kwargs.items() if key != "device"})
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
@@ -103,7 +102,12 @@ class SymbolicTensor(torch.Tensor):
             return _compute(func, args, kwargs, twins)
         read_whole = _reader_of(args)
         if isinstance(twins, torch.Tensor):
-            return SymbolicTensor(expressions, read_whole, twins)
+            result = SymbolicTensor(expressions, read_whole, twins)
+            if func._schema.returns[0].alias_info is None:
+                result.is_copy = True
+            else:  # a view: from now on a write into one would have to change the other
+                args[0].is_copy = False
+            return result
         return [SymbolicTensor(node, read_whole, twin) for node, twin in zip(expressions, twins, strict=True)]
 
 
@@ -120,6 +124,24 @@ def _twin(value: Any) -> Any:
 
 def _reader_of(args: Any) -> ReadWhole:
     return next(value.read_whole for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor))
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let an in-place operation change a copy, lazily; a weight itself is never changed.
+
+    transformers 5.8 draws random numbers into `weight.float()`, a copy that nobody reads: that must cost nothing.
+    """
+    written = args[0]
+    if not isinstance(written, SymbolicTensor) or not written.is_copy:
+        raise UnsupportedError(
+            f"{func} writes into a weight that is still being streamed from its file; "
+            "load this model without lowmem_load, or report its class"
+        )
+    inputs, run = _on_values(func, args, kwargs)
+    written.expression = Computed(
+        str(func), lambda values: run([values[0].clone(), *values[1:]]), inputs, tuple(written.shape), written.dtype
+    )
+    return written
 
 
 def _on_values(

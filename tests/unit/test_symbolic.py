@@ -103,8 +103,24 @@ def test_an_answer_now_reads_now(pair: tuple[SymbolicTensor, SymbolicTensor, Rea
 
 
 def test_writing_into_a_streamed_weight_is_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+    copied = pair[0].clone()
+    view = copied[1]
+    for written in (pair[0], pair[0][1], pair[0].detach(), copied, view):
+        with pytest.raises(UnsupportedError, match="writes into a weight"):
+            written.mul_(2)
     with pytest.raises(UnsupportedError, match="writes into a weight"):
-        pair[0].mul_(2)
+        X.clone().copy_(pair[0])
+
+
+def test_writing_into_a_copy_changes_the_copy_alone(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+    x, y, reader = pair
+    copied = x.half()
+    assert copied.mul_(2).add_(y) is copied
+    assert reader.stats.num_reads == 0
+    assert torch.equal(reader.read_whole(expression_of(copied)), X.half().mul_(2).add_(Y))
+    assert torch.equal(reader.read_whole(expression_of(x)), X)
+    x.half().normal_()
+    assert torch.equal(reader.read_whole(expression_of(x)), X)
 
 
 def test_it_can_be_a_parameter(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
