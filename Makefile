@@ -23,12 +23,13 @@ export TORCH_EXTENSIONS_DIR ?= $(ROOT)/.cache/torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench compat clean
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
 	@echo "make test    check, then all tests"
 	@echo "make check   formatting, lint, types"
+	@echo "make compat  parity and training tests on older releases of transformers"
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
 
@@ -57,6 +58,18 @@ check: $(STAMP)
 test: export HF_HUB_OFFLINE := 1
 test: check
 	cd $(ROOT) && $(RUN) -m pytest $(ARGS)
+
+# Older releases of transformers, each with its own dependencies, laid over the environment.
+COMPAT := 4.57.6 5.2.0 5.8.0 5.17.0
+compat: export HF_HUB_OFFLINE := 1
+compat: $(STAMP)
+	cd $(ROOT) && for version in $(COMPAT); do \
+	  target=.cache/compat/$$version; \
+	  test -d $$target || $(RUN) -m pip install --quiet --no-warn-conflicts --target $$target transformers==$$version || exit 1; \
+	  echo "transformers $$version"; \
+	  PYTHONPATH=$$target $(RUN) -m pytest -q tests/multi_rank/test_parity.py tests/multi_rank/test_streaming.py \
+	    tests/unit/test_symbolic.py || exit 1; \
+	done
 
 clean:
 	cd $(ROOT) && rm -rf build dist .whl .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results *.egg-info

@@ -1,0 +1,49 @@
+"""The seams notice at import when DeepSpeed or transformers is not what they were written for."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from deepspeed.runtime.zero import partition_parameters as pp
+from transformers import modeling_utils
+from transformers.integrations import deepspeed as integration
+
+from lowmem_load import hf, zero3
+from lowmem_load.errors import IncompatibleVersionError
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (pp.Init, "_convert_to_deepspeed_param"),
+        (pp.Init, "_keep_in_fp32"),
+        (pp.Init, "_partition_rank"),
+        (pp.Init, "param_id"),
+        (pp, "ZeroParamStatus"),
+        (pp, "PartitionedParamStatus"),
+    ],
+)
+def test_a_deepspeed_without_a_name_is_refused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(IncompatibleVersionError, match=rf"lacks .*{name}.*; lowmem_load was written for deepspeed >=0"):
+        zero3._check_contract()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (modeling_utils, "safe_open"),
+        (integration, "_hf_deepspeed_config_weak_ref"),
+        (integration, "HfDeepSpeedConfig"),
+        (transformers.PreTrainedModel, "from_pretrained"),
+    ],
+)
+def test_a_transformers_without_a_name_is_refused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(IncompatibleVersionError, match=rf"lacks .*{name}.*; lowmem_load was written for transformers"):
+        hf._check_contract()
+
+
+def test_the_installed_versions_are_accepted() -> None:
+    zero3._check_contract()
+    hf._check_contract()

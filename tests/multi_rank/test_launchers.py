@@ -1,0 +1,60 @@
+"""load_model works under each launcher, and without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import builders
+from tests.ranks import REPO
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {repo!r})
+import torch
+from lowmem_load import DistributedInterface, load_model, load_report
+from tests.parity import BF16, differences
+from transformers import AutoModelForCausalLM
+model = load_model({path!r}, BF16)
+reference = AutoModelForCausalLM.from_pretrained({path!r}, dtype=torch.bfloat16)
+group = DistributedInterface()
+assert differences(model, reference, group.rank, group.world_size) == []
+assert load_report(model).world_size == group.world_size
+group.barrier()
+open(os.path.join({out!r}, f"{{group.rank}}-of-{{group.world_size}}"), "w").close()
+"""
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "none": [sys.executable],
+    "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", "29611"],
+    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29612"],
+    "accelerate": [
+        *(str(BIN / "accelerate"), "launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"),
+        *("--zero_stage", "3", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29613"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_load_model_under_a_launcher(launcher: str, checkpoints: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    path = builders.tiny_llama(checkpoints)
+    script.write_text(SCRIPT.format(repo=str(REPO), path=str(path), out=str(tmp_path)))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    run = subprocess.run(
+        [*LAUNCHERS[launcher], str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    expected = ["0-of-1"] if launcher == "none" else ["0-of-2", "1-of-2"]
+    assert sorted(file.name for file in tmp_path.glob("*-of-*")) == expected
