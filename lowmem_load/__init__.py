@@ -1,7 +1,8 @@
 """lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
 
+from .arguments import DistConfig, ModelArguments
 from .distributed import DistributedInterface
-from .engine import DistConfig, ModelArguments, ModelEngine
+from .engine import ModelEngine
 from .errors import (
     CheckpointError,
     ConfigError,

@@ -6,10 +6,12 @@ Everything else in the package asks here, and so should callers: two owners of t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -201,6 +203,22 @@ class DistributedInterface:
         failures = failures or _minorities([held for _, held in statuses])
         if failures:
             raise RankError(step, failures) from error
+
+    @contextlib.contextmanager
+    def agreed(self, step: str) -> Iterator[list[str]]:
+        """Runs the block on every rank, then lets all ranks go on or raises on all of them, as `agree` does.
+
+        The block may append one digest to the list that it is given. Blocks may nest.
+        """
+        digest: list[str] = []
+        error: Exception | None = None
+        try:
+            yield digest
+        except RankError:  # an inner block has agreed on it
+            raise
+        except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+            error = caught
+        self.agree(step, error, digest[0] if digest and error is None else None)
 
     def destroy(self, *, force: bool = False) -> None:
         """Tears down torch's group and DeepSpeed's comm, so that the next `DistributedInterface()` starts afresh.

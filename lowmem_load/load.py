@@ -16,7 +16,7 @@ from tqdm import tqdm
 from . import hf
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
-from .errors import ConfigError, RankError, UnsupportedError
+from .errors import ConfigError, UnsupportedError
 from .expression import Computed, Expression, Source, cast, held, leaves, numel
 from .plan import FlatRange, TargetPlan, plan_digest, plan_target
 from .precision import Precision, precision_of
@@ -143,7 +143,7 @@ def load_model(
     name = os.fspath(name)
     distributed = DistributedInterface()
     kwargs = dict(from_pretrained_kwargs)
-    with _agreed(distributed, "checking the arguments"):
+    with distributed.agreed("checking the arguments"):
         config_dict = read_ds_config(ds_config)
         stage = zero_stage(config_dict)
         precision = precision_of(config_dict, absent="disabled")
@@ -178,7 +178,7 @@ def streaming(ds_config: Any, *, progress: bool | None = None) -> Iterator[None]
         ConfigError: ds_config cannot be used.
     """
     distributed = DistributedInterface()
-    with _agreed(distributed, "checking the ds_config"):
+    with distributed.agreed("checking the ds_config"):
         config_dict = read_ds_config(ds_config)
         zero_stage(config_dict)
         precision_of(config_dict, absent="disabled")
@@ -217,7 +217,7 @@ class _Stream:
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
         report.rank, report.world_size = self._distributed.rank, self._distributed.world_size
         with self._same_random_numbers(), self._reader() as reader:
-            with _agreed(self._distributed, f"{call.name}: describing the model"), report.phase("describe"):
+            with self._distributed.agreed(f"{call.name}: describing the model"), report.phase("describe"):
                 model, info = call.describe(reader.read_whole, lambda base: self._complete(base, reader, report))
             self._complete(model, reader, report)
             report.read_bytes, report.num_reads = reader.stats.read_bytes, reader.stats.num_reads
@@ -229,11 +229,11 @@ class _Stream:
 
     def _complete(self, model: nn.Module, reader: Reader, report: LoadReport) -> None:
         """Turn every description in `model` into a parameter or buffer that holds its values."""
-        with _agreed(self._distributed, f"{report.name}: planning") as digest, report.phase("plan"):
+        with self._distributed.agreed(f"{report.name}: planning") as digest, report.phase("plan"):
             placement = self._placement(model, report)
             targets = _plan(model, placement, report)
             digest.append(_digest(targets))
-        with _agreed(self._distributed, f"{report.name}: reading"), report.phase("read"):
+        with self._distributed.agreed(f"{report.name}: reading"), report.phase("read"):
             total = sum(plan.needed_bytes for target in targets for plan in target.plans)
             with self._bar(total) as bar:
                 reader.on_bytes = bar
@@ -294,20 +294,6 @@ class _Stream:
 
 def _advance(bar: Any, num_bytes: int) -> None:
     bar.update(num_bytes)
-
-
-@contextlib.contextmanager
-def _agreed(distributed: DistributedInterface, step: str) -> Iterator[list[str]]:
-    """Run the block on every rank, then let all ranks go on or raise together. The block may append one digest."""
-    digest: list[str] = []
-    error: Exception | None = None
-    try:
-        yield digest
-    except RankError:  # already agreed on
-        raise
-    except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
-        error = caught
-    distributed.agree(step, error, digest[0] if digest and error is None else None)
 
 
 def _storage_dtype(dtype: str | torch.dtype | None, precision: Precision, stage: int) -> torch.dtype:
