@@ -1,11 +1,11 @@
 """The transformers seam: the only module that touches transformers, and each private name of it once.
 
 [Note: the seam] transformers' own ordinary loader does the work: it builds the skeleton on meta, renames and converts
-checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only one thing is
-replaced while it runs: `safe_open`, as `modeling_utils` sees it, hands out symbolic tensors (`symbolic.py`), so that
-what the loader puts into the model are expressions instead of data. Meanwhile no DeepSpeed configuration is visible
-to transformers, which keeps it, and modelling code that asks, off the ZeRO-3 path. Nothing here knows what happens to
-the expressions afterwards.
+checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only the reading of
+files is replaced while it runs: `safe_open` and `load_state_dict`, as `modeling_utils` sees them, hand out symbolic
+tensors (`symbolic.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile no
+DeepSpeed configuration is visible to transformers, which keeps it, and modelling code that asks, off the ZeRO-3 path.
+Nothing here knows what happens to the expressions afterwards.
 
 Written for transformers 4.57 to 5.23.
 """
@@ -13,6 +13,7 @@ Written for transformers 4.57 to 5.23.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,8 @@ from torch import nn
 from .checkpoint import read_header, source
 from .errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
 from .header import Header
-from .symbolic import ReadWhole, SymbolicTensor
+from .symbolic import ReadWhole, Scratch, SymbolicTensor
+from .torch_zip import read_torch_zip
 
 SUPPORTED = "transformers >=4.57,<6"
 
@@ -42,11 +44,17 @@ def _check_contract() -> None:
         import transformers.integrations.deepspeed as integration
         import transformers.modeling_utils as modeling
 
-        missing = [f"modeling_utils.{name}" for name in ("safe_open",) if not hasattr(modeling, name)]
+        names = ("safe_open", "load_state_dict")
+        missing = [f"modeling_utils.{name}" for name in names if not hasattr(modeling, name)]
         missing += [
             f"integrations.deepspeed.{name}"
             for name in ("_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config", "HfDeepSpeedConfig")
             if not hasattr(integration, name)
+        ]
+        missing += [
+            f"PreTrainedModel.{name}"
+            for name in ("initialize_weights", "load_adapter")
+            if not callable(getattr(transformers.PreTrainedModel, name, None))
         ]
         loader = transformers.PreTrainedModel.__dict__.get("from_pretrained")
         if not isinstance(loader, classmethod):
@@ -111,20 +119,28 @@ class Call:
         return model, info
 
     def describe(
-        self, read_whole: ReadWhole, before_adapter: Callable[[nn.Module], None]
+        self, read_whole: ReadWhole, scratch: Scratch, before_adapter: Callable[[nn.Module], None]
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it with symbolic tensors in place of those in safetensors files; see [Note: the seam].
+        """Run it with symbolic tensors in place of those in files; see [Note: the seam].
 
         Args:
             read_whole: reads an expression for code that needs its value at once.
+            scratch: where parameters that are not in the files are initialised, one at a time.
             before_adapter: called with the base model when a PEFT adapter is about to be put on it, since PEFT needs
                 parameters and not descriptions of them.
 
         Returns:
             The model, some of whose parameters and buffers are symbolic, and the loading info.
+
+        Raises:
+            UnsupportedError: the call asks for a format that cannot be streamed.
         """
+        _refuse_foreign(self.name, self.kwargs)
         self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
-        with _symbolic_files(read_whole), _adapter_hook(before_adapter), deepspeed_config(None), _quiet():
+        with deepspeed_config(None), _quiet(), contextlib.ExitStack() as hooks:
+            hooks.enter_context(_symbolic_files(read_whole))
+            hooks.enter_context(_initialised_in(scratch))
+            hooks.enter_context(_adapter_hook(before_adapter))
             return self.run()
 
 
@@ -195,12 +211,48 @@ def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]
 
 
 @contextlib.contextmanager
+def _initialised_in(scratch: Scratch) -> Iterator[None]:
+    """Let what `initialize_weights` writes into parameters go through `scratch`.
+
+    transformers has given the missing ones `torch.empty` memory by then; they give it back untouched.
+    """
+    ordinary = PreTrainedModel.initialize_weights
+
+    def initialize_weights(model: nn.Module) -> None:
+        replaced: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if isinstance(parameter, SymbolicTensor):
+                    scratch.own(parameter)
+                elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+                    if id(parameter) not in replaced:
+                        empty = scratch.uninitialised(parameter)
+                        scratch.own(empty)
+                        replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    setattr(module, name, replaced[id(parameter)])
+        ordinary(model)
+        scratch.release()
+
+    with _replaced(PreTrainedModel, "initialize_weights", initialize_weights):
+        yield
+
+
+@contextlib.contextmanager
 def _symbolic_files(read_whole: ReadWhole) -> Iterator[None]:
     def symbolic_open(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> _SymbolicFile:
         return _SymbolicFile(os.fspath(path), read_whole)
 
+    ordinary = modeling_utils.load_state_dict
+    opened = functools.cache(read_torch_zip)  # 4.57 asks for the same file up to three times
+
+    def symbolic_state_dict(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        if os.fspath(path).endswith(".safetensors"):
+            return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
+        return {name: SymbolicTensor(node, read_whole) for name, node in opened(os.fspath(path)).items()}
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(modeling_utils, "safe_open", symbolic_open))
+        stack.enter_context(_replaced(modeling_utils, "load_state_dict", symbolic_state_dict))
         if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
             stack.enter_context(_replaced(modeling_utils, "_is_on_hf_mount", _never))
         yield
@@ -285,8 +337,19 @@ def check_name(name: str, subfolder: str) -> None:
         raise CheckpointError(f"{folder}: the folder is empty")
 
 
+_FOREIGN_FILES: Mapping[str, str] = {
+    ".gguf": 'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)',
+    ".h5": "model_class.from_pretrained(folder, from_tf=True).save_pretrained(new_folder), with transformers 4",
+    ".ckpt.index": "model_class.from_pretrained(folder, from_tf=True).save_pretrained(new_folder), with transformers 4",
+    ".msgpack": "model_class.from_pretrained(folder, from_flax=True).save_pretrained(new_folder), with transformers 4",
+    ".pth": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
+    ".pt": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
+}
+"""Weights that cannot be streamed, by the end of their file names, and what converts them."""
+
+
 def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
-    """Refuse a local folder without safetensors files, naming what it holds instead.
+    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`, naming what it holds instead.
 
     Raises:
         CheckpointError: says how to convert.
@@ -295,13 +358,31 @@ def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> No
     if not os.path.isdir(folder):  # a Hub id: transformers picks the files
         return
     files = sorted(os.listdir(folder))
-    if use_safetensors is False or not any(file.endswith(".safetensors") for file in files):
-        weights = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]
-        found = f"it holds {', '.join(weights[:5])}" if weights else "it holds no weights at all"
-        raise CheckpointError(
-            f"{folder}: no safetensors files to stream from; {found}. Convert once with "
-            "AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
-        )
+    safe = any(file.endswith(".safetensors") for file in files)
+    torch_files = any(file.startswith("pytorch_model") and file.endswith(".bin") for file in files)
+    if (safe and use_safetensors is not False) or (torch_files and not use_safetensors):
+        return
+    if safe or torch_files:
+        there = "safetensors" if safe else "pytorch_model*.bin"
+        raise CheckpointError(f"{folder}: use_safetensors={use_safetensors}, but it holds only {there}; drop it")
+    foreign = {file: end for file in files for end in _FOREIGN_FILES if file.endswith(end)}
+    if not foreign:
+        raise CheckpointError(f"{folder}: no pytorch_model*.bin and no safetensors files; it holds no weights at all")
+    file, end = next(iter(foreign.items()))
+    raise CheckpointError(
+        f"{folder}: no pytorch_model*.bin and no safetensors files to stream from; it holds "
+        f"{', '.join(list(foreign)[:5])}. Convert once with {_FOREIGN_FILES[end].format(file=file)}"
+    )
+
+
+def _refuse_foreign(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise when the caller asks for a format of which every rank would have to hold the whole model."""
+    for keyword, end in {"gguf_file": ".gguf", "from_tf": ".h5", "from_flax": ".msgpack"}.items():
+        if kwargs.get(keyword):
+            convert = _FOREIGN_FILES[end].format(file=kwargs[keyword])
+            raise UnsupportedError(
+                f"{name}: {keyword} cannot be streamed; convert once, without lowmem_load, by {convert}"
+            )
 
 
 def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:

@@ -17,12 +17,12 @@ from . import hf
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, UnsupportedError
-from .expression import Computed, Expression, Source, cast, held, leaves, numel
-from .plan import FlatRange, TargetPlan, plan_digest, plan_target
+from .expression import Computed, Expression, Held, Source, cast, held, leaves, numel
+from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_target
 from .precision import Precision, precision_of
 from .reader import Reader
 from .report import LoadReport, SlowPath, host_memory
-from .symbolic import SymbolicTensor
+from .symbolic import Scratch, SymbolicTensor, kept_of
 from .zero3 import Destination, Partitioner, is_partitioned
 
 MAX_THREADS = 4
@@ -218,7 +218,11 @@ class _Stream:
         report.rank, report.world_size = self._distributed.rank, self._distributed.world_size
         with self._same_random_numbers(), self._reader() as reader:
             with self._distributed.agreed(f"{call.name}: describing the model"), report.phase("describe"):
-                model, info = call.describe(reader.read_whole, lambda base: self._complete(base, reader, report))
+                model, info = call.describe(
+                    reader.read_whole,
+                    Scratch(reader.read_whole, self._kept_range),
+                    lambda base: self._complete(base, reader, report),
+                )
             self._complete(model, reader, report)
             report.read_bytes, report.num_reads = reader.stats.read_bytes, reader.stats.num_reads
         report.missing_keys = sorted(info["missing_keys"])
@@ -242,6 +246,13 @@ class _Stream:
                 reader.finish()
             placement.finish(model)
         report.needed_bytes += total
+
+    def _kept_range(self, numel: int) -> FlatRange:
+        """Return what this rank may need of a parameter that is initialised, before partitions are known."""
+        secondary = self._ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+        if self._stage < 3 or secondary != 1:
+            return FlatRange(0, numel)
+        return partition_range(numel, self._distributed.rank, self._distributed.world_size)
 
     def _placement(self, model: nn.Module, report: LoadReport) -> _Placement:
         precision = precision_of(self._ds_config, absent="disabled")
@@ -339,16 +350,16 @@ def _plan(model: nn.Module, placement: _Placement, report: LoadReport) -> list[_
 
 def _described(name: str, parameter: nn.Parameter) -> Expression:
     if isinstance(parameter, SymbolicTensor):
-        return parameter.expression
+        return kept_of(parameter) or parameter.expression
     if parameter.is_meta:
         raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initialising it")
     return held(parameter)
 
 
 def _note_slow_path(name: str, parameter: nn.Parameter, expression: Expression, report: LoadReport) -> None:
-    if not isinstance(parameter, SymbolicTensor):
+    if isinstance(expression, Held):
         nbytes = parameter.numel() * parameter.dtype.itemsize
-        report.slow_paths.append(SlowPath(name, "initialised whole on this rank: not in the checkpoint", nbytes))
+        report.slow_paths.append(SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes))
         return
     for leaf in leaves(expression):
         if isinstance(leaf, Computed):
@@ -379,7 +390,7 @@ def _digest(targets: list[_Target]) -> str:
 
 def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placement, report: LoadReport) -> None:
     """Replace each parameter by one with memory of its own and start filling it."""
-    for target in targets:
+    for target in _consumed(targets):
         made, destinations = placement.make(target.parameter, target.dtype)
         for plan, destination in zip(target.plans, destinations, strict=True):
             reader.fill(plan.copies, destination.tensor[: plan.flat_range.numel])
@@ -393,6 +404,13 @@ def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placeme
             report.dtype = str(target.dtype)
         report.sample_memory()
     report.total_partition_bytes = report.partition_bytes * report.world_size
+
+
+def _consumed(targets: list[_Target]) -> Iterator[_Target]:
+    """Yield the targets and forget them: what a missing parameter was initialised with goes with it."""
+    targets.reverse()
+    while targets:
+        yield targets.pop()
 
 
 def _read_buffers(model: nn.Module, reader: Reader, placement: _Placement, report: LoadReport) -> None:

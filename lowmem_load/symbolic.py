@@ -1,9 +1,14 @@
-"""Tensors that stand for expressions: conversion code written for real tensors runs on them and reads nothing.
+"""Tensors that stand for expressions: loading code written for real tensors runs on them and reads nothing.
 
 A `SymbolicTensor` is a `torch.Tensor` whose operations build an expression (`expression.py`) instead of touching data.
 Views, concatenations and casts become expression nodes; any other operation becomes a `Computed` node, whose inputs
 are read whole when, and only when, its result is needed. Only an operation that must answer now (`torch.equal`,
-`item`) reads at once, through the `Reader` that the tensor carries.
+`item`) reads at once.
+
+[Note: writes] Views share the `Value` of the tensor they were taken from, so a write through one is seen by all.
+Writing into a copy that nobody owns is described like any other operation. Writing into a parameter (initialisation,
+as a rule) is done at once, because random numbers must be drawn in the order in which an ordinary load draws them:
+`Scratch` holds one parameter whole at a time, and of the others the elements that this rank will keep.
 
 Source: torch 2.13 `torch/utils/_python_dispatch.py` and the extending-torch notes on `__torch_dispatch__`.
 """
@@ -11,6 +16,7 @@ Source: torch 2.13 `torch/utils/_python_dispatch.py` and the extending-torch not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +26,7 @@ from .errors import UnsupportedError
 from .expression import (
     Computed,
     Expression,
+    Held,
     cast,
     concat,
     held,
@@ -28,6 +35,7 @@ from .expression import (
     reshape,
     slice_dim,
 )
+from .plan import FlatRange
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -36,41 +44,167 @@ EQUAL_NUMEL = 1 << 21
 """Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
 
 ReadWhole = Callable[[Expression], torch.Tensor]
+_Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """What a tensor and all views of it share. See [Note: writes].
+
+    Attributes:
+        expression: the value, row-major under the shape of the tensor that the views were taken from.
+        scratch: where writes are done; None when nobody owns the value.
+        kept: after writes, the elements that this rank will keep.
+        log: the writes, each with the random state before it if it draws random numbers.
+        before: the value before the first write.
+    """
+
+    expression: Expression
+    scratch: Scratch | None = None
+    kept: Held | None = None
+    log: list[_Write] = field(default_factory=list)
+    before: Expression | None = None
+
+    def replace(self, expression: Expression) -> None:
+        """Forget what was written and be `expression`."""
+        if self.scratch is not None:
+            self.scratch.release()
+        self.expression, self.kept, self.log, self.before = expression, None, [], None
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One view operation: on expressions, and on real tensors."""
+
+    describe: Callable[[Expression], Expression]
+    apply: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Scratch:
+    """Does the writes into parameters that are not read from files, in order, holding one whole at a time.
+
+    Memory: the largest parameter that is written into, plus what `kept_range` selects of each.
+
+    Args:
+        kept_range: elements of a parameter of so many elements that this rank will be asked for.
+    """
+
+    def __init__(self, read_whole: ReadWhole, kept_range: Callable[[int], FlatRange]) -> None:
+        self._read_whole, self._kept_range = read_whole, kept_range
+        self._current: Value | None = None
+        self._whole = torch.empty(0)
+
+    def uninitialised(self, like: torch.Tensor) -> SymbolicTensor:
+        """Return a tensor of the shape and dtype of `like`, as `torch.empty_like` does, that allocates nothing."""
+        shape, dtype = tuple(like.shape), like.dtype
+        nothing = Computed("uninitialised", lambda _: torch.empty(shape, dtype=dtype), (), shape, dtype)
+        return SymbolicTensor(nothing, self._read_whole)
+
+    def own(self, tensor: SymbolicTensor) -> None:
+        """From now on writes into `tensor` and its views are done here."""
+        tensor.value.scratch = self
+
+    def write(self, value: Value, change: Callable[[torch.Tensor], object], draws: bool) -> None:
+        """Apply `change` to the whole of `value`; `draws` says whether it draws random numbers."""
+        if self._current is not value:
+            self.release()
+            self._whole, self._current = self._read_whole(value.expression), value
+        if value.before is None:
+            value.before = value.expression
+        value.log.append((torch.get_rng_state() if draws else None, change))
+        change(self._whole)
+        value.expression = _replayed(value.before, value.log, len(value.log))
+
+    def release(self) -> None:
+        """Keep of the parameter in hand what this rank needs, and free it."""
+        if self._current is not None:
+            flat = self._whole.reshape(-1)
+            span = self._kept_range(flat.numel())
+            kept = flat[span.start : span.end].clone()
+            self._current.kept = Held(kept, span.start, tuple(self._whole.shape), self._whole.dtype)
+        self._current, self._whole = None, torch.empty(0)
+
+
+def _replayed(before: Expression, log: Sequence[_Write], num_writes: int) -> Expression:
+    """Return the value that `before` has after the first writes of `log`: whole, made again from the log."""
+
+    def compute(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole, random_state = inputs[0].clone(), torch.get_rng_state()
+        try:
+            for state, change in log[:num_writes]:
+                if state is not None:
+                    torch.set_rng_state(state)
+                change(whole)
+        finally:
+            torch.set_rng_state(random_state)
+        return whole
+
+    return Computed("initialised", compute, (before,), before.shape, before.dtype)
 
 
 class SymbolicTensor(torch.Tensor):
     """A tensor whose value is `expression`. Looks like an ordinary tensor on the CPU to code that inspects it.
 
     Attributes:
-        expression: what the value is made of.
+        value: shared with all views.
         twin: a meta tensor of the same shape, strides and dtype; answers shape questions.
         read_whole: reads an expression, for operations that need data at once.
-        is_copy: whether nothing else shares its value, so that an operation may write into it.
     """
 
-    expression: Expression
+    value: Value
+    views: tuple[_View, ...]
     twin: torch.Tensor
     read_whole: ReadWhole
-    is_copy: bool = False
 
     @staticmethod
     def __new__(  # noqa: D102  the class docstring says it
-        cls, expression: Expression, read_whole: ReadWhole, twin: torch.Tensor | None = None
+        cls,
+        expression: Expression | Value,
+        read_whole: ReadWhole,
+        twin: torch.Tensor | None = None,
+        views: tuple[_View, ...] = (),
     ) -> SymbolicTensor:
+        value = expression if isinstance(expression, Value) else Value(expression)
         if twin is None:
-            twin = torch.empty(expression.shape, dtype=expression.dtype, device="meta")
+            twin = torch.empty(value.expression.shape, dtype=value.expression.dtype, device="meta")
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU, requires_grad=False
         )
-        tensor.expression, tensor.twin, tensor.read_whole = expression, twin, read_whole
+        tensor.value, tensor.views, tensor.twin, tensor.read_whole = value, views, twin, read_whole
         return tensor
+
+    @property
+    def expression(self) -> Expression:
+        """What the value is made of now."""
+        expression = self.value.expression
+        for view in self.views:
+            expression = view.describe(expression)
+        return expression
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor: an alias without gradients; assigning to it replaces the value."""
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise UnsupportedError(
+                f"a weight of shape {tuple(self.shape)} and {self.dtype} that is still being loaded was given data of "
+                f"shape {tuple(tensor.shape)} and {tensor.dtype}; load this model without lowmem_load"
+            )
+        if isinstance(tensor, SymbolicTensor) and not self.views:
+            self.value.replace(tensor.expression)
+            return
+        with torch.no_grad():
+            self.detach().copy_(tensor)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"SymbolicTensor({tuple(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:
         """Tell ties apart as addresses do: equal for two names of the same value (transformers 5.0 to 5.4 asks)."""
-        return id(self.expression)
+        return id(self.value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
         copied = SymbolicTensor(self.expression, self.read_whole, self.twin)
@@ -91,29 +225,33 @@ class SymbolicTensor(torch.Tensor):
             return _equal(args[0], args[1])
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
+        if operation in _FACTORIES:
+            return func(_twin(args[0]), *args[1:], **{**kwargs, "device": CPU})
         try:
             twins = func(*tree_map(_twin, args), **{key: _twin(v) for key, v in kwargs.items() if key != "device"})
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
             inputs, run = _on_values(func, args, kwargs)
             return run([_reader_of(args)(part) for part in inputs])
-        build = _BUILDERS.get(operation)
-        expressions = build(args, kwargs, twins) if build else None
-        if expressions is None:
+        if func._schema.returns and func._schema.returns[0].alias_info is not None:
+            return _view(func, args, kwargs, twins)
+        expression = _describe(func, expression_of(args[0]) if _is_tensor(args) else None, args, kwargs, twins)
+        if expression is None:
             return _compute(func, args, kwargs, twins)
-        read_whole = _reader_of(args)
-        if isinstance(twins, torch.Tensor):
-            result = SymbolicTensor(expressions, read_whole, twins)
-            if func._schema.returns[0].alias_info is None:
-                result.is_copy = True
-            else:  # a view: from now on a write into one would have to change the other
-                args[0].is_copy = False
-            return result
-        return [SymbolicTensor(node, read_whole, twin) for node, twin in zip(expressions, twins, strict=True)]
+        return SymbolicTensor(expression, _reader_of(args), twins)
 
 
 def expression_of(tensor: torch.Tensor) -> Expression:
     """Return what `tensor` is made of; a real tensor is held in memory."""
     return tensor.expression if isinstance(tensor, SymbolicTensor) else held(tensor)
+
+
+def kept_of(tensor: SymbolicTensor) -> Held | None:
+    """Return what this rank keeps of a parameter that was written into; None for one that is read from files."""
+    return tensor.value.kept
+
+
+def _is_tensor(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], torch.Tensor)
 
 
 def _twin(value: Any) -> Any:
@@ -126,20 +264,76 @@ def _reader_of(args: Any) -> ReadWhole:
     return next(value.read_whole for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor))
 
 
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let an in-place operation change a copy, lazily; a weight itself is never changed.
+def _describe(func: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
+    """Return the expression of `func`'s result, or None if only running it gives the result."""
+    build = _BUILDERS.get(func.overloadpacket)
+    return build(part, args, kwargs, twins) if build else None
 
-    transformers 5.8 draws random numbers into `weight.float()`, a copy that nobody reads: that must cost nothing.
-    """
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
+    """Return the view, or views, of `args[0]` that `func` gives: same value, one more step."""
+    base: SymbolicTensor = args[0]
+    if func.overloadpacket in (aten.detach, aten.alias):
+        return SymbolicTensor(base.value, base.read_whole, twins, base.views)
+    base_strides = base.stride()
+    several = not isinstance(twins, torch.Tensor)
+
+    def step(position: int, twin: torch.Tensor) -> _View:
+        def apply(real: torch.Tensor) -> torch.Tensor:
+            result = func(real, *args[1:], **kwargs)
+            view: torch.Tensor = result[position] if several else result
+            return view
+
+        def describe(part: Expression) -> Expression:
+            described = _describe(func, part, (base, *args[1:]), kwargs, twins)
+            if described is not None:
+                found: Expression = described[position] if several else described
+                return found
+            shape, dtype = tuple(twin.shape), twin.dtype
+            return Computed(str(func), lambda real: apply(_with_strides(real[0], base_strides)), (part,), shape, dtype)
+
+        return _View(describe, apply)
+
+    views = [
+        SymbolicTensor(base.value, base.read_whole, twin, (*base.views, step(position, twin)))
+        for position, twin in enumerate(twins if several else [twins])
+    ]
+    return views if several else views[0]
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place operation. See [Note: writes]."""
     written = args[0]
-    if not isinstance(written, SymbolicTensor) or not written.is_copy:
-        raise UnsupportedError(
-            f"{func} writes into a weight that is still being streamed from its file; "
-            "load this model without lowmem_load, or report its class"
-        )
     inputs, run = _on_values(func, args, kwargs)
-    written.expression = Computed(
-        str(func), lambda values: run([values[0].clone(), *values[1:]]), inputs, tuple(written.shape), written.dtype
+    if isinstance(written, torch.Tensor) and not isinstance(written, SymbolicTensor):
+        read_whole = _reader_of((args, kwargs))
+        return run([read_whole(part) for part in inputs])
+    if not isinstance(written, SymbolicTensor) or func._schema.arguments[0].alias_info is None or "out" in kwargs:
+        raise UnsupportedError(f"{func} writes into weights in a way that lowmem_load does not know; report its model")
+    value, views, others = written.value, written.views, inputs[1:]
+
+    def change(whole: torch.Tensor, other_values: Sequence[torch.Tensor]) -> torch.Tensor:
+        target = whole
+        for view in views:
+            target = view.apply(target)
+        run([target, *other_values])
+        return whole
+
+    if value.scratch is None:
+        before = value.expression
+        value.expression = Computed(
+            str(func),
+            lambda values: change(values[0].clone(), values[1:]),
+            (before, *others),
+            before.shape,
+            before.dtype,
+        )
+        return written
+    read_whole = written.read_whole
+    value.scratch.write(
+        value,
+        lambda whole: change(whole, [read_whole(other) for other in others]),
+        torch.Tag.nondeterministic_seeded in func.tags,
     )
     return written
 
@@ -151,9 +345,10 @@ def _on_values(
     flat, spec = tree_flatten((args, kwargs))
     tensors = [value for value in flat if isinstance(value, SymbolicTensor)]
     strides = [tensor.stride() for tensor in tensors]
+    writes = func._schema.is_mutable
 
     def run(values: Sequence[torch.Tensor]) -> Any:
-        supply = iter(map(_with_strides, values, strides))
+        supply = iter(values if writes else map(_with_strides, values, strides))
         real_args, real_kwargs = spec.unflatten(
             [next(supply) if isinstance(value, SymbolicTensor) else value for value in flat]
         )
@@ -192,7 +387,7 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     a, b = expression_of(left), expression_of(right)
-    if a is b:
+    if a is b or (isinstance(left, SymbolicTensor) and isinstance(right, SymbolicTensor) and _same_view(left, right)):
         return True
     read_whole = _reader_of((left, right))
     flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
@@ -204,87 +399,110 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return True
 
 
+def _same_view(left: SymbolicTensor, right: SymbolicTensor) -> bool:
+    return left.value is right.value and not left.views and not right.views
+
+
 # -- builders: one per group of aten operations; None means that the arguments need `Computed` -----------------------
 
 
-def _same(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
-    return cast(args[0].expression, twin.dtype)
+def _same(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+    return cast(part, twin.dtype)
 
 
-def _reshaped(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
-    if twin.dtype != args[0].dtype:  # view(dtype) reinterprets bytes
+def _reshaped(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+    if twin.dtype != part.dtype:  # view(dtype) reinterprets bytes
         return None
-    return reshape(args[0].expression, tuple(twin.shape))
+    return reshape(part, tuple(twin.shape))
 
 
-def _transposed(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+def _padded(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+    return part if not any(args[1]) else None
+
+
+def _transposed(
+    part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor
+) -> Expression | None:
     dims = list(range(args[0].dim()))
     if dims:
         a, b = args[1] % len(dims), args[2] % len(dims)
         dims[a], dims[b] = dims[b], dims[a]
-    return permute(args[0].expression, dims)
+    return permute(part, dims)
 
 
-def _reversed_dims(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
-    return permute(args[0].expression, list(range(args[0].dim()))[::-1])
+def _reversed_dims(
+    part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor
+) -> Expression | None:
+    return permute(part, list(range(args[0].dim()))[::-1])
 
 
-def _permuted(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
-    return permute(args[0].expression, [dim % args[0].dim() for dim in args[1]])
+def _permuted(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+    return permute(part, [dim % args[0].dim() for dim in args[1]])
 
 
-def _sliced(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+def _sliced(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
     dim = (args[1] if len(args) > 1 else 0) % args[0].dim()
     start = args[2] if len(args) > 2 else None
     step = args[4] if len(args) > 4 else 1
     size = args[0].shape[dim]
     start = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
-    return slice_dim(args[0].expression, dim, start, step, twin.shape[dim])
+    return slice_dim(part, dim, start, step, twin.shape[dim])
 
 
-def _narrowed(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+def _narrowed(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
     dim = args[1] % args[0].dim()
-    return slice_dim(args[0].expression, dim, args[2] % max(args[0].shape[dim], 1), 1, twin.shape[dim])
+    return slice_dim(part, dim, args[2] % max(args[0].shape[dim], 1), 1, twin.shape[dim])
 
 
-def _selected(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+def _selected(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
     dim = args[1] % args[0].dim()
-    row = slice_dim(args[0].expression, dim, args[2] % args[0].shape[dim], 1, 1)
+    row = slice_dim(part, dim, args[2] % args[0].shape[dim], 1, 1)
     return reshape(row, tuple(twin.shape))
 
 
-def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], twins: Sequence[torch.Tensor]) -> list[Expression] | None:
+def _parts(
+    part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Sequence[torch.Tensor]
+) -> list[Expression] | None:
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].dim()
     parts: list[Expression] = []
     start = 0
     for twin in twins:
-        parts.append(slice_dim(args[0].expression, dim, start, 1, twin.shape[dim]))
+        parts.append(slice_dim(part, dim, start, 1, twin.shape[dim]))
         start += twin.shape[dim]
     return parts
 
 
-def _unbound(args: tuple[Any, ...], kwargs: dict[str, Any], twins: Sequence[torch.Tensor]) -> list[Expression] | None:
+def _unbound(
+    part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Sequence[torch.Tensor]
+) -> list[Expression] | None:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].dim()
-    return [reshape(slice_dim(args[0].expression, dim, i, 1, 1), tuple(twin.shape)) for i, twin in enumerate(twins)]
+    return [reshape(slice_dim(part, dim, i, 1, 1), tuple(twin.shape)) for i, twin in enumerate(twins)]
 
 
-def _joined(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+def _joined(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % twin.dim()
     parts = [cast(expression_of(tensor), twin.dtype) for tensor in args[0] if tensor.dim() == twin.dim()]
     return concat(parts, dim)
 
 
-def _stacked(args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+def _stacked(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % twin.dim()
     shape = (*twin.shape[:dim], 1, *twin.shape[dim + 1 :])
     return concat([reshape(cast(expression_of(tensor), twin.dtype), shape) for tensor in args[0]], dim)
 
 
-_BUILDERS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
+_FACTORIES = {
+    *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
+}
+"""Operations that look at the shape of their argument alone."""
+
+_BUILDERS: dict[Any, Callable[[Expression, tuple[Any, ...], dict[str, Any], Any], Any]] = {
     **dict.fromkeys((aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.contiguous, aten._to_copy), _same),
     **dict.fromkeys(
         (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _reshaped
     ),
+    aten.constant_pad_nd: _padded,
     aten.transpose: _transposed,
     aten.t: _reversed_dims,
     aten.permute: _permuted,

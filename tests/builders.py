@@ -7,12 +7,15 @@ by default; ODD_SIZES and ODD_BERT_SIZES leave padding in most partitions of 2, 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, MixtralConfig, Qwen2Config
 
 SEED = 20240229
@@ -87,6 +90,43 @@ def tiny_bert(
         **cfg,
     }
     return _save(root, "bert", BertForMaskedLM, BertConfig, settings, dtype, max_shard_size)
+
+
+def as_torch_bin(folder: Path, num_files: int = 1, ties: dict[str, str] | None = None) -> Path:
+    """Returns a copy of a checkpoint folder as older transformers saved it: `pytorch_model*.bin` by torch.save.
+
+    Args:
+        folder: what the other builders return.
+        num_files: more than 1 makes an index, too.
+        ties: further names of tensors, which share their storage: {"lm_head.weight": "model.embed_tokens.weight"}.
+    """
+    made = folder.with_name(f"{folder.name}-bin{num_files}-{len(ties or {})}")
+    if made.is_dir():
+        return made
+    state = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    state.update({name: state[other] for name, other in (ties or {}).items()})
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        target = Path(scratch) / made.name
+        target.mkdir()
+        for file in folder.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                (target / file.name).write_bytes(file.read_bytes())
+        _save_bin(state, target, num_files)
+        os.rename(target, made)
+    return made
+
+
+def _save_bin(state: dict[str, torch.Tensor], folder: Path, num_files: int) -> None:
+    if num_files == 1:
+        torch.save(OrderedDict(state), folder / "pytorch_model.bin")
+        return
+    files = [f"pytorch_model-{number + 1:05}-of-{num_files:05}.bin" for number in range(num_files)]
+    places = {name: files[number * num_files // len(state)] for number, name in enumerate(state)}
+    for file in files:
+        torch.save({name: state[name] for name, place in places.items() if place == file}, folder / file)
+    total = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
 def minilm_path() -> Path:

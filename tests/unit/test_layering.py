@@ -18,8 +18,8 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 LAYERS: list[set[str]] = [
     {"errors"},
     {"expression", "header", "precision"},
-    {"checkpoint", "config", "plan", "symbolic"},
-    {"reader", "report", "zero3"},
+    {"checkpoint", "config", "plan", "torch_zip"},
+    {"reader", "report", "symbolic", "zero3"},
     {"distributed", "hf"},
     {"arguments", "load"},
     {"engine"},
@@ -50,7 +50,7 @@ DEEPSPEED_MODULES: set[str] = {"zero3"}
 OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
-IO_MODULES: set[str] = {"arguments", "checkpoint", "config", "reader", "report"}
+IO_MODULES: set[str] = {"arguments", "checkpoint", "config", "reader", "report", "torch_zip"}
 IO_CALLS: set[str] = {
     "open",
     "io.open",

@@ -11,8 +11,9 @@ import torch
 
 from lowmem_load import expression as ex
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.plan import partition_range
 from lowmem_load.reader import Reader
-from lowmem_load.symbolic import SymbolicTensor, expression_of
+from lowmem_load.symbolic import Scratch, SymbolicTensor, expression_of, kept_of
 
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 Y = X + 1000
@@ -102,14 +103,73 @@ def test_an_answer_now_reads_now(pair: tuple[SymbolicTensor, SymbolicTensor, Rea
     assert reader.stats.read_bytes == 4
 
 
-def test_writing_into_a_streamed_weight_is_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
-    copied = pair[0].clone()
-    view = copied[1]
-    for written in (pair[0], pair[0][1], pair[0].detach(), copied, view):
-        with pytest.raises(UnsupportedError, match="writes into a weight"):
-            written.mul_(2)
-    with pytest.raises(UnsupportedError, match="writes into a weight"):
-        X.clone().copy_(pair[0])
+def test_a_write_through_a_view_is_seen_by_all(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+    x, y, reader = pair
+    view, row = x.detach(), x.transpose(0, 2)[1]
+    row.mul_(2)
+    view[0, :2].zero_()
+    x.view(-1)[7:9].copy_(y.reshape(-1)[7:9])
+    x.unbind(0)[3].fill_(5)
+    expected = X.clone()
+    expected.transpose(0, 2)[1].mul_(2)
+    expected[0, :2].zero_()
+    expected.view(-1)[7:9].copy_(Y.reshape(-1)[7:9])
+    expected[3].fill_(5)
+    for symbolic, real in ((x, expected), (view, expected), (row, expected.transpose(0, 2)[1])):
+        assert torch.equal(reader.read_whole(expression_of(symbolic)), real)
+    assert torch.equal(reader.read_whole(expression_of(y)), Y)
+
+
+def test_a_streamed_weight_can_be_copied_into_memory(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+    memory = torch.zeros(6, 5)
+    memory.copy_(pair[0][2])
+    assert torch.equal(memory, X[2])
+
+
+def test_writes_of_an_unknown_form_are_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+    with pytest.raises(UnsupportedError, match="in a way that lowmem_load does not know"):
+        torch._foreach_mul_([pair[0]], 2.0)
+
+
+def initialise(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Writes as _init_weights does: random numbers, views, one parameter after the other and back again."""
+    with torch.no_grad():
+        torch.nn.init.normal_(first, std=0.1)
+        torch.nn.init.trunc_normal_(second, std=0.02)
+        first[2].zero_()
+        first.data.mul_(3)
+        second.data[1:, 0].uniform_(-1, 1)
+        torch.nn.init.orthogonal_(first)
+        second.t().copy_(second.t().flip(0) + first.sum())
+        second.data = torch.rand(7, 5) * 2
+
+
+def test_parameters_are_initialised_as_torch_does_holding_one_at_a_time(
+    pair: tuple[SymbolicTensor, SymbolicTensor, Reader],
+) -> None:
+    shapes = ((6, 5), (7, 5))
+    torch.manual_seed(3)
+    expected = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
+    initialise(*expected)
+    state = torch.get_rng_state()
+    scratch = Scratch(pair[2].read_whole, lambda numel: partition_range(numel, 1, 3))
+    symbolic = []
+    for shape in shapes:
+        empty = scratch.uninitialised(torch.empty(shape, device="meta"))
+        scratch.own(empty)
+        symbolic.append(torch.nn.Parameter(empty))
+    torch.manual_seed(3)
+    initialise(*symbolic)
+    scratch.release()
+    assert torch.equal(torch.get_rng_state(), state), "random numbers are drawn as often as by torch"
+    for parameter, real in zip(symbolic, expected, strict=True):
+        assert isinstance(parameter, SymbolicTensor)
+        kept, span = kept_of(parameter), partition_range(real.numel(), 1, 3)
+        assert kept is not None
+        assert kept.first == span.start
+        assert torch.equal(kept.flat, real.detach().reshape(-1)[span.start : span.end])
+        assert torch.equal(pair[2].read_whole(expression_of(parameter)), real.detach())
+    assert torch.equal(torch.get_rng_state(), state), "reading again draws nothing"
 
 
 def test_writing_into_a_copy_changes_the_copy_alone(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
