@@ -248,7 +248,9 @@ def _symbolic_files(read_whole: ReadWhole) -> Iterator[None]:
     def symbolic_state_dict(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if os.fspath(path).endswith(".safetensors"):
             return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
-        return {name: SymbolicTensor(node, read_whole) for name, node in opened(os.fspath(path)).items()}
+        described = opened(os.fspath(path))
+        tensors = {id(node): SymbolicTensor(node, read_whole) for node in described.values()}
+        return {name: tensors[id(node)].detach() for name, node in described.items()}  # tied names share one value
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(modeling_utils, "safe_open", symbolic_open))

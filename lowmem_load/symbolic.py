@@ -54,6 +54,7 @@ class Value:
     Attributes:
         expression: the value, row-major under the shape of the tensor that the views were taken from.
         scratch: where writes are done; None when nobody owns the value.
+        near: the scratch of the parameter that an unowned value was computed from.
         kept: after writes, the elements that this rank will keep.
         log: the writes, each with the random state before it if it draws random numbers.
         before: the value before the first write.
@@ -64,6 +65,7 @@ class Value:
     kept: Held | None = None
     log: list[_Write] = field(default_factory=list)
     before: Expression | None = None
+    near: Scratch | None = None
 
     def replace(self, expression: Expression) -> None:
         """Forget what was written and be `expression`."""
@@ -92,6 +94,7 @@ class Scratch:
     def __init__(self, read_whole: ReadWhole, kept_range: Callable[[int], FlatRange]) -> None:
         self._read_whole, self._kept_range = read_whole, kept_range
         self._current: Value | None = None
+        self._idle_draws: list[Callable[[], object]] = []
         self._whole = torch.empty(0)
 
     def uninitialised(self, like: torch.Tensor) -> SymbolicTensor:
@@ -111,9 +114,20 @@ class Scratch:
             self._whole, self._current = self._read_whole(value.expression), value
         if value.before is None:
             value.before = value.expression
+        if draws:
+            for draw in self._idle_draws:
+                draw()
+            self._idle_draws.clear()
         value.log.append((torch.get_rng_state() if draws else None, change))
         change(self._whole)
         value.expression = _replayed(value.before, value.log, len(value.log))
+
+    def skip(self, draw: Callable[[], object]) -> None:
+        """Put off a draw of random numbers whose result nobody has read, until numbers are drawn that somebody will.
+
+        Initialising a loaded weight through a copy (weight norm, `weight.float()`) changes nothing but the order.
+        """
+        self._idle_draws.append(draw)
 
     def release(self) -> None:
         """Keep of the parameter in hand what this rank needs, and free it."""
@@ -237,7 +251,7 @@ class SymbolicTensor(torch.Tensor):
         expression = _describe(func, expression_of(args[0]) if _is_tensor(args) else None, args, kwargs, twins)
         if expression is None:
             return _compute(func, args, kwargs, twins)
-        return SymbolicTensor(expression, _reader_of(args), twins)
+        return _made(expression, args, twins)
 
 
 def expression_of(tensor: torch.Tensor) -> Expression:
@@ -248,6 +262,14 @@ def expression_of(tensor: torch.Tensor) -> Expression:
 def kept_of(tensor: SymbolicTensor) -> Held | None:
     """Return what this rank keeps of a parameter that was written into; None for one that is read from files."""
     return tensor.value.kept
+
+
+def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTensor:
+    """Return a new value that was computed from `args`."""
+    sources = [value for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor)]
+    made = SymbolicTensor(expression, sources[0].read_whole, twin)
+    made.value.near = next((near for s in sources if (near := s.value.scratch or s.value.near)), None)
+    return made
 
 
 def _is_tensor(args: tuple[Any, ...]) -> bool:
@@ -321,6 +343,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     if value.scratch is None:
         before = value.expression
+        if value.near is not None and torch.Tag.nondeterministic_seeded in func.tags:
+            value.near.skip(lambda: change(torch.empty(before.shape, dtype=before.dtype), ()))
         value.expression = Computed(
             str(func),
             lambda values: change(values[0].clone(), values[1:]),
@@ -377,7 +401,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: An
             result: torch.Tensor = tree_flatten(run(values))[0][position]
             return result
 
-        return SymbolicTensor(Computed(str(func), compute, inputs, tuple(twin.shape), twin.dtype), read_whole, twin)
+        return _made(Computed(str(func), compute, inputs, tuple(twin.shape), twin.dtype), (args, kwargs), twin)
 
     return result_spec.unflatten([node(position, twin) for position, twin in enumerate(results)])
 

@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load import expression as ex
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.plan import partition_range
+from lowmem_load.plan import FlatRange, partition_range
 from lowmem_load.reader import Reader
 from lowmem_load.symbolic import Scratch, SymbolicTensor, expression_of, kept_of
 
@@ -194,3 +194,21 @@ def test_it_can_be_a_parameter(pair: tuple[SymbolicTensor, SymbolicTensor, Reade
     assert module.weight is parameter
     assert torch.equal(reader.read_whole(expression_of(module.state_dict()["weight"])), X[0])
     assert copy.deepcopy(module).weight.shape == (6, 5)
+
+
+def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
+    pair: tuple[SymbolicTensor, SymbolicTensor, Reader],
+) -> None:
+    """Initialising the copy that weight norm computes must not change what is drawn for the next parameter."""
+    x, _, reader = pair
+    scratch = Scratch(reader.read_whole, lambda numel: FlatRange(0, numel))
+    missing = scratch.uninitialised(torch.empty(5, device="meta"))
+    for tensor in (x, missing):
+        scratch.own(tensor)
+    torch.manual_seed(5)
+    (x * 2).normal_()
+    missing.normal_()
+    assert reader.stats.num_reads == 0
+    torch.manual_seed(5)
+    torch.empty_like(X).normal_()
+    assert torch.equal(reader.read_whole(expression_of(missing)), torch.empty(5).normal_())
