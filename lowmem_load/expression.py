@@ -123,7 +123,7 @@ Expression = Leaf | Concat | Slice | Permute | Reshape | Cast
 
 def held(tensor: torch.Tensor) -> Held:
     """Return a whole tensor in memory as an expression; shares its memory when it is contiguous."""
-    return Held(tensor.detach().reshape(-1), 0, tuple(tensor.shape), tensor.dtype)
+    return Held(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape), tensor.dtype)
 
 
 def concat(parts: Sequence[Expression], dim: int) -> Expression:

@@ -56,10 +56,12 @@ def _check_contract() -> None:
             for name in ("initialize_weights", "load_adapter")
             if not callable(getattr(transformers.PreTrainedModel, name, None))
         ]
-        loader = transformers.PreTrainedModel.__dict__.get("from_pretrained")
-        if not isinstance(loader, classmethod):
-            missing.append("PreTrainedModel.from_pretrained as a classmethod")
-        elif "safe_open" not in inspect.getsource(modeling):
+        missing += [
+            f"PreTrainedModel.{name} as a classmethod"
+            for name in ("from_pretrained", "_from_config")
+            if not isinstance(transformers.PreTrainedModel.__dict__.get(name), classmethod)
+        ]
+        if not missing and "safe_open" not in inspect.getsource(modeling):
             missing.append("a from_pretrained that reads through safe_open")
     except (ImportError, AttributeError, OSError) as error:
         missing = [str(error)]
@@ -109,7 +111,8 @@ class Call:
     """One call of `from_pretrained` that somebody made, not yet run."""
 
     def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name = str(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        self.name = cls.__name__ if name is None else str(name)
         self.kwargs = kwargs
         self._ordinary, self._cls, self._args = ordinary, cls, args
 
@@ -149,9 +152,12 @@ Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
 
 @contextlib.contextmanager
 def intercepted(handler: Handler) -> Iterator[None]:
-    """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`."""
-    before = PreTrainedModel.__dict__["from_pretrained"]
-    ordinary = getattr(before.__func__, "lowmem_load_ordinary", before.__func__)
+    """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`.
+
+    So is `from_config`, as a `from_pretrained` from no file at all: then every parameter is a missing one.
+    """
+    ordinary = _ordinary("from_pretrained")
+    ordinary_from_config = _ordinary("_from_config")
     busy = False  # a from_pretrained that the model's own code makes while it is loaded is part of that load
 
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -166,10 +172,39 @@ def intercepted(handler: Handler) -> Iterator[None]:
         finally:
             busy = False
 
+    def from_config(cls: type, /, config: Any, **kwargs: Any) -> Any:
+        if busy:
+            return ordinary_from_config(cls, config, **kwargs)
+        with _errors_only():  # that parameters are missing is no news here
+            model = from_pretrained(cls, None, config=config, state_dict={}, **kwargs)
+        model.config.name_or_path = getattr(config, "name_or_path", "")
+        return model.train()
+
     from_pretrained.__doc__ = ordinary.__doc__
     from_pretrained.lowmem_load_ordinary = ordinary
-    with _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+    from_config.lowmem_load_ordinary = ordinary_from_config
+    with (
+        _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
+        _replaced(PreTrainedModel, "_from_config", classmethod(from_config)),
+    ):
         yield
+
+
+def _ordinary(name: str) -> Callable[..., Any]:
+    """Return transformers' own class method, also where an outer `intercepted` has replaced it."""
+    function = PreTrainedModel.__dict__[name].__func__
+    ordinary: Callable[..., Any] = getattr(function, "lowmem_load_ordinary", function)
+    return ordinary
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_targ
 from .precision import Precision, precision_of
 from .reader import Reader
 from .report import LoadReport, SlowPath, host_memory
-from .symbolic import Scratch, SymbolicTensor, kept_of
+from .symbolic import Scratch, SymbolicTensor, forget, kept_of
 from .zero3 import Destination, Partitioner, is_partitioned
 
 MAX_THREADS = 4
@@ -398,6 +398,8 @@ def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placeme
         hf.copy_marks(target.parameter, made)
         for module, name in target.places:
             setattr(module, name, made)
+        if isinstance(target.parameter, SymbolicTensor):
+            forget(target.parameter)
         report.num_parameters += 1
         report.num_elements += target.parameter.numel()
         if target.dtype.is_floating_point:

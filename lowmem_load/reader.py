@@ -47,8 +47,8 @@ class ReadStats:
 class Reader:
     """Fills destinations from files. Use as a context manager; leaving it waits for all reads and closes the files.
 
-    Memory: at most `num_threads` * `STAGING_NBYTES` of staging (twice that while a cast to a wider dtype runs), plus
-    the inputs and the result of one `Computed` expression while it is being evaluated.
+    Memory: at most `num_threads` * `STAGING_NBYTES` of staging (two to four times that where a value is cast more
+    than once), plus the inputs and the result of one `Computed` expression while it is being evaluated.
 
     Args:
         num_threads: reads in flight; 1 reads in the calling thread.
@@ -119,7 +119,7 @@ class Reader:
 
     def _evaluate(self, computed: Computed) -> Held:
         result = computed.compute([self.read_whole(part) for part in computed.inputs])
-        return Held(result.detach().reshape(-1), 0, computed.shape, computed.dtype)
+        return Held(result.detach().contiguous().view(-1), 0, computed.shape, computed.dtype)
 
     def _run(self, task: Callable[[], None]) -> None:
         if self._pool is None:
@@ -192,7 +192,10 @@ class Reader:
 def _scatter(copy: Copy, leaf: torch.Tensor, leaf_start: int, destination: torch.Tensor) -> None:
     """Move the elements of `copy` from the flat tensor `leaf`, where its first element is at `leaf_start`."""
     values = leaf.as_strided(copy.sizes, copy.leaf_strides, leaf.storage_offset() + leaf_start)
-    for dtype in copy.casts:
+    casts = copy.casts
+    if casts and casts[-1] == destination.dtype:
+        casts = casts[:-1]  # copy_ does it without a temporary, which may be twice as large as the staging
+    for dtype in casts:
         values = values.to(dtype)
     offset = destination.storage_offset() + copy.destination_start
     destination.as_strided(copy.sizes, copy.destination_strides, offset).copy_(values)

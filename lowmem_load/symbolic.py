@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from .errors import UnsupportedError
 from .expression import (
+    Cast,
     Computed,
     Expression,
     Held,
@@ -42,6 +43,9 @@ CPU = torch.device("cpu")
 
 EQUAL_NUMEL = 1 << 21
 """Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
+
+UNINITIALISED = "torch.empty"
+"""Operation of the `Computed` that stands for a parameter before it is initialised."""
 
 ReadWhole = Callable[[Expression], torch.Tensor]
 _Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
@@ -94,13 +98,14 @@ class Scratch:
     def __init__(self, read_whole: ReadWhole, kept_range: Callable[[int], FlatRange]) -> None:
         self._read_whole, self._kept_range = read_whole, kept_range
         self._current: Value | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._idle_draws: list[Callable[[], object]] = []
         self._whole = torch.empty(0)
 
     def uninitialised(self, like: torch.Tensor) -> SymbolicTensor:
         """Return a tensor of the shape and dtype of `like`, as `torch.empty_like` does, that allocates nothing."""
         shape, dtype = tuple(like.shape), like.dtype
-        nothing = Computed("uninitialised", lambda _: torch.empty(shape, dtype=dtype), (), shape, dtype)
+        nothing = Computed(UNINITIALISED, lambda _: torch.empty(shape, dtype=dtype), (), shape, dtype)
         return SymbolicTensor(nothing, self._read_whole)
 
     def own(self, tensor: SymbolicTensor) -> None:
@@ -111,7 +116,7 @@ class Scratch:
         """Apply `change` to the whole of `value`; `draws` says whether it draws random numbers."""
         if self._current is not value:
             self.release()
-            self._whole, self._current = self._read_whole(value.expression), value
+            self._whole, self._current = self._fetch(value), value
         if value.before is None:
             value.before = value.expression
         if draws:
@@ -121,6 +126,22 @@ class Scratch:
         value.log.append((torch.get_rng_state() if draws else None, change))
         change(self._whole)
         value.expression = _replayed(value.before, value.log, len(value.log))
+
+    def _fetch(self, value: Value) -> torch.Tensor:
+        """Return the whole of `value`; one that has none yet gets memory that is used again for the next.
+
+        Fresh memory each time would not do: freed blocks of growing size fragment the heap of glibc.
+        """
+        if value.log or not self._is_uninitialised(value):
+            return self._read_whole(value.expression)
+        num_bytes = numel(value.expression) * value.expression.dtype.itemsize
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes].view(value.expression.dtype).view(value.expression.shape)
+
+    @staticmethod
+    def _is_uninitialised(value: Value) -> bool:
+        return isinstance(value.expression, Computed) and value.expression.operation == UNINITIALISED
 
     def skip(self, draw: Callable[[], object]) -> None:
         """Put off a draw of random numbers whose result nobody has read, until numbers are drawn that somebody will.
@@ -262,6 +283,14 @@ def expression_of(tensor: torch.Tensor) -> Expression:
 def kept_of(tensor: SymbolicTensor) -> Held | None:
     """Return what this rank keeps of a parameter that was written into; None for one that is read from files."""
     return tensor.value.kept
+
+
+def forget(tensor: SymbolicTensor) -> None:
+    """Free what is held in memory for `tensor`, whose value has been used.
+
+    Its log refers to it, so that without this it would live until the next garbage collection.
+    """
+    tensor.value.kept, tensor.value.log, tensor.value.before = None, [], None
 
 
 def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTensor:
@@ -411,6 +440,8 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     a, b = expression_of(left), expression_of(right)
+    while isinstance(a, Cast) and isinstance(b, Cast) and a.dtype == b.dtype:
+        a, b = a.part, b.part
     if a is b or (isinstance(left, SymbolicTensor) and isinstance(right, SymbolicTensor) and _same_view(left, right)):
         return True
     read_whole = _reader_of((left, right))

@@ -1,0 +1,213 @@
+"""Every converter of transformers' mapping: the plan of every rank of worlds 1 to 8 gives transformers' own bytes."""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 converts no weights")
+
+from safetensors.torch import save_file
+from transformers import core_model_loading as loading
+from transformers.core_model_loading import WeightConverter, spawn_materialize
+
+from lowmem_load import expression as ex
+from lowmem_load import reader
+from lowmem_load.hf import _SymbolicFile
+from lowmem_load.symbolic import expression_of
+from tests.conversions import mappings
+from tests.conversions.mappings import BF16, DTYPES, FP32, Chain, Dtypes
+
+RUNS = "runs"
+"""Every copy is one run of the file into one run of the partition; exactly the needed bytes are read."""
+
+RUNS_READ = "runs read"
+"""Exactly the needed bytes are read, in runs that are scattered over the partition."""
+
+STRIDED = "strided"
+"""Elements or rows are picked out of the file; small gaps between them are read along."""
+
+EXPECTED = {
+    "MergeModulelist(0)": RUNS,
+    "MergeModulelist(0)+Concatenate(1)": RUNS,
+    "Concatenate(0)": RUNS,
+    "Chunk(0)": RUNS,
+    "Split(0)": RUNS,
+    "ErnieFuseAndSplitTextVisionExperts()": RUNS,
+    "Concatenate(1)": RUNS_READ,
+    "Interleave(0)+Chunk(0)": STRIDED,
+    "Interleave(1)": STRIDED,
+    "Interleave(1)+Chunk(1)": STRIDED,
+    "PermuteForRope()": STRIDED,
+    "Chunk(0)+PermuteForRope(some)": STRIDED,
+    "Transpose(0,1)": STRIDED,
+    "Transpose(1,2)": STRIDED,
+    "Transpose(1,2,check)": STRIDED,
+    # not in the mapping
+    "SplitModulelist(0)": RUNS,
+    "Conv3dToLinear()": RUNS,
+    "LinearToConv3d()": RUNS,
+    "ErnieSplitAndDecoupleTextVisionExperts()": RUNS,
+    "MergeModulelist(0)+Concatenate(2)": RUNS_READ,
+    "PermuteForRope(inverse)": STRIDED,
+    "Interleave(0,inverse)": STRIDED,
+    "Transpose(0,1)+Chunk(0)": STRIDED,
+    "Chunk(1)": STRIDED,
+    "MergeModulelist(0)+Transpose(1,2)": STRIDED,
+    "VisionFuseAndPermuteForRope(0,some,inverse)": STRIDED,
+    "VisionUnfuseAndPermuteForRope(0,some)": STRIDED,
+}
+"""How the chains are read; a chain that is not here is new and fails its test."""
+
+CHAINS = mappings.chains()
+ALL_CHAINS = [*CHAINS, *mappings.other_chains()]
+every_chain = pytest.mark.parametrize("chain", ALL_CHAINS, ids=[chain.id for chain in ALL_CHAINS])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+@every_chain
+def test_all_partitions_have_transformers_bytes(chain: Chain, path: Path) -> None:
+    outcomes = [
+        outcome
+        for case in mappings.cases(chain.converter)
+        for dtypes in DTYPES.values()
+        for outcome in mappings.check(chain.converter, case, dtypes, path)
+    ]
+    assert outcomes
+    expected = EXPECTED[chain.operations]
+    assert not any(outcome.computed for outcome in outcomes)
+    for outcome in outcomes:
+        if expected == STRIDED:  # no byte is read twice for one copy
+            assert outcome.needed_bytes <= outcome.read_bytes <= outcome.span_bytes
+        else:
+            assert outcome.read_bytes == outcome.needed_bytes
+    assert all(outcome.contiguous for outcome in outcomes) == (expected == RUNS)
+
+
+@every_chain
+@pytest.mark.parametrize("max_gap_nbytes", [0, 16])
+def test_large_tensors_read_in_small_pieces(
+    chain: Chain, max_gap_nbytes: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With limits as small as the tensors: many reads per copy, threads, and gaps too wide to read along."""
+    monkeypatch.setattr(reader, "STAGING_NBYTES", 64)
+    monkeypatch.setattr(reader, "DIRECT_NBYTES", 64)
+    monkeypatch.setattr(reader, "MAX_GAP_NBYTES", max_gap_nbytes)
+    with ThreadPoolExecutor(2) as pool:
+        for case in mappings.cases(chain.converter):
+            for dtypes in (DTYPES["bf16"], DTYPES["fp32 to bf16"]):
+                outcomes = mappings.check(chain.converter, case, dtypes, path, pool=pool, num_threads=2)
+                itemsize = dtypes.file[0].itemsize
+                for outcome in outcomes:  # at worst a gap after every element
+                    assert outcome.read_bytes <= outcome.needed_bytes * (1 + max_gap_nbytes // itemsize)
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most"),
+    [("Interleave(1)", 2.0), ("PermuteForRope()", 2.0), ("Transpose(1,2)", 8.0), ("Transpose(0,1)", 3 * 8.0)],
+)
+def test_over_read_is_bounded(name: str, at_most: float, path: Path) -> None:
+    """Narrow rows, where gaps are read along: rows at most twice; a transpose at most the matrix, once per copy.
+
+    A partition is at most three copies: the rest of a row, whole rows, the start of a row.
+    """
+    shapes = {"Interleave(1)": (3, 64, 96), "PermuteForRope()": (6 * 32, 96), "Transpose(1,2)": (12, 40, 56)}
+    chain = next(chain for chain in CHAINS if chain.operations == name)
+    case = mappings.cases(chain.converter)[0]
+    (key,) = case.shapes
+    case.shapes[key] = shapes.get(name, (96, 56))
+    (outcome,) = mappings.check(chain.converter, case, DTYPES["bf16"], path)
+    ratio = outcome.read_bytes / outcome.needed_bytes
+    print(f"{name} of {case.shapes[key]} bf16, worlds 1 to 8: read {ratio:.2f} times what was needed")
+    assert ratio <= at_most
+
+
+def test_every_model_type_is_covered() -> None:
+    registry = mappings.registry()
+    instances = [
+        (model_type, transform)
+        for model_type, transforms in registry.items()
+        for transform in transforms
+        if isinstance(transform, WeightConverter)
+    ]
+    by_identity = {mappings._identity(chain.converter): chain for chain in CHAINS}
+    for model_type, converter in instances:
+        assert model_type in by_identity[mappings._identity(converter)].model_types
+    converting = {model_type for chain in CHAINS for model_type in chain.model_types}
+    renaming = {model_type for model_type in registry if not any(model_type == other for other, _ in instances)}
+    assert converting | renaming == set(registry)
+    assert not converting & renaming
+    not_run = [chain.id for chain in CHAINS if not mappings.cases(chain.converter)]
+    assert not not_run
+    kinds = [EXPECTED[chain.operations] for chain in CHAINS]
+    print(
+        f"{len(registry)} model types, {len(converting)} of them with converters: {len(instances)} converters, "
+        f"{len(CHAINS)} distinct; " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in (RUNS, RUNS_READ, STRIDED))
+    )
+
+
+def test_every_operation_is_covered() -> None:
+    defined = {
+        name
+        for name, operation in inspect.getmembers(loading, inspect.isclass)
+        if issubclass(operation, loading.ConversionOps) and not inspect.isabstract(operation)
+    }
+    run = {type(operation).__name__ for chain in ALL_CHAINS for operation in chain.converter.operations}
+    assert defined - run == {"_IdentityOp"}
+
+
+def test_a_converter_without_sources_is_an_error() -> None:
+    class Unknown(loading.ConversionOps):
+        convert = None
+
+    with pytest.raises(mappings.NoCaseError, match="no sources are known for Unknown"):
+        mappings.cases(WeightConverter("a", "b", [Unknown()]))
+
+
+def test_wrong_bytes_are_found(path: Path) -> None:
+    """The comparison itself: a value that differs in one element fails."""
+    chain = next(chain for chain in CHAINS if chain.operations == "Transpose(0,1)")
+    case = mappings.cases(chain.converter)[0]
+    mappings.write_sources(case, Dtypes((FP32,), BF16), path)
+    with reader.Reader() as files:
+        file = _SymbolicFile(str(path), files.read_whole)
+        (described,) = mappings.convert(chain.converter, case, file, None, None).values()
+        value = files.read_whole(expression_of(described)).clone()
+    mappings.fill_all_ranks("right", described, value, None)
+    value[1, 2] += 1
+    with pytest.raises(AssertionError, match=r"wrong .*bytes differ"):
+        mappings.fill_all_ranks("wrong", described, value, None)
+
+
+def test_renaming_changes_nothing(path: Path) -> None:
+    """Every renaming of the registry hands its tensor on as the leaf that it was."""
+    save_file({"w": torch.arange(15.0).reshape(3, 5)}, path)
+    visited = set()
+    with reader.Reader() as files:
+        file = _SymbolicFile(str(path), files.read_whole)
+        for model_type, transforms in mappings.registry().items():
+            for transform in transforms:
+                if isinstance(transform, WeightConverter):
+                    continue
+                renaming = deepcopy(transform)
+                pattern = renaming.source_patterns[0]
+                renaming.add_tensor("target", "w", pattern, spawn_materialize(None, file.get_slice("w"), "cpu", None))
+                ((target, (tensor,)),) = renaming.convert("target").items()
+                assert target == renaming.target_patterns[0]
+                leaf = expression_of(tensor)
+                assert isinstance(leaf, ex.Source)
+                assert (leaf.path, leaf.name, leaf.shape, leaf.dtype) == (str(path), "w", (3, 5), FP32)
+                visited.add(model_type)
+        assert files.stats.num_reads == 0
+    converting = {model_type for chain in CHAINS for model_type in chain.model_types}
+    empty = {model_type for model_type, transforms in mappings.registry().items() if not transforms}
+    assert visited | converting | empty == set(mappings.registry())

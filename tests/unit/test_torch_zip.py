@@ -1,0 +1,392 @@
+"""torch_zip.py: what torch.save wrote comes back bit by bit; anything else is refused by name, and never run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load import torch_zip
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.expression import Computed, Expression, Source, leaves
+from lowmem_load.hf import check_weights
+from lowmem_load.reader import Reader
+from lowmem_load.torch_zip import DTYPES, read_torch_zip
+
+
+def saved(tmp_path: Path, state: Any, **kwargs: Any) -> str:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(state, path, **kwargs)
+    return str(path)
+
+
+def values(expressions: dict[str, Expression]) -> tuple[dict[str, torch.Tensor], int]:
+    """Returns the tensors, and the bytes that were read for them."""
+    with Reader() as reader:
+        return {name: reader.read_whole(node) for name, node in expressions.items()}, reader.stats.read_bytes
+
+
+def check_round_trip(tmp_path: Path, state: Any) -> dict[str, Expression]:
+    found = read_torch_zip(saved(tmp_path, state))
+    read, _ = values(found)
+    assert list(read) == list(state)
+    for name, tensor in state.items():
+        assert (name, read[name].dtype, read[name].shape) == (name, tensor.dtype, tensor.shape)
+        expected = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(read[name].reshape(-1).view(torch.uint8), expected), name
+    return found
+
+
+def random_bytes(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    size = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.randint(0, 256, size, dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    check_round_trip(tmp_path, {"a": random_bytes(dtype, 3, 5), "b": random_bytes(dtype, 7)})
+
+
+def test_views_are_the_bytes_that_they_span(tmp_path: Path) -> None:
+    base = torch.randn(6, 8, 10)
+    state = {
+        "whole": base,
+        "rows": base[2:4],
+        "row": base[3, 5],
+        "transposed": base[1].t(),
+        "permuted": base.permute(2, 0, 1),
+        "permuted, narrow dims": base.permute(1, 2, 0).unsqueeze(1).unsqueeze(-1),
+        "scalar": base[1, 2, 3],
+        "empty": base[:, :0],
+        "narrow": base[4:5, 3:4],
+    }
+    found = check_round_trip(tmp_path, state)
+    assert not any(isinstance(leaf, Computed) for node in found.values() for leaf in leaves(node))
+    _, read_bytes = values(found)
+    assert read_bytes == sum(tensor.nbytes for tensor in state.values())
+
+
+def test_views_with_gaps_are_computed_from_their_span(tmp_path: Path) -> None:
+    base = torch.randn(6, 8)
+    state = {
+        "columns": base[:, 2:5],
+        "steps": base[::2],
+        "expanded": base[0, :1].expand(4),
+        "windows": base[0].unfold(0, 3, 1),
+    }
+    found = check_round_trip(tmp_path, state)
+    spans = []
+    for node in found.values():
+        assert isinstance(node, Computed)
+        (region,) = node.inputs
+        spans.append(region.shape)
+    assert spans == [(5 * 8 + 3,), (4 * 8 + 8,), (1,), (8,)]
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+    check_round_trip(tmp_path, {"scalar": torch.tensor(3.5), "empty": torch.empty(0), "flat": torch.empty(4, 0, 2)})
+    assert read_torch_zip(saved(tmp_path, {})) == {}
+
+
+def test_what_modules_save(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    state = module.state_dict()
+    assert isinstance(state, OrderedDict)
+    assert state._metadata
+    check_round_trip(tmp_path, state)
+    parameters = dict(module.named_parameters())
+    parameters["0.weight"].mark = {"anything": [1, 2.5, None, True, (1, 2, 3, 4)]}
+    check_round_trip(tmp_path, parameters)
+
+
+def test_tied_weights_are_one_expression(tmp_path: Path) -> None:
+    weight = torch.randn(4, 6)
+    found = check_round_trip(tmp_path, {"embed": weight, "head": weight.view(4, 6), "other": weight.clone()})
+    assert found["embed"] is found["head"]
+    assert found["embed"] is not found["other"]
+    assert isinstance(found["embed"], Source)
+
+
+def test_data_is_where_the_entry_says(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": torch.arange(5)})
+    leaf = read_torch_zip(path)["a"]
+    assert isinstance(leaf, Source)
+    assert Path(path).read_bytes()[leaf.start : leaf.start + 40] == torch.arange(5).numpy().tobytes()
+    assert leaf.start % 64 == 0
+
+
+# -- pickles that are no state dicts ---------------------------------------------------------------------------------
+
+
+class Call:
+    """Pickles as a call of any function."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (os.system, f"{os.name}.system"),
+        (eval, "__builtin__.eval"),
+        (getattr, "__builtin__.getattr"),
+        (torch.load, "torch.serialization.load"),
+    ],
+)
+@pytest.mark.parametrize(
+    "wrap", [lambda evil: evil, lambda evil: {"a": evil}, lambda evil: {"a": torch.ones(2), "b": [evil]}]
+)
+def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name: str, wrap: Any) -> None:
+    mark = tmp_path / "was-run"
+    code = f"touch {mark}" if function is os.system else f"open({str(mark)!r}, 'w')"
+    path = saved(tmp_path, wrap(Call(function, code)))
+    with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: its pickle names {name}.*nothing was run"):
+        read_torch_zip(path)
+    assert not mark.exists()
+
+
+def rewritten(path: str, change: dict[str, bytes | None], **kwargs: Any) -> str:
+    """Rewrites a zip with some entries replaced (None: left out), by the zipfile module."""
+    with zipfile.ZipFile(path) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    prefix = next(iter(entries)).split("/")[0]
+    entries.update({f"{prefix}/{name}": data for name, data in change.items()})
+    with zipfile.ZipFile(path, "w", **kwargs) as new:
+        for name, data in entries.items():
+            if data is not None:
+                new.writestr(name, data)
+    return path
+
+
+def assembled(body: bytes) -> bytes:
+    return b"\x80\x02" + body + b"."
+
+
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQ"
+NAMED = b"}X\x01\x00\x00\x00a"
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+FIRST = b"K\x00K\x01\x85K\x01\x85"
+REST = b"\x89ccollections\nOrderedDict\n)RtR"
+
+
+def with_tensor(view: bytes, storage: bytes = STORAGE) -> bytes:
+    """Returns a pickled {"a": tensor}; `view` is the opcodes of its offset, sizes and strides."""
+    return assembled(NAMED + REBUILD + b"(" + storage + view + REST + b"s")
+
+
+@pytest.mark.parametrize(
+    ("pickled", "text"),
+    [
+        (pickle.dumps(Call(os.system, "true"), 4), "uses FRAME"),
+        (assembled(b"(S'true'\nios\nsystem\n"), "uses STRING"),
+        (assembled(b"(ios\nsystem\n"), "uses INST"),
+        (assembled(b"\x82\x01"), "uses EXT1"),
+        (assembled(b"ccollections\nOrderedDict\n)\x81"), "uses NEWOBJ"),
+        (assembled(b"ctorch\nfloat32\n)R"), "malformed"),  # calls a dtype
+        (assembled(b"ctorch\nFloatStorage\n)R"), "malformed"),
+        (assembled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "malformed"),
+        (assembled(b"ctorch\nload\n"), "names torch.load"),
+        (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
+        (assembled(b"]"), "holds a list"),
+        (assembled(b""), "malformed"),
+        (b"\x80\x02}", "malformed"),  # no STOP
+        (b"", "malformed"),
+        (b"\xff\xff", "malformed"),
+        (assembled(b"r\xff\xff\xff\x7f"), "malformed"),  # a memo position, of an empty stack
+        (assembled(NAMED + b"K\x01s"), "entry 'a' is a int"),
+        (assembled(b"}K\x01K\x01s"), "entry 1 is a int"),
+        (assembled(b"})]s"), "malformed"),  # a key that could nest without end
+        (assembled(NAMED + b"X\x01\x00\x00\x00xQs"), "malformed"),
+        (assembled(NAMED + STORAGE + b"s"), "entry 'a' is a Storage"),
+        (with_tensor(b"K\x00K\x04\x85K\x01\x85"), "ends at element 4"),
+        (with_tensor(b"K\x02K\x02\x85K\x01\x85"), "ends at element 4"),
+        (with_tensor(b"K\x04K\x00\x85K\x01\x85"), "ends at element 4"),
+        (with_tensor(b"K\x00K\x02\x85K\x03\x85"), "ends at element 4"),
+        (with_tensor(b"J\xff\xff\xff\xffK\x01\x85K\x01\x85"), "malformed"),
+        (with_tensor(b"K\x00K\x01\x85)"), "1 sizes and 0 strides"),
+        (with_tensor(FIRST, STORAGE.replace(b"cpuK\x03", b"cpuK\x02")), "of 8 bytes, which has 12"),
+        (with_tensor(FIRST, STORAGE.replace(b"\x000X", b"\x009X")), "data/9 of 12 bytes, which is absent"),
+    ],
+)  # fmt: skip
+def test_malformed_pickles(tmp_path: Path, pickled: bytes, text: str) -> None:
+    path = rewritten(saved(tmp_path, {"a": torch.ones(3)}), {"data.pkl": pickled})
+    with pytest.raises(CheckpointError, match=text):
+        read_torch_zip(path)
+
+
+def test_the_handmade_pickle_is_right(tmp_path: Path) -> None:
+    good = with_tensor(b"K\x01K\x02\x85K\x01\x85")
+    found, _ = values(read_torch_zip(rewritten(saved(tmp_path, {"a": torch.arange(3.0)}), {"data.pkl": good})))
+    assert found["a"].tolist() == [1.0, 2.0]
+
+
+def test_lazy_negation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="resolve_conj"):
+        read_torch_zip(saved(tmp_path, {"a": torch.ones(2, dtype=torch.complex64).conj()}))
+
+
+# -- zips that torch did not write -----------------------------------------------------------------------------------
+
+
+def test_truncated_at_any_place(tmp_path: Path) -> None:
+    data = Path(saved(tmp_path, {"a": torch.ones(300)})).read_bytes()
+    path = tmp_path / "short.bin"
+    for nbytes in (4, 30, 90, 700, len(data) // 2, len(data) - 22, len(data) - 1):
+        path.write_bytes(data[:nbytes])
+        with pytest.raises(TruncatedFileError, match="download it again"):
+            read_torch_zip(str(path))
+    path.write_bytes(data + b"x")
+    with pytest.raises(TruncatedFileError):
+        read_torch_zip(str(path))
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="not a torch file"):
+        read_torch_zip(str(path))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_torch_zip(str(tmp_path / "absent.bin"))
+
+
+def test_bytes_cut_out_of_the_middle(tmp_path: Path) -> None:
+    path = Path(saved(tmp_path, {"a": torch.ones(300)}))
+    data = path.read_bytes()
+    path.write_bytes(data[:1100] + data[1200:])
+    with pytest.raises(CheckpointError):
+        read_torch_zip(str(path))
+
+
+def test_entries_that_are_not_plain(tmp_path: Path) -> None:
+    state = {"a": torch.ones(300)}
+    with pytest.raises(CheckpointError, match="compressed"):
+        read_torch_zip(rewritten(saved(tmp_path, state), {}, compression=zipfile.ZIP_DEFLATED))
+    assert list(read_torch_zip(rewritten(saved(tmp_path, state), {}))) == ["a"]
+    with pytest.raises(CheckpointError, match="byte order b'big'"):
+        read_torch_zip(rewritten(saved(tmp_path, state), {"byteorder": b"big"}))
+    assert list(read_torch_zip(rewritten(saved(tmp_path, state), {"byteorder": None}))) == ["a"]  # before torch 2.1
+    with pytest.raises(CheckpointError, match=r"0 data\.pkl"):
+        read_torch_zip(rewritten(saved(tmp_path, state), {"data.pkl": None}))
+    with pytest.raises(CheckpointError, match="data/0 of 1200 bytes, which is absent"):
+        read_torch_zip(rewritten(saved(tmp_path, state), {"data/0": None}))
+    with pytest.raises(CheckpointError, match="TorchScript"):
+        read_torch_zip(rewritten(saved(tmp_path, state), {"constants.pkl": b""}))
+
+
+def directory_entries(data: bytes) -> list[int]:
+    """Returns where each entry of the zip directory begins."""
+    found, at = [], data.find(b"PK\x01\x02")
+    while at >= 0:
+        found.append(at)
+        at = data.find(b"PK\x01\x02", at + 1)
+    return found
+
+
+def test_forged_directories(tmp_path: Path) -> None:
+    path = Path(rewritten(saved(tmp_path, {"a": torch.ones(300)}), {}))
+    data = path.read_bytes()
+    first, second, *_ = directory_entries(data)
+    with zipfile.ZipFile(path) as file:
+        sizes = {info.filename: info for info in file.infolist()}
+    pickle_nbytes = next(info.file_size for name, info in sizes.items() if name.endswith("data.pkl"))
+
+    def refused(changes: dict[int, bytes], match: str) -> None:
+        forged = bytearray(data)
+        for at, value in changes.items():
+            forged[at : at + len(value)] = value
+        path.write_bytes(forged)
+        with pytest.raises(CheckpointError, match=match):
+            read_torch_zip(str(path))
+
+    longer = (pickle_nbytes + 64).to_bytes(4, "little")
+    refused({first + 20: longer, first + 24: longer}, "header and directory disagree")
+    refused({first + 20: longer, first + 24: longer, 18: longer, 22: longer}, "overlaps")
+    refused({second + 42: data[first + 42 : first + 46]}, "overlaps|no header of zip entry")
+    refused({second + 42: (len(data) - 5).to_bytes(4, "little")}, "no header of zip entry")
+    refused({first + 24: longer}, "compressed")
+    refused({first + 8: b"\x01\x00"}, "compressed or encrypted")
+    refused({0: b"PK\x03\x05"}, "not begin as a zip")
+    refused({first: b"PK\x01\x03"}, "malformed")
+    huge = (1 << 30).to_bytes(4, "little")
+    refused({len(data) - 10: huge}, "no zip directory at its end")
+
+
+def test_two_entries_of_one_name(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": torch.ones(3)})
+    prefix = Path(path).stem
+    with zipfile.ZipFile(path, "a") as file, pytest.warns(UserWarning, match="Duplicate"):
+        file.writestr(f"{prefix}/data/0", bytes(12))
+    with pytest.raises(CheckpointError, match="two zip entries"):
+        read_torch_zip(path)
+
+
+def test_metadata_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path, {"a": torch.ones(3)})
+    monkeypatch.setattr(torch_zip, "MAX_PICKLE_NBYTES", 100)
+    with pytest.raises(CheckpointError, match="at most 100"):
+        read_torch_zip(path)
+    monkeypatch.setattr(torch_zip, "MAX_DIRECTORY_NBYTES", 50)
+    with pytest.raises(CheckpointError, match=r"zip directory of .* at most 50"):
+        read_torch_zip(path)
+
+
+def test_zip64_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path, {"a": torch.arange(3.0)})
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)  # zipfile then writes the 64-bit records
+    rewritten(path, {})
+    assert b"PK\x06\x06" in Path(path).read_bytes()
+    assert values(read_torch_zip(path))[0]["a"].tolist() == [0.0, 1.0, 2.0]
+
+
+# -- other formats ---------------------------------------------------------------------------------------------------
+
+
+def test_other_formats_say_how_to_convert(tmp_path: Path) -> None:
+    old = saved(tmp_path, {"a": torch.ones(3)}, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"old torch format.*weights_only=True.*save_file"):
+        read_torch_zip(old)
+    buffer = io.BytesIO(bytes(257) + b"ustar" + bytes(300))
+    Path(old).write_bytes(buffer.getvalue())
+    with pytest.raises(CheckpointError, match="oldest torch format"):
+        read_torch_zip(old)
+    Path(old).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        read_torch_zip(old)
+
+
+@pytest.mark.parametrize(
+    ("files", "use_safetensors", "text"),
+    [
+        (["model.safetensors"], None, None),
+        (["pytorch_model.bin"], None, None),
+        (["pytorch_model.bin"], False, None),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], None, None),
+        (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], None, None),
+        (["model.safetensors", "pytorch_model.bin"], False, None),
+        (["model.safetensors"], False, "use_safetensors=False, but it holds only safetensors"),
+        (["pytorch_model.bin"], True, "use_safetensors=True, but it holds only pytorch_model"),
+        (["config.json", "training_args.bin"], None, "holds no weights at all"),
+        (["x-q4.gguf"], None, 'it holds x-q4.gguf. Convert once with .*gguf_file="x-q4.gguf"'),
+        (["tf_model.h5"], None, "it holds tf_model.h5. Convert once with .*from_tf=True"),
+        (["model.ckpt.index"], None, "from_tf=True"),
+        (["flax_model.msgpack"], None, "from_flax=True"),
+        (["consolidated.00.pth"], None, "the script that came with the model"),
+    ],
+)
+def test_folders(tmp_path: Path, files: list[str], use_safetensors: bool | None, text: str | None) -> None:
+    for file in files:
+        (tmp_path / file).write_bytes(b"")
+    if text is None:
+        check_weights(str(tmp_path), "", use_safetensors)
+        return
+    with pytest.raises(CheckpointError, match=text):
+        check_weights(str(tmp_path), "", use_safetensors)
