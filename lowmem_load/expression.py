@@ -56,6 +56,20 @@ class Computed:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Elementwise:
+    """The result of an operation whose element `i` depends on element `i` of each part alone; all have one shape.
+
+    `compute` gets the same flat range of each part and returns that range of the result.
+    """
+
+    operation: str
+    compute: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    parts: tuple[Expression, ...]
+    shape: Shape
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, eq=False)
 class Concat:
     """`parts` one after the other along `dim`."""
@@ -77,7 +91,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """Element `i` along dim `d` is element `starts[d] + steps[d] * i` of `part`; steps are positive."""
+    """Element `i` along dim `d` is element `starts[d] + steps[d] * i` of `part`; a step of 0 repeats one element."""
 
     part: Expression
     starts: Shape
@@ -117,7 +131,7 @@ class Cast:
         object.__setattr__(self, "shape", self.part.shape)
 
 
-Leaf = Source | Held | Computed
+Leaf = Source | Held | Computed | Elementwise
 Expression = Leaf | Concat | Slice | Permute | Reshape | Cast
 
 
@@ -139,6 +153,15 @@ def slice_dim(part: Expression, dim: int, start: int, step: int, size: int) -> E
     starts, steps, shape = [0] * len(part.shape), [1] * len(part.shape), list(part.shape)
     starts[dim], steps[dim], shape[dim] = start, step, size
     return Slice(part, tuple(starts), tuple(steps), tuple(shape), part.dtype)
+
+
+def expand(part: Expression, shape: Sequence[int]) -> Expression:
+    """Return `part` repeated to `shape` by torch's rules of broadcasting."""
+    padded = (1,) * (len(shape) - len(part.shape)) + part.shape
+    if padded == tuple(shape):
+        return reshape(part, shape)
+    steps = tuple(1 if size == wanted else 0 for size, wanted in zip(padded, shape, strict=True))
+    return Slice(reshape(part, padded), (0,) * len(padded), steps, tuple(shape), part.dtype)
 
 
 def permute(part: Expression, dims: Sequence[int]) -> Expression:
@@ -168,12 +191,12 @@ def numel(expression: Expression) -> int:
 
 
 def leaves(expression: Expression) -> list[Leaf]:
-    """Return the distinct leaves, those below a `Computed` included, in order of first appearance."""
+    """Return the distinct leaves in order of first appearance, with those that `Computed` and `Elementwise` need."""
     found: dict[int, Leaf] = {}
     stack: list[Expression] = [expression]
     while stack:
         node = stack.pop()
-        if isinstance(node, Source | Held | Computed):
+        if isinstance(node, Leaf):
             found.setdefault(id(node), node)
         stack.extend(reversed(children(node)))
     return list(found.values())
@@ -185,6 +208,6 @@ def children(expression: Expression) -> tuple[Expression, ...]:
         return ()
     if isinstance(expression, Computed):
         return expression.inputs
-    if isinstance(expression, Concat):
+    if isinstance(expression, Concat | Elementwise):
         return expression.parts
     return (expression.part,)

@@ -477,7 +477,7 @@ def _class_named(name: str, where: str) -> Any:
 
 
 def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise for a quantized model: ZeRO-3 partitions floating-point parameters.
+    """Raise for a quantized model, unless it is to be dequantized: ZeRO-3 partitions floating-point parameters.
 
     Raises:
         UnsupportedError: names the method.
@@ -485,10 +485,13 @@ def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
     quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantization is not None:
         fields = quantization if isinstance(quantization, Mapping) else vars(quantization)
+        if fields.get("dequantize") is True:
+            return
         method = fields.get("quant_method", type(quantization).__name__)
         raise UnsupportedError(
             f"quantization {str(getattr(method, 'value', method))!r} cannot be partitioned by ZeRO-3: every rank "
-            "would hold the whole model; load a dequantized checkpoint, or use ZeRO stage 0, 1 or 2"
+            "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
+            "dequantized checkpoint, or use ZeRO stage 0, 1 or 2"
         )
 
 

@@ -265,9 +265,9 @@ class _Stream:
         )
         if self._stage < 3:
             return _Whole()
-        if getattr(model, "hf_quantizer", None) is not None:
-            hf.refuse_quantized(config, {})
-            raise UnsupportedError(f"{report.name}: a quantized model cannot be partitioned by ZeRO-3")
+        quantizer = getattr(model, "hf_quantizer", None)
+        if quantizer is not None:
+            hf.refuse_quantized(quantizer, {})
         return _Partitioned(report.ds_config, model)
 
     def _reader(self) -> Reader:

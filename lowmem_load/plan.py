@@ -20,7 +20,18 @@ import numpy as np
 import torch
 
 from .errors import PlanError
-from .expression import Cast, Computed, Concat, Expression, Held, Leaf, Permute, Reshape, Slice, Source, numel
+from .expression import (
+    Cast,
+    Concat,
+    Elementwise,
+    Expression,
+    Leaf,
+    Permute,
+    Reshape,
+    Slice,
+    Source,
+    numel,
+)
 
 MAX_COPIES = 1 << 20
 """Copies of one target on one rank. Far above any known conversion; beyond it a plan costs more than the data."""
@@ -73,6 +84,21 @@ class Copy:
         return math.prod(self.sizes)
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes of shard files that the copy is made of; an element that it repeats counts once.
+
+        Of an `Elementwise` leaf that is taken with gaps, the gaps count too.
+        """
+        if isinstance(self.leaf, Source):
+            loops = zip(self.sizes, self.leaf_strides, strict=True)
+            return math.prod(size for size, stride in loops if stride) * self.leaf.dtype.itemsize
+        if isinstance(self.leaf, Elementwise):
+            reach = sum((size - 1) * stride for size, stride in zip(self.sizes, self.leaf_strides, strict=True))
+            span = FlatRange(self.leaf_start, self.leaf_start + reach + 1)
+            return sum(copy.needed_bytes for part in self.leaf.parts for copy in plan_copies(part, span))
+        return 0
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether both sides are one run."""
         return len(self.sizes) == 1 and self.leaf_strides == (1,) and self.destination_strides == (1,)
@@ -95,7 +121,7 @@ class TargetPlan:
     @property
     def needed_bytes(self) -> int:
         """Bytes of shard files that end up in the destination."""
-        return sum(copy.numel * copy.leaf.dtype.itemsize for copy in self.copies if isinstance(copy.leaf, Source))
+        return sum(copy.needed_bytes for copy in self.copies)
 
 
 def plan_target(name: str, expression: Expression, flat_range: FlatRange) -> TargetPlan:
@@ -107,7 +133,7 @@ def plan_target(name: str, expression: Expression, flat_range: FlatRange) -> Tar
     if not 0 <= flat_range.start <= flat_range.end <= numel(expression):
         raise PlanError(f"{name}: elements [{flat_range.start}, {flat_range.end}) of {numel(expression)}")
     copies = []
-    for copy in _copies(expression, flat_range):
+    for copy in plan_copies(expression, flat_range):
         copies.append(copy)
         if len(copies) > MAX_COPIES:
             raise PlanError(f"{name}: more than {MAX_COPIES} copies are needed for {flat_range.numel} elements")
@@ -208,7 +234,8 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
             yield ((last, last + 1), *box)
 
 
-def _copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
+def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
+    """Yield the copies that fill a destination with `flat_range` of `expression`; `plan_target` proves them."""
     casts: tuple[torch.dtype, ...] = ()
     while isinstance(expression, Reshape | Cast):  # neither changes the flat order
         if isinstance(expression, Cast):
@@ -216,7 +243,7 @@ def _copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
         expression = expression.part
     if flat_range.numel == 0:
         return
-    if isinstance(expression, Source | Held | Computed):
+    if isinstance(expression, Leaf):
         yield Copy(expression, flat_range.start, 0, (flat_range.numel,), (1,), (1,), casts)
         return
     start = 0
@@ -228,7 +255,7 @@ def _copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
 
 
 def _walk(node: Expression, nest: _Nest) -> Iterator[Copy]:
-    if isinstance(node, Source | Held | Computed):
+    if isinstance(node, Leaf):
         yield _copy_of_leaf(node, nest)
     elif isinstance(node, Cast):
         yield from _walk(node.part, replace(nest, casts=(node.dtype, *nest.casts)))

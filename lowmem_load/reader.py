@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,8 +18,8 @@ from types import TracebackType
 import torch
 
 from .errors import TruncatedFileError
-from .expression import Computed, Expression, Held, Source, numel
-from .plan import Copy, FlatRange, plan_target
+from .expression import Computed, Elementwise, Expression, Held, Source, numel
+from .plan import Copy, FlatRange, plan_copies, plan_target
 
 STAGING_NBYTES = 8 << 20
 """Bytes of one staged read. Larger gains nothing on local disks and the page cache, and multiplies the budget."""
@@ -86,19 +86,8 @@ class Reader:
 
     def fill(self, copies: Sequence[Copy], destination: torch.Tensor) -> None:
         """Start filling the flat contiguous `destination`; `finish` tells when, and whether, it is filled."""
-        values: dict[int, Held] = {}
-        for copy in copies:
-            leaf = copy.leaf
-            if isinstance(leaf, Computed):
-                leaf = values.setdefault(id(leaf), values.get(id(leaf)) or self._evaluate(leaf))
-            if isinstance(leaf, Held):
-                _scatter(copy, leaf.flat, copy.leaf_start - leaf.first, destination)
-            elif copy.is_contiguous and not copy.casts and destination.device.type == "cpu":
-                for task in self._direct_reads(leaf, copy, destination):
-                    self._run(task)
-            else:
-                for task in self._staged_reads(leaf, copy, destination):
-                    self._run(task)
+        for task in self._tasks(copies, destination):
+            self._run(task)
 
     def finish(self) -> None:
         """Wait until all destinations given so far are filled.
@@ -116,6 +105,36 @@ class Reader:
         self.fill(plan_target("", expression, FlatRange(0, value.numel())).copies, value)
         self.finish()
         return value.reshape(expression.shape)
+
+    def _tasks(self, copies: Iterable[Copy], destination: torch.Tensor) -> Iterator[Callable[[], None]]:
+        values: dict[int, Held] = {}
+        for copy in copies:
+            leaf = copy.leaf
+            if isinstance(leaf, Computed):
+                leaf = values.setdefault(id(leaf), values.get(id(leaf)) or self._evaluate(leaf))
+            if isinstance(leaf, Held):
+                _scatter(copy, leaf.flat, copy.leaf_start - leaf.first, destination)
+            elif isinstance(leaf, Elementwise):
+                yield from self._elementwise(leaf, copy, destination)
+            elif copy.is_contiguous and not copy.casts and destination.device.type == "cpu":
+                yield from self._direct_reads(leaf, copy, destination)
+            else:
+                yield from self._staged_reads(leaf, copy, destination)
+
+    def _elementwise(self, leaf: Elementwise, copy: Copy, destination: torch.Tensor) -> Iterator[Callable[[], None]]:
+        widest = max(part.dtype.itemsize for part in (leaf, *leaf.parts))
+        for piece, span in _staged_pieces(copy, widest):
+
+            def task(piece: Copy = piece, span: int = span) -> None:
+                values = []
+                for part in leaf.parts:
+                    values.append(torch.empty(span, dtype=part.dtype))
+                    span_of_part = FlatRange(piece.leaf_start, piece.leaf_start + span)
+                    for read in self._tasks(plan_copies(part, span_of_part), values[-1]):
+                        read()
+                _scatter(piece, leaf.compute(values), 0, destination)
+
+            yield task
 
     def _evaluate(self, computed: Computed) -> Held:
         result = computed.compute([self.read_whole(part) for part in computed.inputs])

@@ -26,10 +26,12 @@ from .errors import UnsupportedError
 from .expression import (
     Cast,
     Computed,
+    Elementwise,
     Expression,
     Held,
     cast,
     concat,
+    expand,
     held,
     numel,
     permute,
@@ -269,7 +271,9 @@ class SymbolicTensor(torch.Tensor):
             return run([_reader_of(args)(part) for part in inputs])
         if func._schema.returns and func._schema.returns[0].alias_info is not None:
             return _view(func, args, kwargs, twins)
-        expression = _describe(func, expression_of(args[0]) if _is_tensor(args) else None, args, kwargs, twins)
+        expression = _pointwise(func, args, kwargs, twins) or _describe(
+            func, expression_of(args[0]) if _is_tensor(args) else None, args, kwargs, twins
+        )
         if expression is None:
             return _compute(func, args, kwargs, twins)
         return _made(expression, args, twins)
@@ -319,6 +323,29 @@ def _describe(func: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the expression of `func`'s result, or None if only running it gives the result."""
     build = _BUILDERS.get(func.overloadpacket)
     return build(part, args, kwargs, twins) if build else None
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: Any) -> Expression | None:
+    """Return an operation on each element by itself, such as a dequantizing product, as one on flat ranges."""
+    flat, spec = tree_flatten((args, kwargs))
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    # a scalar tensor takes part in type promotion in another way than a flat range of it would
+    if not pointwise or func.overloadpacket in _BUILDERS or not isinstance(twin, torch.Tensor):
+        return None
+    if any(tensor.dim() == 0 for tensor in tensors):
+        return None
+    shape = tuple(twin.shape)
+
+    def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        supply = iter(values)
+        ranges = [next(supply) if isinstance(value, torch.Tensor) else value for value in flat]
+        real_args, real_kwargs = spec.unflatten(ranges)
+        result: torch.Tensor = func(*real_args, **real_kwargs)
+        return result
+
+    parts = tuple(expand(expression_of(tensor), shape) for tensor in tensors)
+    return Elementwise(str(func), compute, parts, shape, twin.dtype)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
@@ -475,6 +502,10 @@ def _padded(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twi
     return part if not any(args[1]) else None
 
 
+def _expanded(part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor) -> Expression | None:
+    return expand(part, tuple(twin.shape))
+
+
 def _transposed(
     part: Expression, args: tuple[Any, ...], kwargs: dict[str, Any], twin: torch.Tensor
 ) -> Expression | None:
@@ -558,6 +589,7 @@ _BUILDERS: dict[Any, Callable[[Expression, tuple[Any, ...], dict[str, Any], Any]
         (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _reshaped
     ),
     aten.constant_pad_nd: _padded,
+    aten.expand: _expanded,
     aten.transpose: _transposed,
     aten.t: _reversed_dims,
     aten.permute: _permuted,

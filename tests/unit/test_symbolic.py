@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load import expression as ex
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.plan import FlatRange, partition_range
+from lowmem_load.plan import FlatRange, partition_range, plan_target
 from lowmem_load.reader import Reader
 from lowmem_load.symbolic import Scratch, SymbolicTensor, expression_of, kept_of
 
@@ -62,9 +62,20 @@ STREAMED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "rope": lambda x, y: x.reshape(4, 3, 2, 5).transpose(1, 2).reshape(24, 5),
     "interleave": lambda x, y: torch.stack([x, y], dim=2).flatten(1, 2),
 }
-COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "neg exp": lambda x, y: -torch.exp(x / 100),
     "sum of two": lambda x, y: x + 2 * y.transpose(0, 1).reshape(4, 6, 5),
+    "broadcast": lambda x, y: x * y[0, :, :1],
+    "expand": lambda x, y: x[:1].expand(4, 6, 5) - y,
+    "block scales": lambda x, y: (
+        (x.reshape(2, 2, 3, 2, 5) * y[0, :4, 0].reshape(2, 2).unsqueeze(-1).unsqueeze(2).unsqueeze(-1)).half()
+    ).reshape(4, 6, 5),
+    "promoted": lambda x, y: x.half() * y,
+    "with a real tensor": lambda x, y: torch.arange(5) * x,
+    "where": lambda x, y: torch.where(x > 50, x, y),
+}
+COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "scalar tensor": lambda x, y: x * y[0, 0, 1],
     "flip": lambda x, y: x.flip(0),
     "repeat": lambda x, y: x.repeat(2, 1, 1),
     "index_select": lambda x, y: x.index_select(1, torch.tensor([5, 0, 3])),
@@ -74,15 +85,21 @@ COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*STREAMED, *COMPUTED])
+@pytest.mark.parametrize("name", [*STREAMED, *ELEMENTWISE, *COMPUTED])
 def test_value_equals_torch(name: str, pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
     x, y, reader = pair
-    operation = {**STREAMED, **COMPUTED}[name]
+    operation = {**STREAMED, **ELEMENTWISE, **COMPUTED}[name]
     result, expected = operation(x, y), operation(X, Y)
     assert isinstance(result, SymbolicTensor)
     assert reader.stats.num_reads == 0
     assert (result.shape, result.dtype, result.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert torch.equal(reader.read_whole(expression_of(result)), expected)
+    for world_size in (2, 3, 7):
+        for rank in range(world_size):
+            span = partition_range(expected.numel(), rank, world_size)
+            partition = torch.empty(span.numel, dtype=expected.dtype)
+            reader.fill(plan_target("w", expression_of(result), span).copies, partition)
+            assert torch.equal(partition, expected.reshape(-1)[span.start : span.end])
     computed = any(isinstance(leaf, ex.Computed) for leaf in ex.leaves(expression_of(result)))
     assert computed == (name in COMPUTED)
 

@@ -1,0 +1,171 @@
+"""Where checkpoints lie and how they are stored: folders, variants, surplus files, remote code, fp8, mismatches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import builders
+from tests.parity import BF16, FP32, compare_load
+from tests.ranks import run_ranks
+
+REMOTE_CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class OddConfig(PretrainedConfig):
+    model_type = "odd"
+
+    def __init__(self, width=9, **kwargs):
+        self.width = width
+        super().__init__(**kwargs)
+
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        steps = torch.linspace(0, 1, 3)  # values computed from tensors while the skeleton is built
+        self.rates = [step.item() for step in steps]
+        self.first = torch.nn.Linear(config.width, 7)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data.normal_()
+            module.bias.data.zero_()
+
+    def forward(self, x):
+        return self.first(x) * self.scale
+"""
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def in_subfolder(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    copied(builders.tiny_llama(checkpoints), tmp_path / "repo" / "nested")
+    return tmp_path / "repo", {"subfolder": "nested", "auto_class": "LlamaForCausalLM"}
+
+
+def with_variant(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    folder = copied(builders.tiny_llama(checkpoints), tmp_path / "variant")
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    return folder, {"variant": "fp16"}
+
+
+def with_surplus_files(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A second file that the index does not name, and a tensor that the model does not have."""
+    folder = copied(builders.tiny_llama(checkpoints, max_shard_size="20KB"), tmp_path / "surplus")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    save_file({"extra.weight": torch.ones(5)}, folder / "extra.safetensors", metadata={"format": "pt"})
+    save_file({"unused": torch.ones(5)}, folder / "unused.safetensors", metadata={"format": "pt"})
+    index["weight_map"]["extra.weight"] = "extra.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder, {}
+
+
+def with_mismatch(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    folder = copied(builders.tiny_bert(checkpoints), tmp_path / "mismatch")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "type_vocab_size": 3}))
+    return folder, {"ignore_mismatched_sizes": True, "dtype": torch.float32}
+
+
+def with_fp8(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Weights as float8 with one scale per block, as DeepSeek stores them."""
+    source = builders.tiny_llama(checkpoints, hidden_size=128, intermediate_size=256, head_dim=32)
+    folder = copied(source, tmp_path / "fp8")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        rows, columns = tensors[name].shape
+        blocks = tensors[name].float().reshape(rows // 64, 64, columns // 64, 64)
+        scales = blocks.abs().amax((1, 3)) / 448
+        tensors[name] = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return folder, {"quantization": {**quantization, "dequantize": True}}
+
+
+def with_remote_code(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    (folder / "modeling_odd.py").write_text(REMOTE_CODE)
+    auto_map = {"AutoConfig": "modeling_odd.OddConfig", "AutoModel": "modeling_odd.OddModel"}
+    config = {"model_type": "odd", "architectures": ["OddModel"], "auto_map": auto_map, "width": 9}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "first.weight": torch.randn(7, 9, generator=generator),
+        "first.bias": torch.randn(7, generator=generator),
+    }
+    save_file({**tensors, "scale": torch.tensor(3.5)}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, {"trust_remote_code": True, "auto_class": "AutoModel"}
+
+
+def compare_format(path: str, ds_config: dict[str, Any], dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    """Rank function."""
+    from transformers import FineGrainedFP8Config
+
+    options = {key: value for key, value in options.items() if key != "dtype"}
+    auto_class = options.pop("auto_class", None)
+    quantization = options.pop("quantization", None)
+    if quantization is not None:
+        fields = {key: value for key, value in quantization.items() if key != "quant_method"}
+        options["quantization_config"] = FineGrainedFP8Config(**fields)
+    return compare_load(path, ds_config, auto_class, dtype, options)
+
+
+@pytest.mark.parametrize(
+    ("build", "ds_config", "slow"),
+    [
+        (in_subfolder, BF16, []),
+        (with_variant, BF16, []),
+        (with_surplus_files, BF16, []),
+        (with_mismatch, FP32, ["bert.embeddings.token_type_embeddings.weight"]),
+        (with_fp8, BF16, []),
+        (with_remote_code, FP32, []),
+    ],
+)
+def test_loads_as_an_ordinary_load_does(
+    build: Any, ds_config: dict[str, Any], slow: list[str], checkpoints: Path, tmp_path: Path
+) -> None:
+    folder, options = build(checkpoints, tmp_path)
+    dtype = torch.bfloat16 if ds_config is BF16 else torch.float32
+    for result in run_ranks(compare_format, str(folder), ds_config, dtype, options, world_size=2):
+        assert result["differences"] == []
+        assert result["slow_paths"] == slow
+        if build is not with_fp8:  # ranks share the scale of a block that their ranges cut
+            assert result["read_bytes"] == result["needed_bytes"]
+
+
+def refused(path: str) -> str:
+    """Rank function."""
+    from lowmem_load import UnsupportedError, load_model
+
+    try:
+        load_model(path, BF16)
+    except UnsupportedError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_quantized_checkpoint_is_refused_unless_dequantized(checkpoints: Path, tmp_path: Path) -> None:
+    folder, _ = with_fp8(checkpoints, tmp_path)
+    for text in run_ranks(refused, str(folder), world_size=2):
+        assert "quantization 'fp8' cannot be partitioned by ZeRO-3" in text
+        assert "dequantize=True" in text
