@@ -1,4 +1,4 @@
-"""Random Llama checkpoints for the benchmark: written shard file by shard file, kept, and reused."""
+"""Random Llama and Qwen3-MoE checkpoints for the benchmark: written shard file by shard file, kept, and reused."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class ModelShape:
     num_layers: int
     num_heads: int
     vocab_size: int = VOCAB_SIZE
+    num_experts: int = 0  # 0: Llama; else Qwen3-MoE, whose files hold one tensor per expert and projection
     format_version: int = 1  # raise it when write_checkpoint writes other bytes, so that old files are not reused
 
 
@@ -45,8 +46,13 @@ class SourceTensor(NamedTuple):
     nbytes: int
 
 
-def shape_for(num_params: int) -> ModelShape:
+def shape_for(num_params: int, family: str) -> ModelShape:
     """Return the narrowest shape of at most MAX_LAYERS layers that has about `num_params` parameters."""
+    if family == "qwen3-moe":
+        hidden, intermediate, num_experts = 1024, 384, 32
+        layer_numel = 4 * hidden * hidden + 3 * hidden * intermediate * num_experts
+        num_layers = max(1, round((num_params - 2 * VOCAB_SIZE * hidden) / layer_numel))
+        return ModelShape(hidden, intermediate, num_layers, num_heads=8, num_experts=num_experts)
     for hidden in HIDDEN_SIZES:
         intermediate = hidden * 11 // 4
         layer_numel = 4 * hidden * hidden + 3 * hidden * intermediate
@@ -57,19 +63,20 @@ def shape_for(num_params: int) -> ModelShape:
 
 
 @contextmanager
-def checkpoint_of(num_params: int, cache: Path, keep: bool, log: Callable[[str], None]) -> Iterator[Path]:
+def checkpoint_of(
+    num_params: int, cache: Path, keep: bool, log: Callable[[str], None], family: str = "llama"
+) -> Iterator[Path]:
     """Give a bf16 checkpoint of about `num_params` parameters; one that was not there before goes again unless kept."""
-    path = cache / f"llama-{num_params}"
+    path = cache / f"{family}-{num_params}"
     existed = (path / SPEC_FILE).exists()
     try:
-        yield _ensure_checkpoint(num_params, path, log)
+        yield _ensure_checkpoint(shape_for(num_params, family), path, log)
     finally:
         if not keep and not existed:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _ensure_checkpoint(num_params: int, path: Path, log: Callable[[str], None]) -> Path:
-    shape = shape_for(num_params)
+def _ensure_checkpoint(shape: ModelShape, path: Path, log: Callable[[str], None]) -> Path:
     spec_path = path / SPEC_FILE
     if spec_path.exists() and json.loads(spec_path.read_text()) == asdict(shape):
         log(f"checkpoint: reusing {path}")
@@ -93,9 +100,13 @@ def _ensure_checkpoint(num_params: int, path: Path, log: Callable[[str], None]) 
 def _write_checkpoint(shape: ModelShape, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-    config = LlamaConfig(
+    experts: dict[str, Any] = {}
+    if shape.num_experts:
+        experts = {"num_experts": shape.num_experts, "moe_intermediate_size": shape.intermediate_size, "head_dim": 128}
+    config = (Qwen3MoeConfig if experts else LlamaConfig)(
+        **experts,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,
@@ -104,13 +115,13 @@ def _write_checkpoint(shape: ModelShape, path: Path) -> None:
         vocab_size=shape.vocab_size,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
+        architectures=["Qwen3MoeForCausalLM" if experts else "LlamaForCausalLM"],
         dtype="bfloat16",
     )
     config.save_pretrained(path)
     with torch.device("meta"):  # names and shapes only: the weights are made one tensor at a time
         skeleton = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    shapes = _in_files({name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()})
     groups = list(_group_by_bytes(shapes))
     generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
@@ -123,6 +134,22 @@ def _write_checkpoint(shape: ModelShape, path: Path) -> None:
     total = sum(_numel(shape_) for shape_ in shapes.values()) * 2
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _in_files(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors as files on the Hub hold them: experts apart, gate and up projections apart."""
+    apart: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        prefix, _, kind = name.rpartition(".")
+        if prefix.endswith("experts") and kind == "gate_up_proj":
+            for expert, half in ((e, h) for e in range(shape[0]) for h in ("gate_proj", "up_proj")):
+                apart[f"{prefix}.{expert}.{half}.weight"] = (shape[1] // 2, shape[2])
+        elif prefix.endswith("experts") and kind == "down_proj":
+            for expert in range(shape[0]):
+                apart[f"{prefix}.{expert}.down_proj.weight"] = shape[1:]
+        else:
+            apart[name] = shape
+    return apart
 
 
 def _random_weight(name: str, shape: tuple[int, ...], generator: Any) -> Any:

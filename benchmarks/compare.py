@@ -46,6 +46,7 @@ class Preset:
     num_params: int
     ranks_of_method: dict[str, tuple[int, ...]]
     train_steps: int
+    family: str = "llama"
 
 
 PRESETS = {
@@ -55,6 +56,8 @@ PRESETS = {
         {"ordinary": (2,), "stock": (1, 2, 4), "lowmem": (1, 2, 4), "floor": (1, 2, 4)},
         train_steps=0,
     ),
+    # No floor: a fused target is made of many tensors in the files, so it has no partition that is one of theirs.
+    "qwen3-moe": Preset(1_000_000_000, {"stock": (2,), "lowmem": (1, 2, 4)}, train_steps=0, family="qwen3-moe"),
 }
 
 
@@ -63,6 +66,7 @@ class Plan:
     """What one run does, from the preset and the command line."""
 
     num_params: int
+    family: str
     loads: list[tuple[str, int]]  # (method, world_size) in the order of the run
     train_steps: int
     dtype: str
@@ -94,11 +98,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
     ranks_of_method = {
         method: tuple(chosen.ranks or preset.ranks_of_method[method])
         for method in METHODS
-        if method in (chosen.methods or METHODS)
+        if method in (chosen.methods or METHODS) and method in preset.ranks_of_method
     }
     world_sizes = sorted({world_size for ranks in ranks_of_method.values() for world_size in ranks})
     return Plan(
         num_params=chosen.params or preset.num_params,
+        family=preset.family,
         loads=[
             (m, world_size) for world_size in world_sizes for m in ranks_of_method if world_size in ranks_of_method[m]
         ],
@@ -212,7 +217,7 @@ def report(plan: Plan, machine: Machine, groups: list[Group], trained: list[Grou
 
 def _describe_run(plan: Plan, machine: Machine, num_params: int, num_bytes: int) -> list[str]:
     how = "dropped before each load by posix_fadvise DONTNEED" if plan.cold else "all shard files read before each load"
-    model = f"random Llama, {num_params / 1e9:.3f} B parameters, {num_bytes / 1e9:.2f} GB bf16"
+    model = f"random {plan.family}, {num_params / 1e9:.3f} B parameters, {num_bytes / 1e9:.2f} GB bf16"
     cache = f"page cache {'cold' if plan.cold else 'warm'}"
     return [
         f"model: {model}, loaded as {plan.dtype}, {cache}",
@@ -230,7 +235,7 @@ def compare(plan: Plan) -> int:
     if on_gpu and max(world_size for _, world_size in plan.loads) > torch.cuda.device_count():
         raise SystemExit(f"--ranks: more than the {torch.cuda.device_count()} GPUs of this machine")
     plan.out.mkdir(parents=True, exist_ok=True)
-    with checkpoint_of(plan.num_params, plan.cache, plan.keep_checkpoint, log) as checkpoint:
+    with checkpoint_of(plan.num_params, plan.cache, plan.keep_checkpoint, log, plan.family) as checkpoint:
         failures = _compare(plan, checkpoint, on_gpu)
     for failure in failures:
         log(f"FAILED: {failure}")

@@ -58,6 +58,7 @@ def prepare(method: str) -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
     from transformers.integrations import HfDeepSpeedConfig  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     if method == "lowmem":
         import lowmem_load  # noqa: F401
