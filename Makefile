@@ -23,13 +23,14 @@ export TORCH_EXTENSIONS_DIR ?= $(ROOT)/.cache/torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench compat clean
+.PHONY: help setup demo test check bench compat zoo clean
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
 	@echo "make test    check, then all tests"
 	@echo "make check   formatting, lint, types"
 	@echo "make compat  parity and training tests on older releases of transformers"
+	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
 
@@ -58,6 +59,10 @@ check: $(STAMP)
 test: export HF_HUB_OFFLINE := 1
 test: check
 	cd $(ROOT) && $(RUN) -m pytest $(ARGS)
+
+zoo: export HF_HUB_OFFLINE := 1
+zoo: $(STAMP)
+	cd $(ROOT) && $(RUN) -m tests.zoo.walk --world-sizes 2 3 --precision fp32 bf16 --methods lowmem stock $(ARGS)
 
 # Older releases of transformers, each with its own dependencies, laid over the environment.
 COMPAT := 4.57.6 5.2.0 5.8.0 5.17.0

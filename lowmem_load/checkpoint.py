@@ -1,12 +1,35 @@
-"""Opens shard files: headers only, each file once, nothing mapped."""
+"""Opens checkpoint folders and shard files: indexes and headers only, nothing mapped."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 from .errors import CheckpointError
 from .expression import Source
 from .header import PREFIX_NBYTES, Header, header_nbytes, parse_header
+
+
+def check_indexes(folder: str) -> None:
+    """Refuse index files (`*.index.json`) of `folder` that are malformed or name files outside of it.
+
+    An index is untrusted input: transformers joins its names to the folder as they are.
+
+    Raises:
+        CheckpointError: names the index, and the tensor or file.
+    """
+    for index in sorted(Path(folder).glob("*.index.json")):
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{index}: cannot be read: {error}") from error
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index}: has no weight_map that gives the file of each tensor")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
+                raise CheckpointError(f"{index}: tensor {name!r} is said to be in {file!r}, outside of the folder")
 
 
 def read_header(path: str) -> Header:

@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import nn
 
-from .checkpoint import read_header, source
+from .checkpoint import check_indexes, read_header, source
 from .errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
 from .header import Header
 from .symbolic import ReadWhole, Scratch, SymbolicTensor
@@ -139,6 +139,9 @@ class Call:
             UnsupportedError: the call asks for a format that cannot be streamed.
         """
         _refuse_foreign(self.name, self.kwargs)
+        folder = os.path.join(self.name, self.kwargs.get("subfolder") or "")
+        if os.path.isdir(folder):
+            check_indexes(folder)
         self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
         with deepspeed_config(None), _quiet(), contextlib.ExitStack() as hooks:
             hooks.enter_context(_symbolic_files(read_whole))

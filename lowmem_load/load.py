@@ -17,7 +17,7 @@ from . import hf
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, UnsupportedError
-from .expression import Computed, Expression, Held, Source, cast, held, leaves, numel
+from .expression import Cast, Computed, Expression, Held, Source, cast, held, leaves, numel
 from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_target
 from .precision import Precision, precision_of
 from .reader import Reader
@@ -46,7 +46,7 @@ class _Placement(Protocol):
 
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]: ...
 
-    def finish(self, model: nn.Module) -> None: ...
+    def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]: ...
 
 
 class _Partitioned:
@@ -69,8 +69,8 @@ class _Partitioned:
         )
         return made, self._partitioner.allocate(made)
 
-    def finish(self, model: nn.Module) -> None:
-        self._partitioner.keep_in_fp32(model)
+    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+        return self._partitioner.fp32_buffers(model)
 
 
 class _Whole:
@@ -89,8 +89,8 @@ class _Whole:
         made = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return made, [Destination(values.view(-1), FlatRange(0, values.numel()))]
 
-    def finish(self, model: nn.Module) -> None:
-        pass
+    def fp32_buffers(self, _: nn.Module) -> list[torch.Tensor]:
+        return []
 
 
 @dataclass(slots=True)
@@ -244,7 +244,6 @@ class _Stream:
                 _read_buffers(model, reader, placement, report)
                 _read_parameters(targets, reader, placement, report)
                 reader.finish()
-            placement.finish(model)
         report.needed_bytes += total
 
     def _kept_range(self, numel: int) -> FlatRange:
@@ -416,12 +415,28 @@ def _consumed(targets: list[_Target]) -> Iterator[_Target]:
 
 
 def _read_buffers(model: nn.Module, reader: Reader, placement: _Placement, report: LoadReport) -> None:
-    """Read the symbolic buffers whole, as an ordinary load holds them, and move all to where DeepSpeed runs."""
+    """Read the symbolic buffers whole, as an ordinary load holds them, and move all to where DeepSpeed runs.
+
+    Those that DeepSpeed keeps in fp32 are read in fp32: upcasting them later would not give back what a cast took.
+    """
+    fp32 = {id(buffer) for buffer in placement.fp32_buffers(model)}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            whole = buffer
             if isinstance(buffer, SymbolicTensor):
-                setattr(module, name, reader.read_whole(buffer.expression).to(placement.device))
-                sources = [leaf for leaf in leaves(buffer.expression) if isinstance(leaf, Source)]
+                expression = _without_cast(buffer.expression) if id(buffer) in fp32 else buffer.expression
+                whole = reader.read_whole(expression)
+                sources = [leaf for leaf in leaves(expression) if isinstance(leaf, Source)]
                 report.needed_bytes += sum(numel(leaf) * leaf.dtype.itemsize for leaf in sources)
-            elif buffer.device != placement.device and not buffer.is_meta:
-                setattr(module, name, buffer.to(placement.device))
+            if id(buffer) in fp32:
+                whole = whole.float()
+            if not whole.is_meta:
+                whole = whole.to(placement.device)
+            if whole is not buffer:
+                setattr(module, name, whole)
+
+
+def _without_cast(expression: Expression) -> Expression:
+    while isinstance(expression, Cast):
+        expression = expression.part
+    return expression

@@ -32,17 +32,23 @@ SUPPORTED = "deepspeed >=0.19.8,<0.20"
 def _check_contract() -> None:
     """Raise when a private name that this module relies on is absent or has another form."""
     try:
+        from deepspeed.runtime import keep_in_fp32
         from deepspeed.runtime.zero import partition_parameters as pp
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
         from deepspeed.runtime.zero.utils import is_zero_param
 
         names = (
             *("_convert_to_deepspeed_param", "_aligned_size", "_partition_world_size", "_partition_rank"),
-            *("_keep_in_fp32", "_enable_mem_efficient_linear", "get_partition_dp_group"),
+            *("_enable_mem_efficient_linear", "get_partition_dp_group"),
         )
         missing = [f"zero.Init.{name}" for name in names if not callable(getattr(pp.Init, name, None))]
         parameters = inspect.signature(pp.Init.__init__).parameters
         missing += [f"zero.Init({name})" for name in ("module", "config_dict_or_path") if name not in parameters]
+        missing += [
+            f"keep_in_fp32.{name}"
+            for name in ("keep_in_fp32_pattern", "buffers_to_keep_in_fp32")
+            if not callable(getattr(keep_in_fp32, name, None))
+        ]
         missing += [name for name in ("param_id", "apply_param_persistence") if not hasattr(pp.Init, name)]
         assert pp.ZeroParamStatus.NOT_AVAILABLE and pp.PartitionedParamStatus.AVAILABLE
         assert OffloadDeviceEnum.cpu and OffloadDeviceEnum.nvme and callable(is_zero_param)
@@ -57,6 +63,7 @@ def _check_contract() -> None:
 _check_contract()
 
 from deepspeed.accelerator import get_accelerator  # noqa: E402  the contract gives the better error
+from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
     Init,
@@ -169,9 +176,10 @@ class Partitioner:
             for tensor, flat_range in zip(tensors, self.ranges(parameter.ds_numel), strict=True)
         ]
 
-    def keep_in_fp32(self, module: nn.Module) -> None:
-        """Convert the buffers that the model or the ds_config names for fp32, as zero.Init does."""
-        self._init._keep_in_fp32(module)
+    def fp32_buffers(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
+        pattern = keep_in_fp32_pattern(module, self._init.keep_in_fp32_modules, self.dtype)
+        return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         device = self._init.remote_device

@@ -58,6 +58,9 @@ def compare_load(
     for key in ("missing_keys", "unexpected_keys"):
         if getattr(report, key) != sorted(info[key]):
             found.append(f"{key}: {getattr(report, key)} instead of {sorted(info[key])}")
+    mismatched = [sorted(str(key) for key in keys) for keys in (report.mismatched_keys, info["mismatched_keys"])]
+    if mismatched[0] != mismatched[1]:
+        found.append(f"mismatched_keys: {mismatched[0]} instead of {mismatched[1]}")
     return {
         "differences": found,
         "needed_bytes": report.needed_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from deepspeed.runtime import keep_in_fp32
 from deepspeed.runtime.zero import partition_parameters as pp
 from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
@@ -16,7 +17,7 @@ from lowmem_load.errors import IncompatibleVersionError
     ("owner", "name"),
     [
         (pp.Init, "_convert_to_deepspeed_param"),
-        (pp.Init, "_keep_in_fp32"),
+        (keep_in_fp32, "buffers_to_keep_in_fp32"),
         (pp.Init, "_partition_rank"),
         (pp.Init, "param_id"),
         (pp, "ZeroParamStatus"),

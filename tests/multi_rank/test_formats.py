@@ -169,3 +169,27 @@ def test_a_quantized_checkpoint_is_refused_unless_dequantized(checkpoints: Path,
     for text in run_ranks(refused, str(folder), world_size=2):
         assert "quantization 'fp8' cannot be partitioned by ZeRO-3" in text
         assert "dequantize=True" in text
+
+
+def fp32_buffer(path: str, names: list[str]) -> tuple[str, list[float]]:
+    """Rank function: the running mean of a batch norm under bf16, when the ds_config names it for fp32."""
+    from lowmem_load import load_model
+
+    config = {**BF16, "data_types": {"keep_in_fp32_modules": names}}
+    model = load_model(path, config, auto_class="ResNetModel")
+    buffer = next(buffer for name, buffer in model.named_buffers() if name.endswith("running_mean"))
+    return str(buffer.dtype), buffer.double().tolist()
+
+
+def test_a_buffer_that_deepspeed_keeps_in_fp32_keeps_its_digits(tmp_path: Path) -> None:
+    from transformers import ResNetConfig, ResNetModel
+
+    model = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
+    name, buffer = next((n, b) for n, b in model.named_buffers() if n.endswith("running_mean"))
+    buffer.copy_(torch.tensor([0.1, 1.001, 10.01, 100.1]))
+    model.save_pretrained(tmp_path)
+    exact, rounded = buffer.double().tolist(), buffer.bfloat16().double().tolist()
+    for dtype, values in run_ranks(fp32_buffer, str(tmp_path), [name], world_size=2):
+        assert (dtype, values) == ("torch.float32", exact)
+    for dtype, values in run_ranks(fp32_buffer, str(tmp_path), [], world_size=2):
+        assert (dtype, values) == ("torch.bfloat16", rounded)

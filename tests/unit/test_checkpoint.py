@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowmem_load.checkpoint import read_header, source
+from lowmem_load.checkpoint import check_indexes, read_header, source
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.header import DTYPES
 from lowmem_load.reader import Reader
@@ -40,3 +41,18 @@ def test_bad_files(tmp_path: Path) -> None:
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         read_header(str(path))
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/secret", "a/../../secret", 7, None])
+def test_an_index_may_not_point_outside(tmp_path: Path, file: object) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": file}}))
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json: tensor 'b.weight' is said to be in"):
+        check_indexes(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "{"])
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        check_indexes(str(tmp_path))
