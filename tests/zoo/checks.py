@@ -1,0 +1,303 @@
+"""What ranks do in the zoo: build tiny checkpoints, and compare loads of them. Each function handles many types.
+
+A rank writes what it starts and what comes of it to a journal, line by line, so that the parent knows where it stood
+when it was killed. A type that takes longer than its limit ends the rank, with the stacks in its output.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tests import parity
+from tests.zoo.configs import classes_of, other_class, tiny_configs
+
+MAX_NUMEL = 40_000_000
+"""Parameters of a model that still counts as tiny: 160 MB in float32."""
+
+PROCESS_NBYTES = 6_000_000_000
+"""Memory that a process may take: a configuration that stayed large must not take the machine down."""
+
+SHARD_NBYTES = 2_000_000
+"""Larger checkpoints have several files."""
+
+SETTLE_S = 0.5
+"""Time that the other ranks get to write down an error of their own before the set is taken down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load to compare: the class `cls` from the checkpoint in `path`."""
+
+    name: str
+    cls: str
+    path: str
+
+
+class Journal:
+    """Appends what a rank does to a file, for `walk.run_sets` to read."""
+
+    def __init__(self, folder: str, limit_s: float) -> None:
+        self._path = Path(folder) / f"rank{os.environ['RANK']}.jsonl"
+        self._limit_s = limit_s
+
+    def write(self, **entry: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    @contextmanager
+    def item(self, name: str) -> Iterator[dict[str, Any]]:
+        """The block fills the result of `name`; when it runs out of time the process ends."""
+        self.write(start=name)
+        result: dict[str, Any] = {}
+        started = time.monotonic()
+        faulthandler.dump_traceback_later(self._limit_s, exit=True, file=sys.__stderr__)
+        try:
+            yield result
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self.write(name=name, seconds=round(time.monotonic() - started, 2), **result)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def build_all(types: list[str], root: str, folder: str, limit_s: float) -> None:
+    """Rank function, for one rank: makes a checkpoint of each type, with the names of its classes beside it."""
+    _prepare()
+    journal = Journal(folder, limit_s)
+    for name in types:
+        with journal.item(name) as result:
+            result.update(_build(name, Path(root) / name))
+
+
+def _build(model_type: str, path: Path) -> dict[str, Any]:
+    """Returns what was built, or why nothing was."""
+    classes = classes_of(model_type)
+    if not classes:
+        return {"error": "no class in transformers"}
+    problems = []
+    for cls in classes:
+        for profile, make_config in tiny_configs(model_type):
+            try:
+                model = _model(getattr(transformers, cls), make_config())
+                _save(model, path, zlib.crc32(model_type.encode()))
+            except Exception as error:
+                problems.append(f"{cls}, {profile}: {_where(error)}")
+                continue
+            other = other_class(model_type, cls)
+            return {
+                "classes": [cls] if other is None else [cls, other],
+                "profile": profile,
+                "numel": sum(parameter.numel() for parameter in model.parameters()),
+                "problems": problems,
+            }
+    return {"error": problems[0], "problems": problems}
+
+
+def _save(model: nn.Module, path: Path, seed: int) -> None:
+    randomize(model, seed)
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        model.save_pretrained(path, max_shard_size=SHARD_NBYTES)
+    except Exception:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _model(cls: Any, config: Any) -> nn.Module:
+    """Returns the model, refusing a large one before it takes memory."""
+    try:
+        with torch.device("meta"):
+            sketch = cls(config.__class__.from_dict(config.to_dict()))
+    except Exception:
+        pass
+    else:
+        _check_size(sketch)
+    torch.manual_seed(0)
+    model: nn.Module = cls(config)
+    _check_size(model)
+    return model
+
+
+def _check_size(model: nn.Module) -> None:
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if sum(sizes.values()) > MAX_NUMEL:
+        largest = sorted(sizes, key=sizes.__getitem__)[-3:]
+        shapes = {name: tuple(model.get_parameter(name).shape) for name in largest}
+        raise ValueError(f"too large: {sum(sizes.values()) / 1e6:.0f} M in {len(sizes)} parameters, such as {shapes}")
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Makes every parameter and every buffer that is saved random, so that no two can be mistaken for each other."""
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(_random_like(parameter, generator))
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = _random_like(buffer, generator)
+                module._buffers[name] = made[id(buffer)]
+
+
+def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if tensor.dtype == torch.bool:
+        return torch.rand(tensor.shape, generator=generator) < 0.5
+    if tensor.is_floating_point() or tensor.is_complex():
+        return (0.1 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+    top = max(int(tensor.max()), 1) if tensor.numel() else 1
+    return torch.randint(0, top + 1, tensor.shape, generator=generator, dtype=tensor.dtype)
+
+
+# -- loads -----------------------------------------------------------------------------------------------------------
+
+
+def compare_all(cases: list[Case], method: str, precision: str, folder: str, limit_s: float) -> None:
+    """Rank function: compares load after load. An exception in one ends the set, since ranks may then be out of step.
+
+    Args:
+        cases: what to load.
+        method: "lowmem" or "stock".
+        precision: "fp32" or "bf16".
+        folder: where the journal goes.
+        limit_s: seconds per case.
+    """
+    from lowmem_load.distributed import DistributedInterface
+
+    _prepare()
+    DistributedInterface()
+    journal = Journal(folder, limit_s)
+    for case in cases:
+        error = None
+        with journal.item(case.name) as result:
+            try:
+                result.update(_compare(case, method, precision))
+            except Exception as caught:
+                error = caught
+                result.update(error=_where(caught), traceback=traceback.format_exc()[-6000:])
+        if error is not None:
+            time.sleep(SETTLE_S)
+            raise error
+
+
+def _compare(case: Case, method: str, precision: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    cls = getattr(transformers, case.cls)
+    try:
+        reference, info = _ordinary(cls, case.path, dtype)
+    except Exception as error:
+        return {"unloadable": _where(error)}
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)  # ranks of a training job have seeds of their own; rank 0's counts
+    ds_config = parity.BF16 if precision == "bf16" else parity.FP32
+    model, keys = _LOADS[method](cls, case.path, ds_config, dtype)
+    found = parity.differences(model, reference, rank, world_size)
+    if method == "stock":  # garbage by design; see docs of lowmem_load.zero3
+        found = [line for line in found if not line.endswith("padding is not zero")]
+    for key, names in keys.items():
+        if sorted(map(str, names)) != sorted(map(str, info[key])):
+            found.append(f"{key}: {sorted(map(str, names))} instead of {sorted(map(str, info[key]))}")
+    recast = [line for line in found if _RECAST.search(line)]
+    found = [line for line in found if line not in recast]
+    if found:
+        again, _ = _ordinary(cls, case.path, dtype)
+        unsteady = _unsteady(reference, again)
+        found = [line for line in found if not any(name in line for name in unsteady)] + [
+            f"unsteady: {name}" for name in unsteady
+        ]
+    return {
+        "differences": [line[:400] for line in found if not line.startswith("unsteady")],
+        "unsteady": [line for line in found if line.startswith("unsteady")],
+        "recast": len(recast),
+        "missing": len(info["missing_keys"]),
+        "unexpected": len(info["unexpected_keys"]),
+        "parameters": len(list(reference.parameters())),
+        "buffers": len(list(reference.buffers())),
+        "slow_paths": _slow_paths(model),
+    }
+
+
+_RECAST = re.compile(r": dtype torch\.(bfloat16|float32) instead of torch\.float(32|64)$")
+"""A parameter that the ordinary load keeps wider: ZeRO-3 has one dtype. Its values are compared after the cast."""
+
+
+def _ordinary(cls: Any, path: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    return model, info
+
+
+def _streamed(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    from lowmem_load import load_model, load_report
+
+    model = load_model(path, ds_config, auto_class=cls)
+    report = load_report(model)
+    return model, {key: getattr(report, key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+
+def _stock(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    """Loads as HfDeepSpeedConfig does; its loading info is empty by construction, so it is not compared."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    alive = HfDeepSpeedConfig(dict(ds_config))
+    model = cls.from_pretrained(path, dtype=dtype)
+    del alive
+    return model, {}
+
+
+_LOADS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {"lowmem": _streamed, "stock": _stock}
+
+
+def _unsteady(left: nn.Module, right: nn.Module) -> list[str]:
+    """Returns the parameters and buffers that differ between two ordinary loads from the same seed."""
+    others = {**dict(right.named_parameters()), **dict(right.named_buffers())}
+    return [
+        name
+        for name, tensor in {**dict(left.named_parameters()), **dict(left.named_buffers())}.items()
+        if name not in others or not parity._same_bytes(tensor.detach().reshape(-1), others[name].detach().reshape(-1))
+    ]
+
+
+def _slow_paths(model: nn.Module) -> list[str]:
+    """Returns why parameters were not read range by range, without the names."""
+    report = getattr(model, "lowmem_load_report", None)
+    return sorted({path.reason for path in report.slow_paths}) if report is not None else []
+
+
+def _where(error: BaseException) -> str:
+    """Returns the first line of an error with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" [{Path(frames[-1].filename).name}:{frames[-1].lineno}]" if frames else ""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}{place}"
+
+
+def _prepare() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (PROCESS_NBYTES, PROCESS_NBYTES))
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,445 @@
+"""Tiny configurations of transformers' model types, made by shrinking the default one. Pure: builds no model.
+
+Rules on field names do most of it (`PROFILES`); `OVERRIDES` is the table of what they cannot know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import transformers
+import transformers.models.auto.modeling_auto as modeling_auto
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+WIDTH, INNER, HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, POSITIONS, EXPERTS = 32, 48, 8, 4, 2, 2, 128, 64, 4
+"""Sizes of the first profile. WIDTH = HEADS * HEAD_DIM; INNER differs from WIDTH so that a mix-up shows."""
+
+HEADS_OF_TASKS = (
+    *("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "SPEECH_SEQ_2_SEQ"),
+    *("CTC", "TDT", "RNNT", "TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM", "PRETRAINING", "OBJECT_DETECTION"),
+    *("UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION", "SEMANTIC_SEGMENTATION", "IMAGE_SEGMENTATION"),
+    *("DEPTH_ESTIMATION", "MASK_GENERATION", "KEYPOINT_MATCHING", "KEYPOINT_DETECTION", "IMAGE_TO_IMAGE"),
+    *("ZERO_SHOT_OBJECT_DETECTION", "MASKED_IMAGE_MODELING", "CAUSAL_IMAGE_MODELING", "IMAGE_MATTING"),
+    *("TIME_SERIES_PREDICTION", "POSE_ESTIMATION", "NORMAL_ESTIMATION", "POINTMAP_ESTIMATION", "RETRIEVAL"),
+    *("TEXT_RECOGNITION", "TABLE_RECOGNITION", "VISUAL_QUESTION_ANSWERING", "DECISION"),
+    *("ZERO_SHOT_IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION"),
+    *("TOKEN_CLASSIFICATION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
+    *("QUESTION_ANSWERING", "IMAGE", "TEXT_ENCODING", "", "BACKBONE"),
+)
+"""Auto mappings, most telling first: the class of a type's checkpoint is the first that has the type."""
+
+OTHER_HEADS = (
+    *("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
+    *("QUESTION_ANSWERING", "SEMANTIC_SEGMENTATION", "", "TEXT_ENCODING", "BACKBONE"),
+)
+"""Auto mappings of the class that is loaded from the checkpoint of another one: keys are missing and unexpected."""
+
+Value = Any
+Override = Mapping[str, Any]
+
+TINY_RESNET: dict[str, Any] = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16, 24, 32],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}
+
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_RESNET: Override = {"use_timm_backbone": False, "backbone": None, "backbone_config": TINY_RESNET}
+_FORECAST: Override = {"prediction_length": 4}
+_FOUR_STAGES: Override = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
+_HIERA_DET: dict[str, Any] = {
+    "hidden_size": 8,
+    "embed_dim_per_stage": [8, 16, 32, 64],
+    "num_attention_heads_per_stage": [1, 2, 4, 8],
+    "blocks_per_stage": [1, 1, 1, 1],
+    "global_attention_blocks": [2],
+}
+_OCR_DET: Override = {
+    "intraclass_block_config": {
+        "reduce_channel": [1, 1, 0],
+        "return_channel": [1, 1, 0],
+        "vertical_long_to_small_conv_longratio": [[7, 1], [1, 1], [3, 0]],
+        "vertical_long_to_small_conv_midratio": [[5, 1], [1, 1], [2, 0]],
+        "vertical_long_to_small_conv_shortratio": [[3, 1], [1, 1], [1, 0]],
+        "horizontal_small_to_long_conv_longratio": [[1, 7], [1, 1], [0, 3]],
+        "horizontal_small_to_long_conv_midratio": [[1, 5], [1, 1], [0, 2]],
+        "horizontal_small_to_long_conv_shortratio": [[1, 3], [1, 1], [0, 1]],
+        "symmetric_conv_long_longratio": [[7, 7], [1, 1], [3, 3]],
+        "symmetric_conv_long_midratio": [[5, 5], [1, 1], [2, 2]],
+        "symmetric_conv_long_shortratio": [[3, 3], [1, 1], [1, 1]],
+    },
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+}
+
+
+def _under(prefix: str, fields: Override) -> dict[str, Any]:
+    return {f"{prefix}.{name}": value for name, value in fields.items()}
+
+
+OVERRIDES: dict[str, Override] = {
+    "autoformer": _FORECAST,
+    "beit": _FOUR_STAGES,
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cohere_compass": {
+        "text_config.rope_parameters": {"full_attention": _MROPE, "sliding_attention": _MROPE},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _MROPE, "sliding_attention": _MROPE}},
+    "conditional_detr": _RESNET,
+    "cosmos3_edge": {"text_config.rope_parameters": _MROPE},
+    "cosmos3_edge_text": {"rope_parameters": _MROPE},
+    "cvt": {"depth": [1, 2, 3]},
+    "dab-detr": _RESNET,
+    "data2vec-vision": _FOUR_STAGES,
+    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "deformable_detr": _RESNET,
+    "detr": _RESNET,
+    "diffusion_gemma": {
+        "text_config.num_experts": 4,
+        "text_config.top_k_experts": 2,
+        "text_config.moe_intermediate_size": 16,
+    },
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+    },
+    "dots3_note": {
+        "text_config.num_key_value_heads": HEADS,
+        "text_config.n_group": 1,
+        "text_config.topk_group": 1,
+        "audio_config.adapter_input_size": WIDTH,
+    },
+    "dots3_note_text": {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1},
+    "edgetam_video": _under("vision_config.backbone_config", _HIERA_DET)
+    | {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
+    "esm": {"vocab_size": 33},
+    "glm5_next": {"text_config.num_key_value_heads": HEADS},
+    "glm5_next_text": {"num_key_value_heads": HEADS},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "gradium_phonon_tts": {"num_key_value_heads": HEADS},  # its converter splits q, k and v evenly
+    "granite4_vision": {
+        "vision_config.hidden_size": 64,
+        "text_config.hidden_size": 64,
+        "qformer_config.hidden_size": 64,
+        "qformer_config.encoder_hidden_size": 64,
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "spatial_target_layers": [0, 1, 0, 1],
+    },
+    "granite_speech5_ctc": {"encoder_config.max_position_embeddings": 256},
+    "granite_speech5_encoder": {"max_position_embeddings": 256},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "hiera": {"decoder_hidden_size": 16, "decoder_depth": 1, "decoder_num_heads": 2},
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
+    "hunyuan_vl_text": {"head_dim": HEAD_DIM},
+    "informer": _FORECAST,
+    "inkling_mm_model": {"vision_config.patch_size": 8, "vision_config.n_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": HEAD_DIM},
+    "molmo2": {"adapter_config.vision_feature_layer": [-1, -2]},
+    "moonshine_streaming": {"num_key_value_heads": KV_HEADS},
+    "nemo_speechlm": {
+        "audio_config.asr_config.num_key_value_heads": HEADS,
+        "audio_config.diarization_config.audio_config.num_key_value_heads": HEADS,
+        "word_timestamp_config.num_key_value_heads": HEADS,
+    },
+    "nemotron": {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM},
+    "neomme": {"head_dim": 16},
+    "omdet-turbo": {**_RESNET, "encoder_in_channels": [16, 24, 32], "backbone_feat_channels": [16, 24, 32]},
+    "pp_ocrv5_server_det": _OCR_DET,
+    "pp_ocrv6_medium_det": _OCR_DET,
+    "qwen2_5_omni": {"enable_audio_output": False},  # with it, from_pretrained wants a file of speakers
+    "qwen3_omni_moe": {
+        "talker_config.text_config.shared_expert_intermediate_size": INNER,
+        "talker_config.spatial_merge_size": 2,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "qwen4_exp": {
+        "text_config.indexer_n_heads": 2,
+        "text_config.indexer_kv_heads": 1,
+        "text_config.indexer_head_dim": 8,
+        "text_config.indexer_budget": 16,
+        "text_config.indexer_compress_ratio": 4,
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "sam2": _under("vision_config.backbone_config", _HIERA_DET)
+    | {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
+    "sam2_hiera_det_model": _HIERA_DET,
+    "sam2_video": _under("vision_config.backbone_config", _HIERA_DET)
+    | {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
+    "sam2_vision_model": _under("backbone_config", _HIERA_DET) | {"backbone_channel_list": [64, 32, 16, 8]},
+    "sapiens2": {
+        "head_config": {
+            "upsample_out_channels": [16, 16],
+            "upsample_kernel_sizes": [4, 4],
+            "conv_out_channels": [16],
+            "conv_kernel_sizes": [1],
+        },
+    },
+    "seggpt": {"num_hidden_layers": 4, "merge_index": 0, "intermediate_hidden_state_indices": [0, 1, 2, 3]},
+    "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
+    "table-transformer": _RESNET,
+    "time_series_transformer": _FORECAST,
+    "vitmatte": {"fusion_hidden_sizes": [32, 16, 16, 8], "convstream_hidden_sizes": [8, 16, 16]},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
+    "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
+}
+"""Fields to set, by model type; a dotted name reaches into a sub-config. They win over the rules."""
+
+_NO_SIZE = re.compile(
+    r"image_size|img_size|patch|crop|kernel|window|block_size|chunk|pool|bucket|type_vocab|stride|group_size|tile|"
+    r"feat_size|feature_sizes|grid|mask_size|input_size|train_size|sizes?_per_|position|num_channels|temporal|pixel|"
+    r"segment|^rope|context_size|^max_|^min_|norm_topk|spectrogram|memory_size"
+)
+_RULES: tuple[tuple[str, int], ...] = (
+    (r"(vocab_size|codebook_size|vocab_size_\w+|entity_vocab_size|num_embeddings|vocab_size_base)$", VOCAB),
+    (r"(head_dim|d_kv|d_head|kv_channels|head_size|dim_head|dim_per_head|attention_head_size|key_length)$", HEAD_DIM),
+    (r"^(rotary_dim|qk_rope_head_dim)$", HEAD_DIM // 2),
+    (r"(key_value_heads|kv_heads|num_kv_heads|n_head_kv|multi_query_group_num)$", KV_HEADS),
+    (r"(attention_heads|n_heads?|num_heads|attn_heads|nhead|linear_num_\w+_heads)$", HEADS),
+    (r"(lora_rank|low_rank|dt_rank|time_step_rank|state_size|d_state)$", 8),
+    (r"(n_groups?|n_group|topk_group|num_expert_groups?)$", 1),
+    (r"(experts_per_tok|experts_per_token|moe_topk|top_k_experts|num_selected_experts|moe_top_k|moe_k)$", 2),
+    (r"(num_experts|routed_experts|local_experts|n_experts|expert_num|num_local_experts|moe_num_experts)$", EXPERTS),
+    (r"^(first_k_dense_replace|max_window_layers|num_nextn_predict_layers|first_num_dense_layers)$", 1),
+    (r"^num_filters$", 4),
+    (r"^upsample_groups$", WIDTH),
+    (r"^upsample_initial_channel$", 2 * WIDTH),
+    (r"(layers|n_layer|depth|num_blocks|layers_per_\w+|per_block)$", LAYERS),
+    (r"(max_position_embeddings|n_positions|max_seq_len|n_ctx|position_embeddings|_positions)$", POSITIONS),
+    (r"(intermediate|ffn|d_ff|inner|mlp|feedforward|feed_forward|linear_units)", INNER),
+    (
+        r"(size|sizes|dims?|width|channels|n_embd|rank|filters|features|d_model|d_latents|planes|dimension|_units)$",
+        WIDTH,
+    ),
+)
+"""(pattern of a field name, the largest value it may keep), first match wins."""
+
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depth")
+_LAYER_INDICES = re.compile(r"(index|indexes|indices|idxs|layer_ids|_layers|attention_blocks|block_ids)$")
+_TOKEN = re.compile(r"(token_id|token_index|token_idx|_id|token_ids|_token|_index)$")
+
+
+def model_types() -> list[str]:
+    """Returns every model type that some auto mapping has a model class for."""
+    return sorted({name for task in _tasks() for name in _mapping(task)})
+
+
+def classes_of(model_type: str) -> list[str]:
+    """Returns the type's classes, those that are most telling first."""
+    found = [_class_in(task, model_type) for task in (*HEADS_OF_TASKS, *_tasks())]
+    return list(dict.fromkeys(name for name in found if name is not None))
+
+
+def other_class(model_type: str, cls: str) -> str | None:
+    """Returns another class to load from the checkpoint of `cls`: keys are missing and unexpected then."""
+    for name in (_class_in(task, model_type) for task in OTHER_HEADS):
+        if name not in (None, cls) and _config_class(name) is _config_class(cls):  # else it ignores the saved config
+            return name
+    return None
+
+
+def _config_class(cls: str) -> type | None:
+    return getattr(getattr(transformers, cls), "config_class", None)
+
+
+def tiny_configs(model_type: str) -> Iterator[tuple[str, Callable[[], PreTrainedConfig]]]:
+    """Yields (name of the profile, maker of a tiny configuration): smallest first, the later ones change less."""
+    for profile in PROFILES:
+        yield profile, lambda profile=profile: _tiny(CONFIG_MAPPING[model_type], profile, _nested(model_type))
+
+
+def _tasks() -> list[str]:
+    found = (re.fullmatch(r"MODEL(?:_FOR_(\w+))?_MAPPING_NAMES", name) for name in dir(modeling_auto))
+    return [match[1] or "" for match in found if match]
+
+
+def _mapping(task: str) -> Mapping[str, Any]:
+    name = f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES"
+    mapping: Mapping[str, Any] = getattr(modeling_auto, name, {})
+    return mapping
+
+
+def _class_in(task: str, model_type: str) -> str | None:
+    found = _mapping(task).get(model_type)
+    name = found if isinstance(found, str) or found is None else found[0]
+    return name if name is None or hasattr(transformers, name) else None
+
+
+def _nested(model_type: str) -> dict[str, Any]:
+    """Returns the overrides of a type as nested dicts, one level per dot."""
+    nested: dict[str, Any] = {}
+    for dotted, value in OVERRIDES.get(model_type, {}).items():
+        *path, last = dotted.split(".")
+        level = nested
+        for name in path:
+            level = level.setdefault(name, {})
+        level[last] = value
+    return nested
+
+
+def _tiny(
+    config_class: type[PreTrainedConfig],
+    profile: str,
+    overrides: Mapping[str, Any],
+    given: PreTrainedConfig | None = None,
+) -> PreTrainedConfig:
+    """Returns a small configuration of `config_class`, starting from `given` or from its defaults."""
+    config = given if given is not None else config_class()
+    values = {
+        field.name: config.__dict__[field.name]
+        for field in dataclasses.fields(config)
+        if field.init and field.name in config.__dict__ and not field.name.startswith("_")
+    }
+    own = {
+        name: value
+        for name, value in overrides.items()
+        if not isinstance(values.get(name), PreTrainedConfig) or not isinstance(value, dict) or "model_type" in value
+    }
+    kwargs: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in own:
+            continue
+        if isinstance(value, PreTrainedConfig):
+            inner = overrides.get(name, {})
+            kwargs[name] = _tiny(type(value), profile, inner if isinstance(inner, dict) else {}, value)
+        else:
+            small = _small(name, value, profile)
+            if small is not value and small != value:
+                kwargs[name] = small
+    kwargs |= _fewer_layers(config, values, kwargs)
+    if given is not None:  # what is not a field of the class, or differs from its default, would get lost
+        kwargs = {**_explicit(config, values), **kwargs}
+        if config.__dict__.get("_out_features") and "out_indices" not in kwargs:
+            kwargs["out_features"] = list(config.__dict__["_out_features"])
+    kwargs |= own
+    return config_class(**kwargs)
+
+
+def _explicit(config: PreTrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields in which `config` differs from the defaults of its class."""
+    try:
+        defaults = type(config)().__dict__
+    except Exception:
+        defaults = {}
+    return {
+        name: value
+        for name, value in values.items()
+        if not isinstance(value, PreTrainedConfig) and (name not in defaults or defaults[name] != value)
+    }
+
+
+def _small(name: str, value: Value, profile: str) -> Value:
+    if isinstance(value, bool) or not isinstance(value, int | list | tuple) or not value:
+        return value
+    if isinstance(value, list | tuple):
+        if _LAYER_INDICES.search(name):
+            return value
+        small = [_small(name if name != "depths" else "depth", item, profile) for item in value]
+        if name.startswith("depth") or name in ("num_block_repeats", "stage_num_blocks", "layer_depths"):
+            small = [1 if isinstance(item, int) else item for item in small]
+        elif profile == "uniform" and _is_heads(name):
+            small = [HEADS // 2] * len(small)
+        return type(value)(small) if small != list(value) else value
+    if _TOKEN.search(name):
+        return value % POSITIONS if value >= POSITIONS else value
+    return PROFILES[profile](name, value)
+
+
+def _is_heads(name: str) -> bool:
+    return re.search(r"num_(attention_)?heads$|n_heads?$", name) is not None
+
+
+def _limit(name: str) -> int | None:
+    if re.search(r"vocab|codebook|embeddings|_positions$|max_seq_len$", name) and "type_vocab" not in name:
+        return VOCAB if "vocab" in name or "codebook" in name else POSITIONS
+    for pattern, limit in _RULES:
+        if re.search(pattern, name):
+            return None if limit in (WIDTH, INNER) and _NO_SIZE.search(name) else limit
+    return None
+
+
+def _uniform(name: str, value: int) -> int:
+    limit = _limit(name)
+    return value if limit is None or value <= limit else limit
+
+
+def _scaled(name: str, value: int) -> int:
+    """Divides widths by 8 and leaves the number of heads: ratios between widths stay."""
+    limit = _limit(name)
+    if limit is None or value <= limit or (limit in (HEADS, KV_HEADS) and "head" in name):
+        return value
+    if limit in (WIDTH, INNER, HEAD_DIM) and not re.search(r"vocab|codebook|expert|group", name):
+        return max(value // 8, 1) if value >= 64 else value
+    return limit
+
+
+def _shallow(name: str, value: int) -> int:
+    """Leaves all widths; only what multiplies gets smaller."""
+    limit = _limit(name)
+    if limit is None or value <= limit or limit in (WIDTH, INNER, HEAD_DIM, HEADS, KV_HEADS) or "head" in name:
+        return value
+    return limit if re.search(r"layer|depth|block|vocab|codebook|expert|position|seq_len|n_ctx", name) else value
+
+
+PROFILES: dict[str, Callable[[str, int], int]] = {
+    "uniform": _uniform,
+    "scaled": _scaled,
+    "shallow": _shallow,
+}
+"""By name: (field name, value) -> smaller value."""
+
+
+def _fewer_layers(config: PreTrainedConfig, values: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keeps the layers that show every kind of layer, and cuts the lists that have one entry per layer to them."""
+    changed: dict[str, Any] = {}
+    counter = next((name for name in _LAYER_COUNTS if isinstance(values.get(name), int)), None)
+    if counter is None or counter not in kwargs:
+        return changed
+    count = values[counter]
+    per_layer = {
+        name: list(value)
+        for name, value in values.items()
+        if isinstance(value, list | tuple) and len(value) == count and not _LAYER_INDICES.search(name)
+    }
+    stages = list(config.__dict__.get("_out_indices") or [])
+    kept = max(LAYERS, len(stages)) if stages else LAYERS
+    if per_layer:
+        kinds: dict[str, int] = {}
+        for index in range(count):
+            kinds.setdefault(repr([value[index] for value in per_layer.values()]), index)
+        chosen = sorted(kinds.values()) if len(kinds) <= 6 else list(range(kept))
+        chosen += [index for index in range(count) if index not in chosen][: max(0, kept - len(chosen))]
+        chosen.sort()
+        for name, value in per_layer.items():
+            cut = kwargs.get(name, value)
+            changed[name] = type(values[name])(cut[index] for index in chosen)
+        kept = len(chosen)
+    changed[counter] = kept
+    for name, value in values.items():
+        if isinstance(value, list | tuple) and value and _LAYER_INDICES.search(name) and isinstance(value[0], int):
+            changed[name] = type(value)(sorted({min(item, kept - 1) for item in value}))
+    if stages:
+        changed["out_indices"] = list(range(1, kept + 1))[-len(stages) :]
+    return changed

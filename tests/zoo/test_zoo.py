@@ -1,0 +1,50 @@
+"""A representative part of the zoo: loads of 60 model types equal the ordinary load. `walk.py` does all types."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zoo import walk
+from tests.zoo.checks import Case
+
+TYPES: dict[str, tuple[str, ...]] = {
+    "decoders": ("llama", "gpt2", "gptj", "gpt_neox", "bloom", "opt", "phi3", "gemma2", "qwen2", "qwen3", "olmo2"),
+    "experts": ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "granitemoe", "dbrx", "qwen3_next"),
+    "state-space": ("mamba", "mamba2", "falcon_mamba", "zamba2", "rwkv", "recurrent_gemma"),
+    "masked": ("bert", "roberta", "albert", "electra", "deberta-v2", "modernbert", "mpnet", "big_bird"),
+    "encoder-decoder": ("t5", "bart", "pegasus", "marian", "led", "m2m_100"),
+    "vision": ("vit", "swin", "convnext", "resnet", "detr", "segformer", "mask2former", "beit", "dinov2", "sam"),
+    "speech": ("wav2vec2", "hubert", "whisper", "speecht5", "vits"),
+    "vision-language": ("clip", "siglip", "llava", "qwen2_vl", "blip-2", "paligemma"),
+}
+"""60 model types by kind."""
+
+FEW = ("llama", "gpt2", "mixtral", "qwen3_moe", "mamba", "bert", "t5", "vit", "wav2vec2", "whisper", "clip", "qwen2_vl")
+"""One or two of each kind, for more ranks and the other precision."""
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """The loads to compare. Types that cannot be built here fail by name."""
+    root = tmp_path_factory.mktemp("zoo")
+    built = walk.build([name for names in TYPES.values() for name in names], root)
+    assert {name: info["error"] for name, info in built.items() if "error" in info} == {}
+    return walk.cases_of(built, root)
+
+
+def _failures(cases: list[Case], world_size: int, precision: str) -> dict[str, str]:
+    outcomes = walk.compare(cases, world_size=world_size, precision=precision, method="lowmem")
+    assert len(outcomes) == len(cases)
+    return {outcome.name: outcome.error for outcome in outcomes if outcome.status in ("failed", "unloadable")}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_two_ranks(cases: list[Case], kind: str) -> None:
+    chosen = [case for case in cases if case.name.split("/")[0] in TYPES[kind]]
+    assert _failures(chosen, 2, "fp32") == {}
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(2, "bf16"), (3, "fp32")])
+def test_more_ranks_and_the_other_precision(cases: list[Case], world_size: int, precision: str) -> None:
+    chosen = [case for case in cases if case.name.split("/")[0] in FEW]
+    assert _failures(chosen, world_size, precision) == {}
