@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from . import hf
+from . import hf, pretrained
 from .arguments import read_arguments
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
@@ -95,9 +95,9 @@ class ModelEngine:
     def _prepare(self, ds_config: Mapping[str, Any]) -> dict[str, Any]:
         """Load the processor and the model configuration; return ds_config, resolved with the latter."""
         name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
-        hf.check_name(name, kwargs.get("subfolder", ""))
-        self.processor = hf.load_processor(name, kwargs)
-        self.model_config = hf.model_config(name, kwargs)
+        pretrained.check_name(name, kwargs.get("subfolder", ""))
+        self.processor = pretrained.load_processor(name, kwargs)
+        self.model_config = pretrained.model_config(name, kwargs)
         resolved = resolve_auto(
             ds_config,
             world_size=self.distributed.world_size,
@@ -134,7 +134,9 @@ class ModelEngine:
         if not self.is_train or self.args.gradient_checkpointing is False:
             return
         try:
-            hf.enable_checkpointing(self.model, {"use_reentrant": False, **self.args.gradient_checkpointing_kwargs})
+            pretrained.enable_checkpointing(
+                self.model, {"use_reentrant": False, **self.args.gradient_checkpointing_kwargs}
+            )
         except UnsupportedError as error:
             if self.args.gradient_checkpointing:  # asked for, not only the default
                 raise

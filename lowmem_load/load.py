@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from . import hf
+from . import hf, pretrained
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, UnsupportedError
@@ -22,7 +22,8 @@ from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_targ
 from .precision import Precision, precision_of
 from .reader import Reader
 from .report import LoadReport, SlowPath, host_memory
-from .symbolic import Scratch, SymbolicTensor, forget, kept_of
+from .scratch import Scratch
+from .symbolic import SymbolicTensor, forget, kept_of
 from .zero3 import Destination, Partitioner, is_partitioned
 
 MAX_THREADS = 4
@@ -148,14 +149,14 @@ def load_model(
         stage = zero_stage(config_dict)
         precision = precision_of(config_dict, absent="disabled")
         kwargs["dtype"] = _storage_dtype(dtype, precision, stage)
-        hf.check_name(name, kwargs.get("subfolder", ""))
-        config = hf.model_config(name, kwargs)
-        cls = hf.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+        pretrained.check_name(name, kwargs.get("subfolder", ""))
+        config = pretrained.model_config(name, kwargs)
+        cls = pretrained.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
         if stage == 3:
             if kwargs.get("device_map") is not None:
                 raise ConfigError("device_map and ZeRO-3 both place parameters; remove device_map")
-            hf.refuse_quantized(config, kwargs)
-            hf.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
+            pretrained.refuse_quantized(config, kwargs)
+            pretrained.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         resolve_auto(
             config_dict, world_size=distributed.world_size, hidden_size=hidden_size_of(config), precision=precision
         )
@@ -266,7 +267,7 @@ class _Stream:
             return _Whole()
         quantizer = getattr(model, "hf_quantizer", None)
         if quantizer is not None:
-            hf.refuse_quantized(quantizer, {})
+            pretrained.refuse_quantized(quantizer, {})
         return _Partitioned(report.ds_config, model)
 
     def _reader(self) -> Reader:

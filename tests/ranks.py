@@ -106,7 +106,7 @@ def _start_forkserver() -> None:
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """Yields a TCP port that nobody else is given meanwhile.
 
     The socket stays bound but does not listen, and SO_REUSEADDR is set after the bind: so the kernel hands the port to
@@ -129,7 +129,7 @@ def _run_once(
 ) -> list[Any]:
     ranks: list[_Rank] = []
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    with _reserved_port() as port:
+    with reserved_port() as port:
         try:
             for number in range(world_size):
                 ranks.append(_start_rank(number, world_size, port, folder, env, fn, args))

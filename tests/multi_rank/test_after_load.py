@@ -186,5 +186,5 @@ def test_from_config_is_random_partitioned_and_equal_on_all_ranks() -> None:
         assert result["partitioned"] is True
         assert result["training"] is True
         assert result["spread"] == pytest.approx(0.02, rel=0.05)
-        # this rank's half (112 MiB), the largest parameter (16 MiB), and what the allocator does not give back
-        assert result["grown"] < result["whole"] / 2 + (56 << 20), result
+        # this rank's half (112 MiB), the largest parameter (16 MiB), and small change
+        assert result["grown"] < result["whole"] / 2 + (24 << 20), result

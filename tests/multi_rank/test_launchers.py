@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import builders
-from tests.ranks import REPO
+from tests.ranks import REPO, reserved_port
 
 SCRIPT = """
 import os, sys
@@ -30,11 +30,11 @@ open(os.path.join({out!r}, f"{{group.rank}}-of-{{group.world_size}}"), "w").clos
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
     "none": [sys.executable],
-    "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", "29611"],
-    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29612"],
+    "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", "{port}"],
+    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "{port}"],
     "accelerate": [
         *(str(BIN / "accelerate"), "launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"),
-        *("--zero_stage", "3", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29613"),
+        *("--zero_stage", "3", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
     ],
 }
 
@@ -46,15 +46,16 @@ def test_load_model_under_a_launcher(launcher: str, checkpoints: Path, tmp_path:
     script.write_text(SCRIPT.format(repo=str(REPO), path=str(path), out=str(tmp_path)))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in names}
-    run = subprocess.run(
-        [*LAUNCHERS[launcher], str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        cwd=tmp_path,
-    )
+    with reserved_port() as port:
+        run = subprocess.run(
+            [*(word.format(port=port) for word in LAUNCHERS[launcher]), str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+            cwd=tmp_path,
+        )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     expected = ["0-of-1"] if launcher == "none" else ["0-of-2", "1-of-2"]
     assert sorted(file.name for file in tmp_path.glob("*-of-*")) == expected

@@ -13,7 +13,8 @@ from lowmem_load import expression as ex
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.plan import FlatRange, partition_range, plan_target
 from lowmem_load.reader import Reader
-from lowmem_load.symbolic import Scratch, SymbolicTensor, expression_of, kept_of
+from lowmem_load.scratch import Scratch
+from lowmem_load.symbolic import SymbolicTensor, expression_of, kept_of, own, uninitialised
 
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 Y = X + 1000
@@ -172,8 +173,8 @@ def test_parameters_are_initialised_as_torch_does_holding_one_at_a_time(
     scratch = Scratch(pair[2].read_whole, lambda numel: partition_range(numel, 1, 3))
     symbolic = []
     for shape in shapes:
-        empty = scratch.uninitialised(torch.empty(shape, device="meta"))
-        scratch.own(empty)
+        empty = uninitialised(torch.empty(shape, device="meta"), pair[2].read_whole)
+        own(empty, scratch)
         symbolic.append(torch.nn.Parameter(empty))
     torch.manual_seed(3)
     initialise(*symbolic)
@@ -219,9 +220,9 @@ def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
     """Initialising the copy that weight norm computes must not change what is drawn for the next parameter."""
     x, _, reader = pair
     scratch = Scratch(reader.read_whole, lambda numel: FlatRange(0, numel))
-    missing = scratch.uninitialised(torch.empty(5, device="meta"))
+    missing = uninitialised(torch.empty(5, device="meta"), reader.read_whole)
     for tensor in (x, missing):
-        scratch.own(tensor)
+        own(tensor, scratch)
     torch.manual_seed(5)
     (x * 2).normal_()
     missing.normal_()

@@ -16,7 +16,7 @@ import torch
 from lowmem_load import torch_zip
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.expression import Computed, Expression, Source, leaves
-from lowmem_load.hf import check_weights
+from lowmem_load.pretrained import check_weights
 from lowmem_load.reader import Reader
 from lowmem_load.torch_zip import DTYPES, read_torch_zip
 
