@@ -6,26 +6,22 @@ Everything else in the package asks here, and so should callers: two owners of t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import weakref
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from lowmem_load.errors import ConfigError, RankError
+from lowmem_load.errors import ConfigError
+from lowmem_load.rank_group import RankGroup, require_live
 
 if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
     from torch._C._distributed_c10d import Store
-
-T = TypeVar("T")
 
 # What torchrun, deepspeed and accelerate launch set, and what torch's env:// and DeepSpeed read.
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -67,7 +63,7 @@ class _Meeting:
     num_groups: int = 0
 
 
-class DistributedInterface:
+class DistributedInterface(RankGroup):
     """A handle on the default process group, which is made or adopted when the first handle is.
 
     The truth is torch.distributed's own: a handle holds nothing, so that any number of them agree, and all are stale
@@ -110,6 +106,7 @@ class DistributedInterface:
         world_size: int | None = None,
         rank: int | None = None,
     ) -> None:
+        super().__init__(None)
         self._forget_if_gone()
         if dist.is_initialized():
             self._check_agrees(backend=backend, timeout=timeout, world_size=world_size, rank=rank)
@@ -120,21 +117,9 @@ class DistributedInterface:
             self._make(backend, timeout or _default_timeout(), world_size, rank)
 
     @property
-    def rank(self) -> int:
-        """Rank of this process in the world."""
-        _require_live()
-        return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the world."""
-        _require_live()
-        return dist.get_world_size()
-
-    @property
     def local_rank(self) -> int:
         """Rank among the processes of this machine; chooses the device, never the data."""
-        _require_live()
+        require_live()
         return _int_from_env("LOCAL_RANK")
 
     @property
@@ -146,7 +131,7 @@ class DistributedInterface:
     @property
     def backend(self) -> str:
         """Backend that serves this rank's device, e.g. `nccl` where the group is `cpu:gloo,cuda:nccl`."""
-        _require_live()
+        require_live()
         return _backends_by_device().get(_accelerator().device_name(), dist.get_backend())
 
     def barrier(self) -> None:
@@ -154,71 +139,19 @@ class DistributedInterface:
         # NCCL guesses a device from the rank, unless told: wrong where ranks do not fill machines in order.
         dist.barrier(device_ids=[self.local_rank] if self.backend == "nccl" else None)
 
-    def all_gather_object(self, obj: T) -> list[T]:
-        """Returns every rank's object, by rank. Collective.
-
-        On the fake backend, whose collectives return garbage, every rank counts as a copy of this one.
-        """
-        if self.world_size == 1 or self._is_fake():
-            return [obj] * self.world_size
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, obj)
-        return gathered
-
-    def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Returns rank `src`'s object. Collective. On the fake backend: this rank's own."""
-        if self.world_size == 1 or self._is_fake():
-            return obj
-        holder: list[Any] = [obj]
-        dist.broadcast_object_list(holder, src=src)
-        received: T = holder[0]
-        return received
-
-    def agree(self, step: str, error: BaseException | None, digest: str | None = None) -> None:
-        """Returns if no rank has an error and all have the same digest; else raises, on every rank.
-
-        Collective:
-            Exactly one, whatever happens; none on a single rank or on the fake backend, where only the own error
-            counts.
-
-        Args:
-            step: What was done, for the message: "planning".
-            error: What went wrong on this rank, if something did.
-            digest: Fingerprint of what must be equal on all ranks.
+    def subgroup(self, group: dist.ProcessGroup | None) -> RankGroup:
+        """Returns the ranks of a group that the caller made; all ranks for None.
 
         Raises:
-            RankError: Some rank failed, or digests differ. It is chained to this rank's own error, if any.
-            BaseException: `error` itself, where there is one rank, or all ranks failed alike: nothing is learnt from
-                a wrapper then.
+            ConfigError: this rank is not in it.
         """
-        if self.world_size == 1 or self._is_fake():
-            if error is not None:
-                raise error
-            return
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        statuses = self.all_gather_object((message, digest))
-        failures = {rank: failed for rank, (failed, _) in enumerate(statuses) if failed is not None}
-        if error is not None and len(failures) == len(statuses) and len(set(failures.values())) == 1:
-            raise error
-        failures = failures or _minorities([held for _, held in statuses])
-        if failures:
-            raise RankError(step, failures) from error
-
-    @contextlib.contextmanager
-    def agreed(self, step: str) -> Iterator[list[str]]:
-        """Runs the block on every rank, then lets all ranks go on or raises on all of them, as `agree` does.
-
-        The block may append one digest to the list that it is given. Blocks may nest.
-        """
-        digest: list[str] = []
-        error: Exception | None = None
-        try:
-            yield digest
-        except RankError:  # an inner block has agreed on it
-            raise
-        except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
-            error = caught
-        self.agree(step, error, digest[0] if digest and error is None else None)
+        if group is None:
+            return self
+        if dist.get_rank(group) < 0:
+            raise ConfigError(
+                f"data_parallel_group: rank {self.rank} is not in it; call this on the ranks of the group only"
+            )
+        return RankGroup(group)
 
     def destroy(self, *, force: bool = False) -> None:
         """Tears down torch's group and DeepSpeed's comm, so that the next `DistributedInterface()` starts afresh.
@@ -245,9 +178,6 @@ class DistributedInterface:
         assert group is not None
         # Weak: a strong reference would keep sockets and device memory of a group that its owner destroyed.
         DistributedInterface._record = _Record(weakref.ref(group), made, timeout, env_set)
-
-    def _is_fake(self) -> bool:
-        return self.backend == "fake"
 
     def _check_agrees(
         self, *, backend: str | None, timeout: timedelta | None, world_size: int | None, rank: int | None
@@ -317,7 +247,7 @@ class DistributedInterface:
 
     def _derive_local_rank(self) -> int:
         """Number of lower ranks on this machine. Collective."""
-        if self.world_size == 1 or self._is_fake():
+        if self.world_size == 1 or self.is_fake:
             return 0
         host = socket.gethostname()
         hosts: list[Any] = [None] * self.world_size
@@ -413,13 +343,6 @@ def _undo(env_set: dict[str, str]) -> None:
         reset_comm()
 
 
-def _require_live() -> None:
-    if not dist.is_initialized():
-        raise ConfigError(
-            "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
-        )
-
-
 def _live_timeout() -> timedelta | None:
     """Timeout of the live group as torch keeps it; None if its backend keeps none.
 
@@ -458,28 +381,6 @@ def _int_from_env(name: str) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError(f"{name}: the environment has {text!r}, expected an integer") from error
-
-
-def _minorities(digests: list[str | None]) -> dict[int, str]:
-    """A message for each rank whose digest is not the most frequent one (of equals: the lowest rank's)."""
-    usual = Counter(digests).most_common(1)[0][0]
-    holders = _spell_ranks([rank for rank, digest in enumerate(digests) if digest == usual])
-    return {
-        rank: f"holds digest {digest}, where rank(s) {holders} hold {usual}"
-        for rank, digest in enumerate(digests)
-        if digest != usual
-    }
-
-
-def _spell_ranks(ranks: list[int]) -> str:
-    """Ascending ranks with runs shortened: [0, 1, 2, 5] is `0-2, 5`."""
-    runs: list[tuple[int, int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _accelerator() -> Any:

@@ -20,11 +20,12 @@ from .errors import ConfigError, UnsupportedError
 from .expression import Cast, Computed, Expression, Held, Source, cast, held, leaves, numel
 from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_target
 from .precision import Precision, precision_of
+from .rank_group import RankGroup
 from .reader import Reader
 from .report import LoadReport, SlowPath, host_memory
 from .scratch import Scratch
 from .symbolic import SymbolicTensor, forget, kept_of
-from .zero3 import Destination, Partitioner, is_partitioned
+from .zero3 import Destination, Partitioner, is_partitioned, persistent
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
@@ -49,12 +50,17 @@ class _Placement(Protocol):
 
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]: ...
 
+    @property
+    def is_full(self) -> bool: ...
+
+    def settle(self) -> None: ...
+
 
 class _Partitioned:
     """Every parameter becomes a ZeRO-3 parameter in the dtype in which DeepSpeed will run."""
 
-    def __init__(self, ds_config: Mapping[str, Any], model: nn.Module) -> None:
-        self._partitioner = Partitioner(ds_config)
+    def __init__(self, ds_config: Mapping[str, Any], model: nn.Module, ranks: RankGroup) -> None:
+        self._partitioner = Partitioner(ds_config, ranks.group)
         self._ids = self._partitioner.reserve_ids(model)
         self.device = self._partitioner.device
 
@@ -72,6 +78,13 @@ class _Partitioned:
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         return self._partitioner.fp32_buffers(model)
+
+    @property
+    def is_full(self) -> bool:
+        return self._partitioner.is_full
+
+    def settle(self) -> None:
+        self._partitioner.settle()
 
 
 class _Whole:
@@ -93,6 +106,11 @@ class _Whole:
     def fp32_buffers(self, _: nn.Module) -> list[torch.Tensor]:
         return []
 
+    is_full = False
+
+    def settle(self) -> None:
+        pass
+
 
 @dataclass(slots=True)
 class _Target:
@@ -112,6 +130,7 @@ def load_model(
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     progress: bool | None = None,
+    data_parallel_group: Any = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return an ordinary transformers model.
@@ -127,6 +146,8 @@ def load_model(
         dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16 or, with both off or
             absent, fp32). Under stage 3 any other value must agree with it.
         progress: True shows a progress bar on rank 0, False none, None one on long loads when stderr is a terminal.
+        data_parallel_group: a group of torch.distributed among whose ranks parameters are cut up, such as one for
+            data and sequence parallelism; then the ranks of that group call this, and no others. None: all ranks.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Returns:
@@ -142,9 +163,9 @@ def load_model(
         RankError: another rank failed; the same error is raised on every rank.
     """
     name = os.fspath(name)
-    distributed = DistributedInterface()
+    ranks = DistributedInterface().subgroup(data_parallel_group)
     kwargs = dict(from_pretrained_kwargs)
-    with distributed.agreed("checking the arguments"):
+    with ranks.agreed("checking the arguments"):
         config_dict = read_ds_config(ds_config)
         stage = zero_stage(config_dict)
         precision = precision_of(config_dict, absent="disabled")
@@ -157,15 +178,13 @@ def load_model(
                 raise ConfigError("device_map and ZeRO-3 both place parameters; remove device_map")
             pretrained.refuse_quantized(config, kwargs)
             pretrained.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
-        resolve_auto(
-            config_dict, world_size=distributed.world_size, hidden_size=hidden_size_of(config), precision=precision
-        )
-    with streaming(ds_config, progress=progress):
+        resolve_auto(config_dict, world_size=ranks.world_size, hidden_size=hidden_size_of(config), precision=precision)
+    with streaming(ds_config, progress=progress, data_parallel_group=data_parallel_group):
         return cls.from_pretrained(name, **kwargs)
 
 
 @contextlib.contextmanager
-def streaming(ds_config: Any, *, progress: bool | None = None) -> Iterator[None]:
+def streaming(ds_config: Any, *, progress: bool | None = None, data_parallel_group: Any = None) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
     Models keep the dtype that the caller asked for under stages 0 to 2; under stage 3 the ds_config decides, as it
@@ -174,16 +193,17 @@ def streaming(ds_config: Any, *, progress: bool | None = None) -> Iterator[None]
     Args:
         ds_config: as for `load_model`.
         progress: as for `load_model`.
+        data_parallel_group: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used.
     """
-    distributed = DistributedInterface()
-    with distributed.agreed("checking the ds_config"):
+    ranks = DistributedInterface().subgroup(data_parallel_group)
+    with ranks.agreed("checking the ds_config"):
         config_dict = read_ds_config(ds_config)
         zero_stage(config_dict)
         precision_of(config_dict, absent="disabled")
-    stream = _Stream(config_dict, distributed, progress)
+    stream = _Stream(config_dict, ranks, progress)
     with hf.deepspeed_config(config_dict), hf.intercepted(stream.load):
         yield
 
@@ -205,9 +225,9 @@ def load_report(model: Any) -> LoadReport:
 class _Stream:
     """Loads models under one ds_config."""
 
-    def __init__(self, ds_config: dict[str, Any], distributed: DistributedInterface, progress: bool | None) -> None:
+    def __init__(self, ds_config: dict[str, Any], ranks: RankGroup, progress: bool | None) -> None:
         self._ds_config = ds_config
-        self._distributed = distributed
+        self._ranks = ranks
         self._progress = progress
         self._stage = zero_stage(ds_config)
 
@@ -216,9 +236,9 @@ class _Stream:
             return call.run()
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
-        report.rank, report.world_size = self._distributed.rank, self._distributed.world_size
+        report.rank, report.world_size = self._ranks.rank, self._ranks.world_size
         with self._same_random_numbers(), self._reader() as reader:
-            with self._distributed.agreed(f"{call.name}: describing the model"), report.phase("describe"):
+            with self._ranks.agreed(f"{call.name}: describing the model"), report.phase("describe"):
                 model, info = call.describe(
                     reader.read_whole,
                     Scratch(reader.read_whole, self._kept_range),
@@ -234,32 +254,35 @@ class _Stream:
 
     def _complete(self, model: nn.Module, reader: Reader, report: LoadReport) -> None:
         """Turn every description in `model` into a parameter or buffer that holds its values."""
-        with self._distributed.agreed(f"{report.name}: planning") as digest, report.phase("plan"):
+        with self._ranks.agreed(f"{report.name}: planning") as digest, report.phase("plan"):
             placement = self._placement(model, report)
             targets = _plan(model, placement, report)
             digest.append(_digest(targets))
-        with self._distributed.agreed(f"{report.name}: reading"), report.phase("read"):
+        with self._ranks.agreed(f"{report.name}: reading"), report.phase("read"):
             total = sum(plan.needed_bytes for target in targets for plan in target.plans)
             with self._bar(total) as bar:
                 reader.on_bytes = bar
                 _read_buffers(model, reader, placement, report)
                 _read_parameters(targets, reader, placement, report)
                 reader.finish()
+                placement.settle()
         report.needed_bytes += total
+        if self._stage == 3:
+            report.persistent_parameters, report.persistent_elements = persistent(report.ds_config, model)
 
     def _kept_range(self, numel: int) -> FlatRange:
         """Return what this rank may need of a parameter that is initialised, before partitions are known."""
         secondary = self._ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
         if self._stage < 3 or secondary != 1:
             return FlatRange(0, numel)
-        return partition_range(numel, self._distributed.rank, self._distributed.world_size)
+        return partition_range(numel, self._ranks.rank, self._ranks.world_size)
 
     def _placement(self, model: nn.Module, report: LoadReport) -> _Placement:
         precision = precision_of(self._ds_config, absent="disabled")
         config = getattr(model, "config", None)
         report.ds_config = resolve_auto(
             self._ds_config,
-            world_size=self._distributed.world_size,
+            world_size=self._ranks.world_size,
             hidden_size=hidden_size_of(config),
             precision=precision,
         )
@@ -268,10 +291,10 @@ class _Stream:
         quantizer = getattr(model, "hf_quantizer", None)
         if quantizer is not None:
             pretrained.refuse_quantized(quantizer, {})
-        return _Partitioned(report.ds_config, model)
+        return _Partitioned(report.ds_config, model, self._ranks)
 
     def _reader(self) -> Reader:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._distributed.world_size))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks.world_size))
         return Reader(num_threads=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // max(1, local_ranks))))
 
     @contextlib.contextmanager
@@ -283,7 +306,7 @@ class _Stream:
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
-            disable=not shown or self._distributed.rank != 0,
+            disable=not shown or self._ranks.rank != 0,
             delay=0 if self._progress else PROGRESS_DELAY_S,
         ) as bar:
             yield lambda num_bytes: _advance(bar, num_bytes)
@@ -291,15 +314,15 @@ class _Stream:
     @contextlib.contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
         """Give every rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
-        if self._distributed.world_size == 1:
+        if self._ranks.world_size == 1:
             yield
             return
         own = torch.get_rng_state()
-        torch.set_rng_state(self._distributed.broadcast_object(own, src=0))
+        torch.set_rng_state(self._ranks.broadcast_object(own, src=0))
         try:
             yield
         finally:
-            if self._distributed.rank != 0:
+            if self._ranks.rank != 0:
                 torch.set_rng_state(own)
 
 
@@ -391,6 +414,9 @@ def _digest(targets: list[_Target]) -> str:
 def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placement, report: LoadReport) -> None:
     """Replace each parameter by one with memory of its own and start filling it."""
     for target in _consumed(targets):
+        if placement.is_full:
+            reader.finish()
+            placement.settle()
         made, destinations = placement.make(target.parameter, target.dtype)
         for plan, destination in zip(target.plans, destinations, strict=True):
             reader.fill(plan.copies, destination.tensor[: plan.flat_range.numel])

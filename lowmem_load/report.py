@@ -66,6 +66,8 @@ class LoadReport:
         dtype: storage dtype of floating-point parameters, as torch prints it.
         num_parameters: distinct parameters; tied ones count once.
         num_elements: elements of all of them, unpadded.
+        persistent_parameters, persistent_elements: parameters, and their elements, that an engine of this ds_config
+            keeps whole on every rank because they are at most stage3_param_persistence_threshold elements large.
         partition_bytes: bytes of the partitions on this rank, padding included.
         total_partition_bytes: bytes of the partitions on all ranks.
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
@@ -87,6 +89,8 @@ class LoadReport:
     dtype: str = ""
     num_parameters: int = 0
     num_elements: int = 0
+    persistent_parameters: int = 0
+    persistent_elements: int = 0
     partition_bytes: int = 0
     total_partition_bytes: int = 0
     needed_bytes: int = 0
@@ -125,6 +129,7 @@ class LoadReport:
             f"{self.name}: {self.num_parameters} parameters, {self.num_elements / 1e9:.3f} B elements, {self.dtype}, "
             f"rank {self.rank} of {self.world_size}",
             f"  partition {self.partition_bytes / mib:.1f} MiB here, {self.total_partition_bytes / mib:.1f} MiB in all",
+            f"  kept whole: {self.persistent_parameters} small parameters, {self.persistent_elements} elements",
             f"  read {self.read_bytes / mib:.1f} MiB in {self.num_reads} reads for {self.needed_bytes / mib:.1f} MiB "
             "needed",
             f"  peak {grown:.1f} MiB above the start",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_load import distributed
+from lowmem_load import distributed, rank_group
 from lowmem_load.distributed import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
@@ -356,13 +356,13 @@ def test_default_timeout_is_thirty_minutes_or_what_deepspeed_is_told(monkeypatch
     ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3], "0, 2-3"), (range(512), "0-511")]
 )
 def test_spell_ranks(ranks: list[int], text: str) -> None:
-    assert distributed._spell_ranks(list(ranks)) == text
+    assert rank_group._spell_ranks(list(ranks)) == text
 
 
 def test_minorities_are_measured_against_the_most_frequent_digest() -> None:
-    assert distributed._minorities(["a", "a", "a"]) == {}
-    assert distributed._minorities(["a", "b"]) == {1: "holds digest b, where rank(s) 0 hold a"}
-    assert distributed._minorities(["x", "a", "a", None]) == {
+    assert rank_group._minorities(dict(enumerate(["a", "a", "a"]))) == {}
+    assert rank_group._minorities(dict(enumerate(["a", "b"]))) == {1: "holds digest b, where rank(s) 0 hold a"}
+    assert rank_group._minorities(dict(enumerate(["x", "a", "a", None]))) == {
         0: "holds digest x, where rank(s) 1-2 hold a",
         3: "holds digest None, where rank(s) 1-2 hold a",
     }

@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"expression", "header", "precision"},
     {"checkpoint", "config", "operations", "plan", "pretrained", "torch_zip"},
-    {"reader", "report", "scratch", "zero3"},
+    {"rank_group", "reader", "report", "scratch", "zero3"},
     {"distributed", "symbolic"},
     {"hf"},
     {"arguments", "load"},
@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
 # Third-party name, with all below it -> the modules that may import it or reach it as an attribute.
 OWNERS: dict[str, set[str]] = {
     "transformers": {"hf", "pretrained"},
-    "torch.distributed": {"distributed"},
+    "torch.distributed": {"distributed", "rank_group"},
     "deepspeed": {"zero3"},
 }
 
