@@ -14,7 +14,7 @@ import torch
 from benchmarks.checkpoint import SourceTensor, read_headers
 
 METHODS = ("ordinary", "stock", "lowmem", "floor")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +150,27 @@ LOADERS: dict[str, Callable[[Job], Loaded]] = {
 
 
 def unpadded_partitions(loaded: Loaded, rank: int, world_size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, flat CPU tensor) of each partition without its padding, which stock leaves undefined."""
+    """Yield (name, flat CPU tensor) of each partition without its padding, which stock leaves undefined.
+
+    A secondary partition follows its partition. Those in swap files are read back, one at a time.
+    """
     if loaded.model is None:
         yield from ((name, partition.cpu()) for name, partition in loaded.partitions.items())
         return
     for name, param in loaded.model.named_parameters():
         start, end = partition_range(param.ds_numel, rank, world_size)
+        swapped = param.ds_tensor.status.name == "NOT_AVAILABLE"
+        if swapped:
+            param.nvme_swapper.swap_in([param], async_op=False)
         yield name, param.ds_tensor.detach().flatten()[: end - start].cpu()
+        if swapped:
+            param.nvme_swapper.remove_partition_and_release_buffers([param])
+        if param.ds_secondary_tensor is not None:
+            yield f"{name}, secondary", param.ds_secondary_tensor.detach().cpu()
 
 
 def partition_bytes(loaded: Loaded) -> int:
     """Return the bytes of this rank's partitions, including padding."""
     if loaded.model is None:
         return sum(partition.nbytes for partition in loaded.partitions.values())
-    return sum(param.ds_tensor.numel() * param.ds_tensor.element_size() for param in loaded.model.parameters())
+    return sum(param.ds_tensor.ds_numel * param.element_size() for param in loaded.model.parameters())

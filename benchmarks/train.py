@@ -17,8 +17,9 @@ def training_losses(model: Any, ds_config: dict[str, Any], num_steps: int, rank:
     """
     import deepspeed
 
-    # torch_adam: DeepSpeed's own Adam would be compiled first, and which one is used does not matter here.
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+    # torch_adam: DeepSpeed's own Adam would be compiled first. Offloaded states need that one.
+    offloaded = "offload_optimizer" in ds_config["zero_optimization"]
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4} if offloaded else {"lr": 1e-4, "torch_adam": True}}
     config = {**ds_config, "train_micro_batch_size_per_gpu": BATCH_SIZE, "optimizer": optimizer}
     torch.manual_seed(0)
     model.train()

@@ -27,6 +27,7 @@ class Spec:
     dtype: str
     train_steps: int
     out: str
+    ds_config: dict[str, Any] | None = None  # instead of the common one
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class RankResult:
     network: NetworkUse
     load_average: float
     digests: dict[str, str] = field(default_factory=dict)
+    persistent: list[int] = field(default_factory=list)  # parameters, and elements, that the engine keeps whole
     losses: list[float] = field(default_factory=list)
     train_seconds: float = 0.0
     train_peak_bytes: int = 0  # resident memory of the whole process, imports included
@@ -133,7 +135,7 @@ def run(spec: Spec) -> RankResult:
     counter.install()
     prepare(spec.method)
     ranks = init_ranks(counter)
-    ds_config: dict[str, Any] = zero3_config(spec.dtype)
+    ds_config = spec.ds_config or zero3_config(spec.dtype)
     job = Job(Path(spec.checkpoint), spec.dtype, ds_config, ranks.rank, ranks.world_size, ranks.device)
     loaded, result = measure_load(spec, job, counter)
     result.digests = digest_partitions(loaded, job.rank, job.world_size)
@@ -143,6 +145,8 @@ def run(spec: Spec) -> RankResult:
         start_s = time.perf_counter()
         result.losses = training_losses(loaded.model, ds_config, spec.train_steps, job.rank)
         result.train_seconds = time.perf_counter() - start_s
+        sizes = [param.ds_numel for param in loaded.model.parameters() if param.ds_persist]
+        result.persistent = [len(sizes), sum(sizes)]
         result.train_peak_bytes = read_rss()[0].high_water
     dist.barrier()
     return result

@@ -19,7 +19,8 @@ def check_indexes(folder: str) -> None:
     Raises:
         CheckpointError: names the index, and the tensor or file.
     """
-    for index in sorted(Path(folder).glob("*.index.json")):
+    indexes = [*Path(folder).glob("*.safetensors.index*.json"), *Path(folder).glob("*.bin.index*.json")]
+    for index in sorted(indexes):
         try:
             content = json.loads(index.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -30,6 +31,21 @@ def check_indexes(folder: str) -> None:
         for name, file in weight_map.items():
             if not isinstance(file, str) or os.path.isabs(file) or ".." in Path(file).parts:
                 raise CheckpointError(f"{index}: tensor {name!r} is said to be in {file!r}, outside of the folder")
+
+
+def base_of_adapter(path: str) -> str:
+    """Return the folder or Hub id of the model that the adapter whose configuration is at `path` belongs to.
+
+    Raises:
+        CheckpointError: it cannot be read, or names none.
+    """
+    try:
+        base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{path}: names no base_model_name_or_path")
+    return base
 
 
 def read_header(path: str) -> Header:

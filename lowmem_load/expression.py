@@ -202,6 +202,19 @@ def leaves(expression: Expression) -> list[Leaf]:
     return list(found.values())
 
 
+def computed_below(expression: Expression) -> list[Computed]:
+    """Return the `Computed` that must be evaluated before `expression` can be read; not those that they need."""
+    found: dict[int, Computed] = {}
+    stack: list[Expression] = [expression]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Computed):
+            found.setdefault(id(node), node)
+        else:
+            stack.extend(children(node))
+    return list(found.values())
+
+
 def children(expression: Expression) -> tuple[Expression, ...]:
     """Return the expressions that `expression` is directly made of."""
     if isinstance(expression, Source | Held):

@@ -21,6 +21,12 @@ PREFIX_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
 """Bytes. The limit of safetensors itself (`MAX_HEADER_SIZE`): a forged length must not allocate gigabytes."""
 
+MAX_SIZE, MAX_DIMS = 1 << 60, 64
+"""Of a shape: what torch can hold, with room to multiply."""
+
+MIN_NBYTES_PER_BRACKET = 12
+"""A tensor has an object and two lists in no less than 48 bytes. More brackets than that only cost memory to parse."""
+
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -104,9 +110,11 @@ def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
         HeaderError: malformed JSON, duplicate or ill-formed entries, or offsets that do not tile the data.
         TruncatedFileError: the file is shorter than the tensors need.
     """
+    if header.count(b"{") + header.count(b"[") > 16 + len(header) // MIN_NBYTES_PER_BRACKET:
+        raise HeaderError(f"{file_name}: header is not one of tensors: too many brackets for its {len(header)} bytes")
     try:
         decoded = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (UnicodeDecodeError, json.JSONDecodeError, _DuplicateKey, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of an integer with thousands of digits
         raise HeaderError(f"{file_name}: header is not valid JSON: {error}") from error
     if not isinstance(decoded, dict):
         raise HeaderError(f"{file_name}: header is a JSON {type(decoded).__name__}, expected an object")
@@ -122,10 +130,11 @@ class _DuplicateKey(ValueError):
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateKey(f"duplicate key {next(n for n in names if names.count(n) > 1)!r}")
+    unique: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in unique:
+            raise _DuplicateKey(f"duplicate key {name!r}")
+        unique[name] = value
     return unique
 
 
@@ -138,16 +147,16 @@ def _metadata(metadata: Any, file_name: str) -> Mapping[str, str] | None:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
 
 
 def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEntry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise HeaderError(f"{file_name}: tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise HeaderError(f"{file_name}: tensor {name!r} has unknown dtype {code!r}; known are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
         raise HeaderError(f"{file_name}: tensor {name!r} has shape {shape!r}, expected a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise HeaderError(f"{file_name}: tensor {name!r} has data_offsets {offsets!r}, expected [start, end)")

@@ -17,11 +17,11 @@ from . import hf, pretrained
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, UnsupportedError
-from .expression import Cast, Computed, Expression, Held, Source, cast, held, leaves, numel
+from .expression import Cast, Computed, Expression, Source, cast, held, leaves, numel
 from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_target
 from .precision import Precision, precision_of
 from .rank_group import RankGroup
-from .reader import Reader
+from .reader import Reader, gathered_nbytes
 from .report import LoadReport, SlowPath, host_memory
 from .scratch import Scratch
 from .symbolic import SymbolicTensor, forget, kept_of
@@ -32,6 +32,9 @@ MAX_THREADS = 4
 
 REPORT_ATTRIBUTE = "lowmem_load_report"
 """Where a model keeps its `LoadReport`; `load_report(model)` finds it."""
+
+_PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
+"""Keywords of loads that transformers itself does under stages 0 to 2."""
 
 PROGRESS_DELAY_S = 3.0
 """Seconds before the progress bar appears: short loads stay quiet."""
@@ -165,6 +168,8 @@ def load_model(
     name = os.fspath(name)
     ranks = DistributedInterface().subgroup(data_parallel_group)
     kwargs = dict(from_pretrained_kwargs)
+    if "torch_dtype" in kwargs:  # the older name of the same keyword
+        dtype = kwargs.pop("torch_dtype") if dtype == "auto" else dtype
     with ranks.agreed("checking the arguments"):
         config_dict = read_ds_config(ds_config)
         stage = zero_stage(config_dict)
@@ -232,18 +237,21 @@ class _Stream:
         self._stage = zero_stage(ds_config)
 
     def load(self, call: hf.Call) -> tuple[nn.Module, dict[str, Any]]:
-        if self._stage < 3 and (call.kwargs.get("device_map") or call.kwargs.get("quantization_config")):
+        if self._stage < 3 and any(
+            call.kwargs.get(name) for name in ("device_map", "quantization_config", "gguf_file")
+        ):
             return call.run()
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
         report.rank, report.world_size = self._ranks.rank, self._ranks.world_size
         with self._same_random_numbers(), self._reader() as reader:
-            with self._ranks.agreed(f"{call.name}: describing the model"), report.phase("describe"):
+            with self._ranks.agreed(f"{call.name}: describing the model") as digest, report.phase("describe"):
                 model, info = call.describe(
                     reader.read_whole,
                     Scratch(reader.read_whole, self._kept_range),
                     lambda base: self._complete(base, reader, report),
                 )
+                digest.append(plan_digest(f"{key} {sorted(map(str, names))}" for key, names in sorted(info.items())))
             self._complete(model, reader, report)
             report.read_bytes, report.num_reads = reader.stats.read_bytes, reader.stats.num_reads
         report.missing_keys = sorted(info["missing_keys"])
@@ -257,7 +265,7 @@ class _Stream:
         with self._ranks.agreed(f"{report.name}: planning") as digest, report.phase("plan"):
             placement = self._placement(model, report)
             targets = _plan(model, placement, report)
-            digest.append(_digest(targets))
+            digest.append(_digest(model, targets))
         with self._ranks.agreed(f"{report.name}: reading"), report.phase("read"):
             total = sum(plan.needed_bytes for target in targets for plan in target.plans)
             with self._bar(total) as bar:
@@ -298,7 +306,7 @@ class _Stream:
         return Reader(num_threads=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // max(1, local_ranks))))
 
     @contextlib.contextmanager
-    def _bar(self, total: int) -> Iterator[Callable[[int], None]]:
+    def _bar(self, total: int) -> Iterator[Callable[[int], object]]:
         shown = self._progress if self._progress is not None else sys.stderr.isatty()
         with tqdm(
             total=total,
@@ -309,7 +317,7 @@ class _Stream:
             disable=not shown or self._ranks.rank != 0,
             delay=0 if self._progress else PROGRESS_DELAY_S,
         ) as bar:
-            yield lambda num_bytes: _advance(bar, num_bytes)
+            yield bar.update
 
     @contextlib.contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
@@ -318,16 +326,13 @@ class _Stream:
             yield
             return
         own = torch.get_rng_state()
-        torch.set_rng_state(self._ranks.broadcast_object(own, src=0))
+        common = self._ranks.broadcast_object(own, src=0)
+        torch.set_rng_state(common)
         try:
             yield
         finally:
-            if self._ranks.rank != 0:
+            if not torch.equal(own, common):
                 torch.set_rng_state(own)
-
-
-def _advance(bar: Any, num_bytes: int) -> None:
-    bar.update(num_bytes)
 
 
 def _storage_dtype(dtype: str | torch.dtype | None, precision: Precision, stage: int) -> torch.dtype:
@@ -365,8 +370,10 @@ def _plan(model: nn.Module, placement: _Placement, report: LoadReport) -> list[_
         expression = _described(name, parameter)
         if expression.dtype != dtype:
             report.recast_parameters.append(name)
+            if isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
+                expression = expression.part
         plans = [plan_target(name, cast(expression, dtype), span) for span in placement.ranges(parameter.numel())]
-        _note_slow_path(name, parameter, expression, report)
+        report.slow_paths += _slow_paths(name, parameter, expression, plans)
         targets.append(_Target(parameter, dtype, places[key], plans, name))
     return sorted(targets, key=_first_byte)
 
@@ -379,36 +386,48 @@ def _described(name: str, parameter: nn.Parameter) -> Expression:
     return held(parameter)
 
 
-def _note_slow_path(name: str, parameter: nn.Parameter, expression: Expression, report: LoadReport) -> None:
-    if isinstance(expression, Held):
+def _slow_paths(
+    name: str, parameter: nn.Parameter, expression: Expression, plans: list[TargetPlan]
+) -> Iterator[SlowPath]:
+    """Yield why, and at what cost, a parameter is not read straight into its partition."""
+    if isinstance(parameter, SymbolicTensor) and kept_of(parameter) is not None:
         nbytes = parameter.numel() * parameter.dtype.itemsize
-        report.slow_paths.append(SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes))
-        return
+        yield SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes)
     for leaf in leaves(expression):
         if isinstance(leaf, Computed):
             nbytes = sum(numel(part) * part.dtype.itemsize for part in leaf.inputs)
-            report.slow_paths.append(SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes))
+            yield SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes)
+    gathered = [over for plan in plans for copy in plan.copies if (over := gathered_nbytes(copy)) is not None]
+    if gathered:
+        yield SlowPath(name, "gathered from scattered bytes", sum(gathered))
 
 
 def _first_byte(target: _Target) -> tuple[str, int, str]:
     """Sort key: files are read front to back."""
-    sources = [copy for plan in target.plans for copy in plan.copies if isinstance(copy.leaf, Source)]
-    if not sources or not isinstance(sources[0].leaf, Source):
-        return "", 0, target.name
-    return sources[0].leaf.path, sources[0].leaf.start, target.name
+    for plan in target.plans:
+        for copy in plan.copies:
+            if isinstance(copy.leaf, Source):
+                return copy.leaf.path, copy.leaf.start, target.name
+    return "", 0, target.name
 
 
-def _digest(targets: list[_Target]) -> str:
+def _digest(model: nn.Module, targets: list[_Target]) -> str:
     """Describe the whole model, not this rank's part: ranks that disagree here hold different files."""
-    lines = []
-    for target in sorted(targets, key=lambda target: target.name):
-        parts = [f"{target.name} {tuple(target.parameter.shape)} {target.dtype}"]
-        if isinstance(target.parameter, SymbolicTensor):
-            for leaf in leaves(target.parameter.expression):
-                if isinstance(leaf, Source):
-                    parts.append(f"{os.path.basename(leaf.path)} {leaf.name} {leaf.start} {leaf.shape} {leaf.dtype}")
-        lines.append("; ".join(parts))
-    return plan_digest(lines)
+    lines = [_line(target.name, target.parameter) for target in sorted(targets, key=lambda target: target.name)]
+    return plan_digest(lines + [_line(name, buffer) for name, buffer in model.named_buffers()])
+
+
+def _line(name: str, tensor: torch.Tensor) -> str:
+    parts = [f"{name} {tuple(tensor.shape)} {tensor.dtype}"]
+    if not isinstance(tensor, SymbolicTensor):
+        return f"{parts[0]}; in memory"
+    if kept_of(tensor) is not None:
+        return f"{parts[0]}; initialised"
+    for leaf in leaves(tensor.expression):
+        parts.append(type(leaf).__name__)
+        if isinstance(leaf, Source):
+            parts.append(f"{os.path.basename(leaf.path)} {leaf.name} {leaf.start} {leaf.shape} {leaf.dtype}")
+    return "; ".join(parts)
 
 
 def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placement, report: LoadReport) -> None:

@@ -30,6 +30,8 @@ from .expression import (
     Reshape,
     Slice,
     Source,
+    computed_below,
+    leaves,
     numel,
 )
 
@@ -87,7 +89,7 @@ class Copy:
     def needed_bytes(self) -> int:
         """Bytes of shard files that the copy is made of; an element that it repeats counts once.
 
-        Of an `Elementwise` leaf that is taken with gaps, the gaps count too.
+        Of an `Elementwise` leaf that is taken with gaps, the gaps count too. A `Computed` counts with its plan.
         """
         if isinstance(self.leaf, Source):
             loops = zip(self.sizes, self.leaf_strides, strict=True)
@@ -120,8 +122,11 @@ class TargetPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of shard files that end up in the destination."""
-        return sum(copy.needed_bytes for copy in self.copies)
+        """Bytes of shard files that the destination is made of: for a `Computed`, all that it is computed from."""
+        computed = {id(node): node for copy in self.copies for node in computed_below(copy.leaf)}
+        sources = {id(leaf): leaf for node in computed.values() for leaf in leaves(node) if isinstance(leaf, Source)}
+        whole = sum(numel(leaf) * leaf.dtype.itemsize for leaf in sources.values())
+        return whole + sum(copy.needed_bytes for copy in self.copies)
 
 
 def plan_target(name: str, expression: Expression, flat_range: FlatRange) -> TargetPlan:

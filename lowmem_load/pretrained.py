@@ -9,8 +9,10 @@ from typing import Any
 import huggingface_hub
 import transformers
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
+from .checkpoint import base_of_adapter
 from .errors import CheckpointError, ConfigError, UnsupportedError
 
 HUB_KEYWORDS = (
@@ -106,6 +108,9 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
         return given
     hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
     try:
+        adapter = find_adapter_config_file(name, **{key: hub[key] for key in _DOWNLOAD_KEYWORDS if key in hub})
+        if given is None and adapter is not None:
+            return AutoConfig.from_pretrained(base_of_adapter(adapter))
         return AutoConfig.from_pretrained(name if given is None else given, **hub)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{name}: no usable model configuration: {error}") from error
@@ -141,7 +146,8 @@ def model_class(auto_class: str | type | None, config: Any, trust_remote_code: b
 
 def _class_named(name: str, where: str) -> Any:
     found = getattr(transformers, name, None)
-    if not isinstance(found, type) or not callable(getattr(found, "from_pretrained", None)):
+    is_model = isinstance(found, type) and (issubclass(found, PreTrainedModel) or name.startswith("AutoModel"))
+    if not is_model:
         raise ConfigError(
             f"{where}: transformers {transformers.__version__} has no model class {name!r}; "
             "pass a class, or trust_remote_code=True for code that comes with the checkpoint"

@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 
 from .errors import TruncatedFileError
-from .expression import Computed, Elementwise, Expression, Held, Source, numel
+from .expression import Computed, Elementwise, Expression, Held, Source, computed_below, numel
 from .plan import Copy, FlatRange, plan_copies, plan_target
 
 STAGING_NBYTES = 8 << 20
@@ -86,7 +86,7 @@ class Reader:
 
     def fill(self, copies: Sequence[Copy], destination: torch.Tensor) -> None:
         """Start filling the flat contiguous `destination`; `finish` tells when, and whether, it is filled."""
-        for task in self._tasks(copies, destination):
+        for task in self._tasks(copies, destination, {}):
             self._run(task)
 
     def finish(self) -> None:
@@ -106,22 +106,32 @@ class Reader:
         self.finish()
         return value.reshape(expression.shape)
 
-    def _tasks(self, copies: Iterable[Copy], destination: torch.Tensor) -> Iterator[Callable[[], None]]:
-        values: dict[int, Held] = {}
+    def _tasks(
+        self, copies: Iterable[Copy], destination: torch.Tensor, values: dict[int, Held]
+    ) -> Iterator[Callable[[], None]]:
+        """Yield what fills `destination`; `values` holds each `Computed` that was evaluated, by id.
+
+        The calling thread evaluates them before the tasks that need them: in a task, that would wait for itself.
+        """
         for copy in copies:
             leaf = copy.leaf
+            for computed in computed_below(leaf):
+                if id(computed) not in values:
+                    values[id(computed)] = self._evaluate(computed)
             if isinstance(leaf, Computed):
-                leaf = values.setdefault(id(leaf), values.get(id(leaf)) or self._evaluate(leaf))
+                leaf = values[id(leaf)]
             if isinstance(leaf, Held):
                 _scatter(copy, leaf.flat, copy.leaf_start - leaf.first, destination)
             elif isinstance(leaf, Elementwise):
-                yield from self._elementwise(leaf, copy, destination)
+                yield from self._elementwise(leaf, copy, destination, values)
             elif copy.is_contiguous and not copy.casts and destination.device.type == "cpu":
                 yield from self._direct_reads(leaf, copy, destination)
             else:
                 yield from self._staged_reads(leaf, copy, destination)
 
-    def _elementwise(self, leaf: Elementwise, copy: Copy, destination: torch.Tensor) -> Iterator[Callable[[], None]]:
+    def _elementwise(
+        self, leaf: Elementwise, copy: Copy, destination: torch.Tensor, known: dict[int, Held]
+    ) -> Iterator[Callable[[], None]]:
         widest = max(part.dtype.itemsize for part in (leaf, *leaf.parts))
         for piece, span in _staged_pieces(copy, widest):
 
@@ -130,7 +140,7 @@ class Reader:
                 for part in leaf.parts:
                     values.append(torch.empty(span, dtype=part.dtype))
                     span_of_part = FlatRange(piece.leaf_start, piece.leaf_start + span)
-                    for read in self._tasks(plan_copies(part, span_of_part), values[-1]):
+                    for read in self._tasks(plan_copies(part, span_of_part), values[-1], known):
                         read()
                 _scatter(piece, leaf.compute(values), 0, destination)
 
@@ -206,6 +216,19 @@ class Reader:
         with self._lock:
             self.stats.read_bytes += piece.nbytes
             self.stats.num_reads += num_reads
+
+
+def gathered_nbytes(copy: Copy) -> int | None:
+    """Return the bytes that are read beyond those needed for a copy that gathers scattered elements of a file.
+
+    None for one that takes runs as they lie.
+    """
+    loops = zip(copy.leaf_strides, copy.destination_strides, strict=True)
+    if not isinstance(copy.leaf, Source) or copy.is_contiguous:
+        return None
+    itemsize = copy.leaf.dtype.itemsize
+    over = sum(span for _, span in _staged_pieces(copy, itemsize)) * itemsize - copy.needed_bytes
+    return over if over > 0 or (1, 1) not in loops else None
 
 
 def _scatter(copy: Copy, leaf: torch.Tensor, leaf_start: int, destination: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a load did: bytes, reads, seconds, memory, keys. `LoadReport` is plain data; `MemoryMeter` reads /proc."""
+"""What a load did: bytes, reads, seconds, memory, keys. `host_memory` reads /proc."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from deepspeed.accelerator import get_accelerator
 
 STATUS = Path("/proc/self/status")
 
@@ -75,7 +77,7 @@ class LoadReport:
         num_reads: system calls that read them.
         seconds: wall seconds by phase: describe, plan, read, in order.
         start_memory, peak_memory: resident host memory before the load and the most that was seen during it.
-        peak_device_bytes: most accelerator memory allocated during the load; 0 without one.
+        peak_device_bytes: most accelerator memory that tensors were seen to take during the load; 0 on the CPU.
         missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
         slow_paths: parameters that took a slower path.
         recast_parameters: parameters that an ordinary load keeps in another dtype (float32 as a rule) and that are
@@ -117,7 +119,9 @@ class LoadReport:
             self.sample_memory()
 
     def sample_memory(self) -> None:
-        """Raise `peak_memory` to the resident memory now when that is more."""
+        """Raise the peaks to the memory now where that is more."""
+        if get_accelerator().device_name() != "cpu":
+            self.peak_device_bytes = max(self.peak_device_bytes, int(get_accelerator().memory_allocated()))
         now = host_memory()
         if now.total_bytes > self.peak_memory.total_bytes:
             self.peak_memory = now

@@ -6,9 +6,11 @@ parameters that it writes are whole at once.
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,7 @@ PAGES_NBYTES = 128 << 10
 UNINITIALISED = "torch.empty"
 """Operation of the `Computed` that stands for a parameter before it is initialised."""
 
+T = TypeVar("T")
 ReadWhole = Callable[[Expression], torch.Tensor]
 _Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
 
@@ -122,18 +125,25 @@ def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=dtype)
 
 
+def with_random_state(state: torch.Tensor | None, call: Callable[[], T]) -> T:
+    """Return call(), run with random numbers from `state` on if there is one; restores the random state then."""
+    if state is None:
+        return call()
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        return call()
+    finally:
+        torch.set_rng_state(before)
+
+
 def _replayed(before: Expression, log: Sequence[_Write], num_writes: int) -> Expression:
     """Return the value that `before` has after the first writes of `log`: whole, made again from the log."""
 
     def compute(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole, random_state = inputs[0].clone(), torch.get_rng_state()
-        try:
-            for state, change in log[:num_writes]:
-                if state is not None:
-                    torch.set_rng_state(state)
-                change(whole)
-        finally:
-            torch.set_rng_state(random_state)
+        whole = inputs[0].clone()
+        for state, change in log[:num_writes]:
+            with_random_state(state, functools.partial(change, whole))
         return whole
 
     return Computed("initialised", compute, (before,), before.shape, before.dtype)

@@ -36,7 +36,7 @@ from .expression import (
     slice_dim,
 )
 from .operations import describe, is_described
-from .scratch import UNINITIALISED, Scratch, Value
+from .scratch import UNINITIALISED, Scratch, Value, with_random_state
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -149,8 +149,8 @@ class SymbolicTensor(torch.Tensor):
         try:
             twins = func(*tree_map(_twin, args), **{key: _twin(v) for key, v in kwargs.items() if key != "device"})
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
-            inputs, run = _on_values(func, args, kwargs)
-            return run([_reader_of(args)(part) for part in inputs])
+            return _run_now(func, args, kwargs)
+        args, kwargs = tree_map(_snapshot, (args, kwargs))
         if func._schema.returns and func._schema.returns[0].alias_info is not None:
             return _view(func, args, kwargs, twins)
         expression = _pointwise(func, args, kwargs, twins) or describe(operation, tree_map(_expressed, args), twins)
@@ -178,7 +178,7 @@ def own(tensor: SymbolicTensor, scratch: Scratch) -> None:
 
 def kept_of(tensor: SymbolicTensor) -> Held | None:
     """Return what this rank keeps of a parameter that was written into; None for one that is read from files."""
-    return tensor.value.kept
+    return None if tensor.views else tensor.value.kept
 
 
 def forget(tensor: SymbolicTensor) -> None:
@@ -195,6 +195,12 @@ def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTens
     made = SymbolicTensor(expression, sources[0].read_whole, twin)
     made.value.near = next((near for s in sources if (near := s.value.scratch or s.value.near)), None)
     return made
+
+
+def _snapshot(value: Any) -> Any:
+    """Copy a real tensor that an operation uses later: its owner may write into it meanwhile."""
+    real = isinstance(value, torch.Tensor) and not isinstance(value, SymbolicTensor)
+    return value.clone() if real and not value.is_meta else value
 
 
 def _expressed(value: Any) -> Any:
@@ -267,14 +273,18 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place operation. See [Note: writes]."""
-    written = args[0]
-    inputs, run = _on_values(func, args, kwargs)
-    if isinstance(written, torch.Tensor) and not isinstance(written, SymbolicTensor):
-        read_whole = _reader_of((args, kwargs))
-        return run([read_whole(part) for part in inputs])
-    if not isinstance(written, SymbolicTensor) or func._schema.arguments[0].alias_info is None or "out" in kwargs:
+    positions = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
+    named = [kwargs[name] for i in positions if (name := func._schema.arguments[i].name) in kwargs]
+    targets = tree_flatten([[args[i] for i in positions if i < len(args)], named])[0]
+    if positions and not any(isinstance(target, SymbolicTensor) for target in targets):
+        return _run_now(func, args, kwargs)
+    if positions != [0] or not isinstance(args[0], SymbolicTensor):
         raise UnsupportedError(f"{func} writes into weights in a way that lowmem_load does not know; report its model")
+    written: SymbolicTensor = args[0]
+    args, kwargs = tree_map(_snapshot, (args, kwargs))
+    inputs, run = _on_values(func, args, kwargs)
     value, views, others = written.value, written.views, inputs[1:]
+    draws = torch.Tag.nondeterministic_seeded in func.tags
 
     def change(whole: torch.Tensor, other_values: Sequence[torch.Tensor]) -> torch.Tensor:
         target = whole
@@ -285,11 +295,12 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     if value.scratch is None:
         before = value.expression
-        if value.near is not None and torch.Tag.nondeterministic_seeded in func.tags:
+        state = torch.get_rng_state() if draws else None
+        if value.near is not None and draws:
             value.near.skip(lambda: change(torch.empty(before.shape, dtype=before.dtype), ()))
         value.expression = Computed(
             str(func),
-            lambda values: change(values[0].clone(), values[1:]),
+            lambda values: with_random_state(state, lambda: change(values[0].clone(), values[1:])),
             (before, *others),
             before.shape,
             before.dtype,
@@ -299,7 +310,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value.scratch.write(
         value,
         lambda whole: change(whole, [read_whole(other) for other in others]),
-        torch.Tag.nondeterministic_seeded in func.tags,
+        draws,
     )
     return written
 
@@ -323,6 +334,13 @@ def _on_values(
     return tuple(tensor.expression for tensor in tensors), run
 
 
+def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on what its arguments hold; reads them whole."""
+    read_whole = _reader_of((args, kwargs))
+    inputs, run = _on_values(func, args, kwargs)
+    return run([read_whole(part) for part in inputs])
+
+
 def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Give `value` the strides that the caller saw: as_strided and its like depend on them."""
     if value.stride() == strides:
@@ -331,12 +349,15 @@ def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
-    """Defer `func` to one `Computed` node per tensor it returns; run it now when it returns something else."""
-    inputs, run = _on_values(func, args, kwargs)
-    read_whole = _reader_of((args, kwargs))
+    """Defer `func` to one `Computed` node per tensor it returns.
+
+    Run it now when it returns something else, or draws random numbers, which come in order.
+    """
     results, result_spec = tree_flatten(twins)
-    if not all(isinstance(result, torch.Tensor) for result in results):
-        return run([read_whole(part) for part in inputs])
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    if draws or not all(isinstance(result, torch.Tensor) for result in results):
+        return _run_now(func, args, kwargs)
+    inputs, run = _on_values(func, args, kwargs)
 
     def node(position: int, twin: torch.Tensor) -> SymbolicTensor:
         def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:

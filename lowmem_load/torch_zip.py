@@ -25,6 +25,9 @@ import torch
 from .errors import CheckpointError, TruncatedFileError
 from .expression import Computed, Expression, Shape, Source, permute
 
+MAX_OPCODES = 1 << 22
+"""About 25 are needed for a tensor; each may make an object of some 64 bytes."""
+
 MAX_PICKLE_NBYTES = 32 << 20
 """Bytes of `data.pkl`. A tensor takes about 200, so this is 150 000 tensors in one file; more would cost gigabytes."""
 
@@ -256,7 +259,9 @@ class _Machine:
 
     def run(self, pickled: bytes) -> Any:
         """Return the object that `pickled` describes."""
-        for opcode, argument, _ in pickletools.genops(pickled):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+            if count > MAX_OPCODES:
+                raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
             if opcode.name in _CONSTANTS:
                 self._stack.append(_CONSTANTS[opcode.name]())
             elif opcode.name in _LITERALS:
@@ -265,7 +270,8 @@ class _Machine:
                 _OPERATIONS[opcode.name](self, argument)
             elif opcode.name not in _NO_OPERATIONS:
                 raise CheckpointError(f"{self._path}: its pickle uses {opcode.name}, which no state dict needs")
-        return self._stack.pop()
+        (found,) = self._stack
+        return found
 
     def mark(self, _: None) -> None:
         self._below.append(self._stack)

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from .errors import ConfigError, IncompatibleVersionError, UnsupportedError
-from .plan import FlatRange
+from .plan import FlatRange, partition_range
 
 SUPPORTED = "deepspeed >=0.19.8,<0.20"
 
@@ -65,7 +65,7 @@ def _check_contract() -> None:
         ]
         if not callable(getattr(groups, "_get_zero_param_intra_parallel_group", None)):
             missing.append("groups._get_zero_param_intra_parallel_group")
-        missing += [name for name in ("param_id", "apply_param_persistence") if not hasattr(pp.Init, name)]
+        missing += [name for name in ("param_id",) if not hasattr(pp.Init, name)]
         assert pp.ZeroParamStatus.NOT_AVAILABLE and pp.PartitionedParamStatus.AVAILABLE
         assert OffloadDeviceEnum.cpu and OffloadDeviceEnum.nvme and callable(is_zero_param)
     except (ImportError, AttributeError) as error:
@@ -177,10 +177,11 @@ class Partitioner:
         The first is the partition; a second one is hpZ's secondary partition, shared within a node.
         """
         init = self._init
-        ranges = [_clipped(init.rank, -(-numel // init.dp_world_size), numel)]
-        if init.zero_param_process_group is not None:
-            aligned = -(-numel // init.dp_world_size) * init.dp_world_size
-            ranges.append(_clipped(init.rank_in_group, aligned // init.num_ranks_in_param_group, numel))
+        ranges = [partition_range(numel, init.rank, init.dp_world_size)]
+        if init.zero_param_process_group is not None:  # a whole number of partitions: padding is that of the first
+            first = -(-numel // init.dp_world_size) * init.num_param_groups * init.rank_in_group
+            size = -(-numel // init.dp_world_size) * init.num_param_groups
+            ranges.append(FlatRange(min(first, numel), min(first + size, numel)))
         return ranges
 
     def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, ds_id: int) -> nn.Parameter:
@@ -401,10 +402,6 @@ def reset_comm() -> None:
 
     deepspeed.comm.comm.cdb = None
     groups._release_process_group_references()
-
-
-def _clipped(rank: int, partition_numel: int, numel: int) -> FlatRange:
-    return FlatRange(min(rank * partition_numel, numel), min((rank + 1) * partition_numel, numel))
 
 
 def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:

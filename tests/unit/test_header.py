@@ -39,6 +39,9 @@ def test_a_good_header() -> None:
     ("change", "message"),
     [
         ({"a": {"dtype": "BF17", "shape": [2, 3], "data_offsets": [0, 12]}}, "unknown dtype 'BF17'"),
+        ({"a": {"dtype": ["F32"], "shape": [2, 3], "data_offsets": [0, 12]}}, "unknown dtype"),
+        ({"a": {"dtype": "BF16", "shape": [1 << 70, 0], "data_offsets": [0, 0]}}, "list of sizes"),
+        ({"a": {"dtype": "BF16", "shape": [1] * 65, "data_offsets": [0, 2]}}, "list of sizes"),
         ({"a": {"dtype": "BF16", "shape": [2, -3], "data_offsets": [0, 12]}}, "list of sizes"),
         ({"a": {"dtype": "BF16", "shape": [2, True], "data_offsets": [0, 12]}}, "list of sizes"),
         ({"a": {"dtype": "BF16", "shape": "23", "data_offsets": [0, 12]}}, "list of sizes"),
@@ -65,10 +68,24 @@ def test_file_length_must_agree() -> None:
         parse(GOOD, data_nbytes=17)
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b'"a"', b"{", b"\xff\xfe", b'{"a": 1, "a": 2}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b'"a"', b"{", b"\xff\xfe", b'{"a": 1, "a": 2}', b"[" * 100_000, b"9" * 5000]
+)
 def test_not_a_json_object(text: bytes) -> None:
     with pytest.raises(HeaderError):
         parse_header(text, "x.safetensors", PREFIX_NBYTES + len(text))
+
+
+def test_brackets_that_only_cost_memory_are_not_parsed() -> None:
+    text = b'{"a":[' + b",".join([b"{}"] * 100_000) + b"]}"
+    with pytest.raises(HeaderError, match="too many brackets"):
+        parse_header(text, "x.safetensors", PREFIX_NBYTES + len(text))
+
+
+def test_the_smallest_tensors_are_not_too_many_brackets() -> None:
+    entries = {chr(0x4E00 + i): {"dtype": "U8", "shape": [], "data_offsets": [i, i + 1]} for i in range(9000)}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    assert len(parse_header(text, "x.safetensors", PREFIX_NBYTES + len(text) + 9000).tensors) == 9000
 
 
 def test_length_prefix() -> None:

@@ -18,8 +18,8 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 LAYERS: list[set[str]] = [
     {"errors"},
     {"expression", "header", "precision"},
-    {"checkpoint", "config", "operations", "plan", "pretrained", "torch_zip"},
-    {"rank_group", "reader", "report", "scratch", "zero3"},
+    {"checkpoint", "config", "operations", "plan", "torch_zip"},
+    {"pretrained", "rank_group", "reader", "report", "scratch", "zero3"},
     {"distributed", "symbolic"},
     {"hf"},
     {"arguments", "load"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,74 @@ def test_a_streamed_weight_can_be_copied_into_memory(pair: tuple[SymbolicTensor,
 def test_writes_of_an_unknown_form_are_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
     with pytest.raises(UnsupportedError, match="in a way that lowmem_load does not know"):
         torch._foreach_mul_([pair[0]], 2.0)
+
+
+def reused_buffer(x: torch.Tensor) -> torch.Tensor:
+    rows, buffer = [], torch.empty(x.shape[-1])
+    for i in range(x.shape[0]):
+        buffer.fill_(i)
+        rows.append(x[i] * buffer)
+    return torch.stack(rows)
+
+
+def joined_then_changed(x: torch.Tensor) -> torch.Tensor:
+    other = torch.ones_like(x)
+    joined = torch.cat([x, other])
+    other.zero_()
+    return joined
+
+
+def copied_then_changed(x: torch.Tensor) -> torch.Tensor:
+    other, made = torch.ones(x.shape), x.clone()
+    made.copy_(other)
+    other.zero_()
+    return made
+
+
+def selected_then_changed(x: torch.Tensor) -> torch.Tensor:
+    index = torch.arange(x.shape[0]).flip(0)
+    chosen = x.index_select(0, index)
+    index.zero_()
+    return chosen
+
+
+@pytest.mark.parametrize("code", [reused_buffer, joined_then_changed, copied_then_changed, selected_then_changed])
+def test_tensors_that_code_uses_again_count_as_they_were(
+    pair: tuple[SymbolicTensor, SymbolicTensor, Reader], code: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x, _, reader = pair
+    assert torch.equal(reader.read_whole(expression_of(code(x))), code(X.clone()))
+
+
+def test_out_into_a_weight_is_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+    with pytest.raises(UnsupportedError, match="in a way that lowmem_load does not know"):
+        torch.add(torch.ones(X.shape), torch.ones(X.shape), out=pair[0])
+
+
+def test_what_draws_random_numbers_is_drawn_once(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+    x, _, reader = pair
+    torch.manual_seed(1)
+    noisy = torch.bernoulli(x.sigmoid()) + x.clone().normal_()
+    torch.manual_seed(1)
+    expected = torch.bernoulli(X.sigmoid()) + X.clone().normal_()
+    for _ in range(2):
+        assert torch.equal(reader.read_whole(expression_of(noisy)), expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_product_of_what_must_be_computed_whole(
+    pair: tuple[SymbolicTensor, SymbolicTensor, Reader], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed once, and not by a thread that then waits for itself."""
+    monkeypatch.setattr("lowmem_load.reader.STAGING_NBYTES", 16)
+    with Reader(num_threads=num_threads) as reader:
+        expression, found = expression_of(pair[0].roll(1, 0) * 2.0), []
+        thread = threading.Thread(target=lambda: found.append(reader.read_whole(expression)), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert found, "hangs"
+        assert torch.equal(found[0], X.roll(1, 0) * 2.0)
+        assert reader.stats.read_bytes == X.nbytes
 
 
 def initialise(first: torch.Tensor, second: torch.Tensor) -> None:

@@ -201,6 +201,7 @@ def with_tensor(view: bytes, storage: bytes = STORAGE) -> bytes:
         (assembled(b"ctorch\nload\n"), "names torch.load"),
         (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
         (assembled(b"]"), "holds a list"),
+        (assembled(b"}}"), "malformed"),  # two objects
         (assembled(b""), "malformed"),
         (b"\x80\x02}", "malformed"),  # no STOP
         (b"", "malformed"),
@@ -333,6 +334,10 @@ def test_metadata_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = saved(tmp_path, {"a": torch.ones(3)})
     monkeypatch.setattr(torch_zip, "MAX_PICKLE_NBYTES", 100)
     with pytest.raises(CheckpointError, match="at most 100"):
+        read_torch_zip(path)
+    monkeypatch.setattr(torch_zip, "MAX_PICKLE_NBYTES", 1 << 20)
+    monkeypatch.setattr(torch_zip, "MAX_OPCODES", 20)
+    with pytest.raises(CheckpointError, match="more than 20 opcodes"):
         read_torch_zip(path)
     monkeypatch.setattr(torch_zip, "MAX_DIRECTORY_NBYTES", 50)
     with pytest.raises(CheckpointError, match=r"zip directory of .* at most 50"):
