@@ -257,3 +257,70 @@ def test_ranks_that_see_different_checkpoints_are_stopped(checkpoints: Path) -> 
     for kind, text in run_ranks(different_files, json.dumps(paths), world_size=2):
         assert kind == "RankError"
         assert "digest" in text or "differ" in text
+
+
+def corner_cases(llama: str, half: str, adapter: str) -> dict[str, Any]:
+    """Rank function: keywords and states that are easily lost on the way."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
+
+    from lowmem_load import DistributedInterface, load_model, load_report, streaming
+    from lowmem_load.errors import ConfigError, RankError
+    from lowmem_load.zero3 import partition_of
+
+    rank = DistributedInterface().rank
+    found: dict[str, Any] = {}
+    torch.manual_seed(42)
+    with streaming(FP32):
+        LlamaForSequenceClassification.from_pretrained(llama)  # its head is missing: random numbers are drawn
+    found["random"] = torch.rand(1).item()
+    torch.manual_seed(42)
+    LlamaForSequenceClassification.from_pretrained(llama)
+    found["ordinary random"] = torch.rand(1).item()
+
+    found["torch_dtype"] = str(load_model(llama, {"zero_optimization": {"stage": 0}}, torch_dtype=torch.bfloat16).dtype)
+    try:
+        load_model(llama, BF16, torch_dtype=torch.float16)
+    except ConfigError as error:
+        found["contradiction"] = str(error)
+
+    with streaming(BF16):  # the file is fp32 and its config says fp16, in which its values are infinite
+        model = AutoModelForCausalLM.from_pretrained(half)
+    found["half"] = bool(torch.isfinite(partition_of(model.lm_head.weight)).all())
+    found["recast"] = len(load_report(model).recast_parameters) == load_report(model).num_parameters
+
+    adapted = load_model(adapter, FP32, auto_class="AutoModelForCausalLM")
+    plain = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+    found["adapter"] = [name for name, _ in adapted.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+
+    state = AutoModelForCausalLM.from_pretrained(llama).state_dict() if rank == 0 else {}
+    try:
+        with streaming(FP32):
+            LlamaForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(llama), state_dict=state)
+    except RankError as error:
+        found["unequal"] = str(error)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers in its old words
+def test_corner_cases(checkpoints: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    llama = builders.tiny_llama(checkpoints)
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    model.lm_head.weight.data.fill_(1e5)
+    model.save_pretrained(tmp_path / "half")
+    config = json.loads((tmp_path / "half" / "config.json").read_text())
+    (tmp_path / "half" / "config.json").write_text(json.dumps({**config, "dtype": "float16", "torch_dtype": "float16"}))
+    for found in run_ranks(corner_cases, str(llama), str(tmp_path / "half"), str(tmp_path / "adapter"), world_size=2):
+        assert found["random"] == found["ordinary random"]
+        assert found["torch_dtype"] == "torch.bfloat16"
+        assert "contradicts the ds_config" in found["contradiction"]
+        assert found["half"] is True
+        assert found["recast"] is True
+        assert found["adapter"] is True
+        assert "describing the model" in found["unequal"]
