@@ -1,0 +1,155 @@
+"""Every ZeRO-3 mode of benchmarks/modes.py that CPU ranks can run: partitions, whole parameters and losses of stock."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.modes import MODES, Mode, ds_config
+from tests import builders
+from tests.ranks import run_ranks
+
+VOCAB_SIZE = 40_000
+"""Makes partitions of over 1 MiB, which is the least that DeepSpeed swaps."""
+
+SMALL = {"reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000}
+LOAD_ONLY = {"fp16": "DeepSpeed refuses fp16 on CPU"}
+ON_CPU = {name: mode for name, mode in MODES.items() if not mode.needs_gpu}
+
+
+def small_config(mode: Mode, swap: str) -> dict[str, Any]:
+    config = json.loads(json.dumps(ds_config(mode, swap)).replace('"buffer_size": 50000000', '"buffer_size": 700000'))
+    config["zero_optimization"] |= SMALL
+    if "offload_optimizer" in config["zero_optimization"]:
+        config["zero_optimization"]["sub_group_size"] = 20_000
+    return config
+
+
+def compare_modes(path: str, names: list[str], folder: str) -> dict[str, dict[str, Any]]:
+    """Rank function."""
+    from deepspeed.utils import groups
+
+    from benchmarks.methods import LOADERS, Job
+    from benchmarks.train import training_losses
+    from benchmarks.worker import digest_partitions
+    from lowmem_load import DistributedInterface, load_report
+
+    group = DistributedInterface()
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        mode = MODES[name]
+        results = {}
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # stock cannot make a second hpZ model in one process
+        for method in ("stock", "lowmem"):
+            config = small_config(mode, f"{folder}/{name}/{method}")
+            loaded = LOADERS[method](Job(Path(path), mode.dtype, config, group.rank, group.world_size, group.device))
+            location = {p.ds_tensor.final_location for p in loaded.model.parameters()}
+            digests = digest_partitions(loaded, group.rank, group.world_size)
+            losses = [] if name in LOAD_ONLY else training_losses(loaded.model, config, 5, group.rank)
+            sizes = [p.ds_numel for p in loaded.model.parameters() if p.ds_persist]
+            results[method] = (digests, losses, [len(sizes), sum(sizes)] if losses else None)
+            if method == "lowmem":
+                report = load_report(loaded.model)
+                told = [report.persistent_parameters, report.persistent_elements]
+            del loaded
+            gc.collect()
+        found[name] = {
+            "same": results["stock"] == results["lowmem"],
+            "losses": results["lowmem"][1],
+            "persistent": results["lowmem"][2],
+            "told": told,
+            "swapped": any(place is not None for place in location),
+        }
+    return found
+
+
+def has_libaio() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int) -> None:
+    names = [name for name, mode in ON_CPU.items() if mode.num_ranks == num_ranks]
+    without = [name for name in names if "nvme" in name and not has_libaio()]
+    path = builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE)
+    chosen = [name for name in names if name not in without]
+    for found in run_ranks(compare_modes, str(path), chosen, str(tmp_path), world_size=num_ranks, timeout_s=500):
+        assert [name for name, result in found.items() if not result["same"]] == []
+        for name, result in found.items():
+            assert len(set(result["losses"])) == (0 if name in LOAD_ONLY else 5), name
+            assert result["persistent"] in (result["told"], None), name
+            assert result["swapped"] is ("nvme" in name and name != "offload_optimizer nvme"), name
+    if without:
+        pytest.skip(f"no libaio: {', '.join(without)} did not run")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "MiCS": ({"mics_shard_size": 2}, "has no MiCS any more"),
+    "quantized": ({"zero_quantized_weights": True}, "zero_quantized_weights: DeepSpeed's quantizer is a CUDA kernel"),
+    "quantized, frozen": ({"zero_quantized_nontrainable_weights": True}, "is a CUDA kernel"),
+    "hpZ and nvme": (
+        {"zero_hpz_partition_size": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}},
+        "has no swapper for secondary partitions",
+    ),
+    "no path": ({"offload_param": {"device": "nvme"}}, "there is no offload_param.nvme_path"),
+    "a typing error": ({"offload_parm": {"device": "cpu"}}, "refuses zero_optimization: offload_parm"),
+}
+
+
+def refused(path: str) -> dict[str, str]:
+    """Rank function."""
+    from lowmem_load import load_model
+
+    found = {}
+    for name, (zero, _) in REFUSED.items():
+        try:
+            load_model(path, {"zero_optimization": {"stage": 3, **zero}})
+            found[name] = "loaded"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_what_cannot_be_followed_is_refused_by_name(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints)
+    for found in run_ranks(refused, str(path), world_size=2):
+        for name, (_, message) in REFUSED.items():
+            assert message in found[name], name
+
+
+def swap_errors(path: str, folder: str) -> dict[str, Any]:
+    """Rank function: what a second model may do to the first one's swap files."""
+    from lowmem_load import load_model
+    from lowmem_load.errors import ConfigError
+
+    def config(**offload: Any) -> dict[str, Any]:
+        offload = {"device": "nvme", "nvme_path": folder, "buffer_size": 700_000, "pin_memory": False, **offload}
+        return {"zero_optimization": {"stage": 3, "offload_param": offload}}
+
+    found = {}
+    model = load_model(path, config())
+    for name, offload in {"same": {}, "small": {"nvme_path": f"{folder}/other", "buffer_size": 10}}.items():
+        try:
+            load_model(path, config(**offload))
+        except ConfigError as error:
+            found[name] = str(error)
+    del model
+    found["after"] = torch.is_tensor(next(load_model(path, config()).parameters()))
+    return found
+
+
+def test_swap_files_of_a_live_model_are_safe(checkpoints: Path, tmp_path: Path) -> None:
+    if not has_libaio():
+        pytest.skip("no libaio")
+    path = builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE)
+    for found in run_ranks(swap_errors, str(path), str(tmp_path), world_size=2):
+        assert "holds the weights of another model" in found["same"]
+        assert "offload_param.buffer_size is 10 elements" in found["small"]
+        assert found["after"] is True
