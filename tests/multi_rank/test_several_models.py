@@ -1,0 +1,212 @@
+"""Several models in one process, models on some of the ranks, and what is done to a model between load and training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import builders
+from tests.parity import BF16, FP32, differences
+from tests.ranks import run_ranks
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+TOKENS = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(1))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "actor": {**BF16, "optimizer": OPTIMIZER},
+    "critic": {
+        **FP32,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
+        "optimizer": OPTIMIZER,
+    },
+    "lower": {**FP32, "zero_optimization": {"stage": 1}, "optimizer": OPTIMIZER},
+}
+
+
+def train_together(path: str, names: list[str]) -> dict[str, list[float]]:
+    """Rank function: loads all models, makes all engines, then takes steps in turns."""
+    import deepspeed
+
+    from lowmem_load import load_model
+
+    engines = {}
+    models = {name: load_model(path, CONFIGS[name]) for name in names}
+    for name, model in models.items():
+        torch.manual_seed(0)
+        engines[name], *_ = deepspeed.initialize(model=model.train(), config=CONFIGS[name])
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(4):
+        for name, engine in engines.items():
+            loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+            engine.backward(loss)
+            engine.step()
+            losses[name].append(loss.item())
+    return losses
+
+
+def test_engines_of_several_models_train_as_each_would_alone(checkpoints: Path) -> None:
+    path = str(builders.tiny_llama(checkpoints))
+    together = run_ranks(train_together, path, list(CONFIGS), world_size=2)
+    for name in CONFIGS:
+        alone = run_ranks(train_together, path, [name], world_size=2)
+        for rank in range(2):
+            assert together[rank][name] == alone[rank][name], name
+            assert len(set(alone[rank][name])) == 4
+
+
+class Groups:
+    """What deepspeed.initialize asks for the ranks that train together."""
+
+    def __init__(self, group: Any, alone: Any) -> None:
+        self._data, self._model = group, alone
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self._data)
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self._data)
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+def load_on_halves(llama: str, mixtral: str) -> dict[str, Any]:
+    """Rank function for four ranks: each half loads a model of its own, and trains one.
+
+    What they train has to be the same: DeepSpeed compares the order of modules over all ranks of the world.
+    """
+    import deepspeed
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import DistributedInterface, load_model, load_report
+    from lowmem_load.errors import ConfigError
+
+    world = DistributedInterface()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([rank]) for rank in range(4)][world.rank]
+    half = halves[world.rank // 2]
+    path = (llama, mixtral)[world.rank // 2]
+    config = {**BF16, "train_batch_size": "auto", "optimizer": OPTIMIZER}
+    model = load_model(path, config, data_parallel_group=half)
+    report = load_report(model)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    found: dict[str, Any] = {
+        "differences": differences(model, reference, dist.get_rank(half), 2),
+        "ranks": (report.rank, report.world_size, report.ds_config["train_batch_size"]),
+    }
+    try:
+        load_model(path, config, data_parallel_group=halves[1 - world.rank // 2])
+    except ConfigError as error:
+        found["stranger"] = str(error)
+    model = load_model(llama, config, data_parallel_group=half).train()
+    engine, *_ = deepspeed.initialize(model=model, config=dict(report.ds_config), mpu=Groups(half, alone))
+    found["losses"] = []
+    for _ in range(3):
+        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+        engine.backward(loss)
+        engine.step()
+        found["losses"].append(loss.item())
+    return found
+
+
+def losses_alone(path: str) -> list[float]:
+    """Rank function."""
+    import deepspeed
+
+    from lowmem_load import load_model
+
+    config = {**BF16, "optimizer": OPTIMIZER}
+    engine, *_ = deepspeed.initialize(model=load_model(path, config).train(), config=config)
+    losses = []
+    for _ in range(3):
+        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_models_on_a_part_of_the_ranks(checkpoints: Path) -> None:
+    paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_mixtral(checkpoints))]
+    found = run_ranks(load_on_halves, *paths, world_size=4)
+    alone = run_ranks(losses_alone, paths[0], world_size=2)
+    for rank, result in enumerate(found):
+        assert result["differences"] == []
+        assert result["ranks"] == (rank % 2, 2, 2)
+        assert f"rank {rank} is not in it" in result["stranger"]
+        assert result["losses"] == alone[rank % 2]
+
+
+def between_load_and_training(path: str, how: str) -> dict[str, list[float]]:
+    """Rank function: frozen parameters, parameter groups, leaf modules; loaded here or by stock."""
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    from lowmem_load import load_model
+
+    losses: dict[str, list[float]] = {}
+    for case in ("frozen", "groups", "leaves"):
+        if how == "stock":
+            alive = HfDeepSpeedConfig(dict(BF16))
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+            del alive
+        else:
+            model = load_model(path, BF16)
+        model.train()
+        parameters: Any = list(model.parameters())
+        if case == "frozen":
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("self_attn" not in name)
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if case == "groups":
+            norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+            others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+            parameters = [{"params": norms, "weight_decay": 0.0}, {"params": others, "lr": 1e-2}]
+        if case == "leaves":
+            assert set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        config = {**BF16, "zero_allow_untested_optimizer": True}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        losses[case] = []
+        for _ in range(4):
+            loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+            engine.backward(loss)
+            engine.step()
+            losses[case].append(loss.item())
+    return losses
+
+
+def test_frozen_parameters_groups_and_leaf_modules_train_as_with_stock(checkpoints: Path) -> None:
+    path = str(builders.tiny_mixtral(checkpoints))
+    ours, stock = (run_ranks(between_load_and_training, path, how, world_size=2) for how in ("lowmem", "stock"))
+    assert ours == stock
+    assert all(len(set(losses)) == 4 for losses in ours[0].values())
+
+
+def example(arguments: list[str]) -> dict[str, list[float]]:
+    """Rank function."""
+    from examples import rlhf
+
+    return rlhf.main(arguments)
+
+
+def test_the_example_of_rlhf_runs() -> None:
+    for losses in run_ranks(example, ["--steps", "5"], world_size=2):
+        for name in ("actor", "critic"):
+            assert len(set(losses[name])) == 5
+            assert torch.tensor(losses[name]).isfinite().all()
+        assert losses["critic"][-1] < max(losses["critic"])
