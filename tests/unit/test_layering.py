@@ -19,16 +19,16 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"expression", "header", "precision"},
     {"checkpoint", "config", "plan", "torch_zip"},
-    {"reader", "report", "symbolic", "zero3"},
+    {"hf_active", "reader", "report", "symbolic", "zero3"},
     {"distributed", "hf"},
     {"arguments", "load"},
-    {"engine"},
+    {"engine", "install"},
     {"__init__"},
 ]
 
 # Third-party name, with all below it -> the modules that may import it or reach it as an attribute.
 OWNERS: dict[str, set[str]] = {
-    "transformers": {"hf"},
+    "transformers": {"hf", "hf_active"},
     "torch.distributed": {"distributed"},
     "deepspeed": {"zero3"},
 }
