@@ -9,7 +9,14 @@ from collections.abc import Sequence
 
 import torch
 from common import DS_CONFIG, accelerator_config, finish, parse, read_jsonl, report, tokenize
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import lowmem_load
 
@@ -34,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         disable_tqdm=True,
         accelerator_config=accelerator_config(),
     )
+    set_seed(training_args.seed)  # adapters are random, and made before the Trainer seeds
     model = AutoModelForCausalLM.from_pretrained(options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     if options.lora:
