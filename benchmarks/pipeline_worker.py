@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import sys
@@ -14,6 +15,10 @@ from typing import Any
 from benchmarks.measure import MemorySampler, Rss, read_rss
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 64 * 1024  # malloc.h
+"""Larger blocks go back to the kernel when they are freed: what malloc keeps of them differs from run to run by more
+than what is to be seen."""
 
 PLOT_SAMPLES = 2000
 """Samples of memory kept for plots, evenly picked."""
@@ -64,6 +69,7 @@ def run_pipeline(script: str, argv: list[str], rank: int) -> PipelineResult:
     from transformers.models.llama import modeling_llama  # noqa: F401  belongs to the start, as the other imports
 
     main = import_example(script).main
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
     sampler = MemorySampler()
     with _mark_initialize() as marks, sampler:
         losses = main(argv)

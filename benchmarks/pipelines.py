@@ -7,7 +7,6 @@ python -m benchmarks.pipelines --size tiny --only trl_sft trl_dpo
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -61,13 +60,10 @@ MiB (2**20 bytes) above the start: after imports, before the script. The larger 
 load   up to the first deepspeed.initialize: all models are loaded, the reference model of DPO too.
 run    the whole script: training and saving too; where training needs more than loading, that is what it shows.
 peak   high-water mark of resident memory; anon and file: largest samples of its two parts. Blocks above 64 KiB are
-       returned to the kernel as soon as they are freed (MALLOC_MMAP_THRESHOLD_), so that memory in use is counted.
+       returned to the kernel as soon as they are freed (mallopt), so that memory in use is counted.
 losses equal: bit for bit, on every rank and at every step."""
 
 COLUMNS = ("pipeline", "method", "load peak", "anon", "file", "run peak", "anon", "file", "losses")
-
-RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
-"""Without it, what malloc keeps of freed blocks differs from run to run by more than what is to be seen."""
 
 Run = Callable[[Pipeline, list[str], str], list[PipelineResult]]
 
@@ -93,12 +89,15 @@ class Comparison:
         return streamed < stock
 
 
-def compare(pipeline: Pipeline, model: Path, out: Path, steps: int, run: Run) -> Comparison:
+def compare(
+    pipeline: Pipeline, model: Path, out: Path, steps: int, run: Run, after: Callable[[Path], None] | None = None
+) -> Comparison:
     """Run one pipeline stock and streamed.
 
     Args:
         model: a checkpoint that examples/make_model.py wrote.
-        out: where the runs leave what they write; the checkpoints are deleted.
+        out: where the runs leave what they write; the folders of the examples are deleted.
+        after: called with the folder of each example before that.
         run: runs the pipeline with a command line on all ranks; the last argument is a name for the run.
     """
     results = []
@@ -106,6 +105,8 @@ def compare(pipeline: Pipeline, model: Path, out: Path, steps: int, run: Run) ->
         name = f"{pipeline.name.replace(' ', '').replace('/', '-')}-{'stock' if stock else 'lowmem'}"
         output = out / f"{name}-output"
         results.append(run(pipeline, pipeline.argv(model, output, steps, stock), name))
+        if after:
+            after(output)
         shutil.rmtree(output, ignore_errors=True)
     return Comparison(pipeline, *results)
 
@@ -148,8 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = options.out / f"model-{options.size}"
     if not model.is_dir():
         import_example("make_model").main([str(model), "--size", options.size])
-
-    os.environ.update(RETURN_FREED_MEMORY)  # the ranks inherit it
 
     def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
         print(f"running {name}", file=sys.stderr, flush=True)

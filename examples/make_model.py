@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SIZES = {
     "tiny": dict(hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4),
+    "mini": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6),
     "small": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=12),
     "medium": dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16),
 }

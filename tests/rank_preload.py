@@ -39,4 +39,7 @@ def load_shm_comm() -> None:
 
 torch.set_num_threads(1)
 load_shm_comm()
+with contextlib.suppress(ImportError, RuntimeError):  # TRL's lazy imports raise the latter, on older transformers
+    from datasets import Dataset  # noqa: F401
+    from trl import DPOTrainer, SFTTrainer  # noqa: F401
 READY = True
