@@ -201,7 +201,7 @@ def intercepted(handler: Handler, wanted: Callable[[], bool] = _always) -> Itera
 
 def interceptor() -> object:
     """Return what stands for `from_pretrained` now: another object within each `intercepted`."""
-    return PreTrainedModel.__dict__["from_pretrained"]
+    return PreTrainedModel.__dict__["from_pretrained"].__func__
 
 
 def _ordinary(name: str) -> Callable[..., Any]:

@@ -20,6 +20,9 @@ from tests.ranks import run_ranks
 
 TIMEOUT_S = 150
 
+# DPO with an adapter has no second model: for the load it is what SFT with an adapter is. The benchmark runs it too.
+COMPARED = [pipeline for pipeline in PIPELINES if pipeline != Pipeline("trl_dpo", ("--lora",))]
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -46,7 +49,7 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda pipeline: pipeline.name)
+@pytest.mark.parametrize("pipeline", COMPARED, ids=lambda pipeline: pipeline.name)
 def test_streamed_is_as_stock_with_less_memory(
     pipeline: Pipeline, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
