@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.worker import RankResult, Spec
 
@@ -25,25 +26,30 @@ class GroupError(RuntimeError):
 
 def run_group(spec: Spec, world_size: int, on_gpu: bool) -> list[RankResult]:
     """Run `world_size` fresh processes of one load and return their results in rank order."""
-    out = Path(spec.out)
+    texts = run_processes("benchmarks.worker", asdict(spec), Path(spec.out), world_size, on_gpu)
+    return [RankResult.from_json(text) for text in texts]
+
+
+def run_processes(module: str, spec: dict[str, Any], out: Path, world_size: int, on_gpu: bool) -> list[str]:
+    """Run `python -m module OUT/spec.json` in `world_size` processes; return the OUT/rank<N>.json that they write."""
     out.mkdir(parents=True, exist_ok=True)
     for rank in range(world_size):  # a result left by an earlier run must not pass for this one's
         _result_path(out, rank).unlink(missing_ok=True)
     spec_path = out / "spec.json"
-    spec_path.write_text(json.dumps(asdict(spec)))
+    spec_path.write_text(json.dumps(spec))
     port = _free_port()
     processes = []
     try:
         for rank in range(world_size):
             environment = _environment(rank, world_size, port, on_gpu)
-            processes.append(_start(spec_path, _log_path(out, rank), environment))
+            processes.append(_start(module, spec_path, _log_path(out, rank), environment))
         _wait(processes, out)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    return [RankResult.from_json(_result_path(out, rank).read_text()) for rank in range(world_size)]
+    return [_result_path(out, rank).read_text() for rank in range(world_size)]
 
 
 def _result_path(out: Path, rank: int) -> Path:
@@ -54,8 +60,8 @@ def _log_path(out: Path, rank: int) -> Path:
     return out / f"rank{rank}.log"
 
 
-def _start(spec_path: Path, log_path: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "benchmarks.worker", str(spec_path)]
+def _start(module: str, spec_path: Path, log_path: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", module, str(spec_path)]
     with log_path.open("wb") as log:
         return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

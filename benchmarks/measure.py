@@ -73,14 +73,14 @@ class MemorySampler:
         self._samples: list[tuple[float, int, int]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._start_s = 0.0
+        self.start_s = 0.0
         self._high_water = 0
         self.proc_bytes_read = 0
 
     def __enter__(self) -> Self:
         settle_memory()
         Path("/proc/self/clear_refs").write_text("5")  # 5: reset the high-water mark (man 5 proc)
-        self._start_s = time.perf_counter()
+        self.start_s = time.perf_counter()
         self._sample()
         self._thread.start()
         return self
@@ -97,7 +97,7 @@ class MemorySampler:
     def _sample(self) -> Rss:
         rss, num_bytes = read_rss()
         self.proc_bytes_read += num_bytes
-        self._samples.append((time.perf_counter() - self._start_s, rss.anon, rss.file))
+        self._samples.append((time.perf_counter() - self.start_s, rss.anon, rss.file))
         return rss
 
     def use(self) -> MemoryUse:

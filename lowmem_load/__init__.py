@@ -7,11 +7,13 @@ from .errors import (
     CheckpointError,
     ConfigError,
     IncompatibleVersionError,
+    LoadOrderWarning,
     LowMemLoadError,
     PlanError,
     RankError,
     UnsupportedError,
 )
+from .install import install, uninstall
 from .load import load_model, load_report, streaming
 from .report import LoadReport
 
@@ -21,6 +23,7 @@ __all__ = [
     "DistConfig",
     "DistributedInterface",
     "IncompatibleVersionError",
+    "LoadOrderWarning",
     "LoadReport",
     "LowMemLoadError",
     "ModelArguments",
@@ -28,7 +31,9 @@ __all__ = [
     "PlanError",
     "RankError",
     "UnsupportedError",
+    "install",
     "load_model",
     "load_report",
     "streaming",
+    "uninstall",
 ]

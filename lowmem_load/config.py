@@ -34,6 +34,12 @@ _HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda hidden_size: 10 * hidden_size,
 }
 
+# What `resolve_auto` has a value for, besides batch sizes.
+_RESOLVED_PATHS = frozenset(
+    {"bf16.enabled", "fp16.enabled", "bfloat16.enabled", "gradient_clipping"}
+    | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS}
+)
+
 # Their values depend on the training loop: Trainer fills them in once it knows the number of steps.
 _TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
 
@@ -121,6 +127,31 @@ def resolve_auto(
         lines = [f"- {path}: {problem}" for path, problem in problems.items()]
         raise ConfigError(f"ds_config: {len(lines)} key(s) cannot be resolved\n" + "\n".join(lines))
     return resolved
+
+
+def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a deep copy of an active ds_config with what loading reads; `resolve_auto` accepts it.
+
+    An active ds_config is one that a training loop has yet to complete. What only that loop can say does not concern
+    a load: batch sizes become 1 per rank (world sizes may differ where a loop counts ranks by itself), "optimizer" and
+    "scheduler" go, and an "auto" that `resolve_auto` has no value for goes too, as DeepSpeed drops it.
+    """
+    without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
+    kept = {key: value for key, value in _plain_copy(ds_config).items() if key not in without}
+    for path in list(_auto_paths(kept)):
+        if path not in _RESOLVED_PATHS:
+            _remove(kept, path)
+    return {**kept, _MICRO: 1}
+
+
+def _remove(config: dict[str, Any], path: str) -> None:
+    """Removes the key with a dotted path; an "auto" inside a list stays, for `resolve_auto` to name."""
+    *parents, key = path.split(".")
+    section: Any = config
+    for parent in parents:
+        section = section.get(parent) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.pop(key, None)
 
 
 def hidden_size_of(model_config: Any) -> int | None:

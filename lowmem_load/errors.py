@@ -12,6 +12,8 @@
     `-- RankError                 one or more ranks failed; raised on every rank  (RuntimeError)
 
 Each also derives from the builtin named on its line, so that `except ValueError` keeps working.
+
+And one warning, `LoadOrderWarning`: a model that goes to ZeRO-3 was loaded before its configuration was there.
 """
 
 from __future__ import annotations
@@ -49,6 +51,13 @@ class UnsupportedError(LowMemLoadError, NotImplementedError):
 
 class IncompatibleVersionError(LowMemLoadError, ImportError):
     """An installed DeepSpeed or transformers lacks a name that a seam relies on."""
+
+
+class LoadOrderWarning(UserWarning):
+    """A model that is trained under ZeRO-3 was loaded whole on every rank, since its ds_config was not active then.
+
+    `warnings.simplefilter("error", LoadOrderWarning)` makes it an error.
+    """
 
 
 class RankError(LowMemLoadError, RuntimeError):

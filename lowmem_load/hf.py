@@ -149,11 +149,16 @@ class Call:
 Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
 
 
+def _always() -> bool:
+    return True
+
+
 @contextlib.contextmanager
-def intercepted(handler: Handler) -> Iterator[None]:
+def intercepted(handler: Handler, wanted: Callable[[], bool] = _always) -> Iterator[None]:
     """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`.
 
-    So is `from_config`, as a `from_pretrained` from no file at all: then every parameter is a missing one.
+    So is `from_config`, as a `from_pretrained` from no file at all: then every parameter is a missing one. Calls at
+    which `wanted()` is false run as if nothing were intercepted.
     """
     ordinary = _ordinary("from_pretrained")
     ordinary_from_config = _ordinary("_from_config")
@@ -161,7 +166,7 @@ def intercepted(handler: Handler) -> Iterator[None]:
 
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         nonlocal busy
-        if busy:
+        if busy or not wanted():
             return ordinary(cls, *args, **kwargs)
         busy = True
         try:
@@ -172,14 +177,15 @@ def intercepted(handler: Handler) -> Iterator[None]:
             busy = False
 
     def from_config(cls: type, /, config: Any, **kwargs: Any) -> Any:
-        if busy:
+        if busy or not wanted():
             return ordinary_from_config(cls, config, **kwargs)
         with _errors_only():  # that parameters are missing is no news here
             model = from_pretrained(cls, None, config=config, state_dict={}, **kwargs)
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 
-    from_pretrained.__doc__ = ordinary.__doc__
+    functools.update_wrapper(from_pretrained, ordinary)
+    functools.update_wrapper(from_config, ordinary_from_config)
     from_pretrained.lowmem_load_ordinary = ordinary
     from_config.lowmem_load_ordinary = ordinary_from_config
     with (
@@ -187,6 +193,11 @@ def intercepted(handler: Handler) -> Iterator[None]:
         _replaced(PreTrainedModel, "_from_config", classmethod(from_config)),
     ):
         yield
+
+
+def interceptor() -> object:
+    """Return what stands for `from_pretrained` now: another object within each `intercepted`."""
+    return PreTrainedModel.__dict__["from_pretrained"].__func__
 
 
 def _ordinary(name: str) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,10 +15,11 @@ from torch import nn
 from tqdm import tqdm
 
 from . import hf, pretrained
-from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
+from .config import for_loading, hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
-from .errors import ConfigError, UnsupportedError
+from .errors import ConfigError, LoadOrderWarning, UnsupportedError
 from .expression import Cast, Computed, Expression, Source, cast, held, leaves, numel
+from .hf_active import active_zero3_config, was_dropped
 from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_target
 from .precision import Precision, precision_of
 from .rank_group import RankGroup
@@ -35,6 +37,13 @@ REPORT_ATTRIBUTE = "lowmem_load_report"
 
 _PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""
+
+DROPPED = (
+    "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "
+    "ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models are loaded. "
+    "If the load is meant to be an ordinary one, call transformers.integrations.unset_hf_deepspeed_config() before it"
+)
+"""Warning of a load that an `HfDeepSpeedConfig` was probably meant for."""
 
 PROGRESS_DELAY_S = 3.0
 """Seconds before the progress bar appears: short loads stay quiet."""
@@ -189,20 +198,28 @@ def load_model(
 
 
 @contextlib.contextmanager
-def streaming(ds_config: Any, *, progress: bool | None = None, data_parallel_group: Any = None) -> Iterator[None]:
+def streaming(
+    ds_config: Any = None, *, progress: bool | None = None, data_parallel_group: Any = None
+) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
     Models keep the dtype that the caller asked for under stages 0 to 2; under stage 3 the ds_config decides, as it
     does with stock ZeRO-3. On exit, also after an exception, everything is as it was before.
 
     Args:
-        ds_config: as for `load_model`.
+        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that is
+            active at that moment, which TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set; while
+            there is none, loads are the ordinary ones.
         progress: as for `load_model`.
         data_parallel_group: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used.
     """
+    if ds_config is None:
+        with hf.intercepted(lambda call: _load_as_active(call, progress), _zero3_is_active):
+            yield
+        return
     ranks = DistributedInterface().subgroup(data_parallel_group)
     with ranks.agreed("checking the ds_config"):
         config_dict = read_ds_config(ds_config)
@@ -211,6 +228,23 @@ def streaming(ds_config: Any, *, progress: bool | None = None, data_parallel_gro
     stream = _Stream(config_dict, ranks, progress)
     with hf.deepspeed_config(config_dict), hf.intercepted(stream.load):
         yield
+
+
+def _zero3_is_active() -> bool:
+    if active_zero3_config() is not None:
+        return True
+    if was_dropped():
+        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=4)  # the caller of from_pretrained
+    return False
+
+
+def _load_as_active(call: hf.Call, progress: bool | None) -> tuple[nn.Module, dict[str, Any]]:
+    active = active_zero3_config()
+    assert active is not None  # asked a moment ago, by _zero3_is_active
+    distributed = DistributedInterface()
+    with distributed.agreed("checking the active ds_config"):
+        stream = _Stream(for_loading(read_ds_config(active)), distributed, progress)
+    return stream.load(call)
 
 
 def load_report(model: Any) -> LoadReport:
@@ -237,9 +271,9 @@ class _Stream:
         self._stage = zero_stage(ds_config)
 
     def load(self, call: hf.Call) -> tuple[nn.Module, dict[str, Any]]:
-        if self._stage < 3 and any(
-            call.kwargs.get(name) for name in ("device_map", "quantization_config", "gguf_file")
-        ):
+        if self._stage == 3 and call.kwargs.get("device_map") is not None:
+            raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
+        if self._stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF):
             return call.run()
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)

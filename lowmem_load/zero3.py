@@ -385,6 +385,12 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return bool(is_zero_param(parameter))
 
 
+def whole_numel(parameter: torch.Tensor) -> int:
+    """Return how many elements `parameter` has in all, partitioned or not."""
+    numel: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
+    return numel
+
+
 def partition_of(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's partition of a ZeRO-3 parameter, flat, padding included; shares its memory."""
     partition: torch.Tensor = parameter.ds_tensor

@@ -14,12 +14,14 @@ import accelerate  # noqa: F401
 import deepspeed
 import pytest  # noqa: F401  test modules import it, and each rank imports its test module
 import torch
+import torch._dynamo
 import torch.distributed
 import transformers.integrations.deepspeed
 import transformers.modeling_utils
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: each engine asks for it
 
 STALE_LOCK_S = 600
 """Seconds after which torch's build lock is taken to be left over; the build itself takes 30 to 90."""
@@ -39,4 +41,7 @@ def load_shm_comm() -> None:
 
 torch.set_num_threads(1)
 load_shm_comm()
+with contextlib.suppress(ImportError, RuntimeError):  # TRL's lazy imports raise the latter, on older transformers
+    from datasets import Dataset  # noqa: F401
+    from trl import DPOTrainer, SFTTrainer  # noqa: F401
 READY = True

@@ -19,17 +19,17 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"expression", "header", "precision"},
     {"checkpoint", "config", "operations", "plan", "torch_zip"},
-    {"pretrained", "rank_group", "reader", "report", "scratch", "zero3"},
+    {"hf_active", "pretrained", "rank_group", "reader", "report", "scratch", "zero3"},
     {"distributed", "symbolic"},
     {"hf"},
     {"arguments", "load"},
-    {"engine"},
+    {"engine", "install"},
     {"__init__"},
 ]
 
 # Third-party name, with all below it -> the modules that may import it or reach it as an attribute.
 OWNERS: dict[str, set[str]] = {
-    "transformers": {"hf", "pretrained"},
+    "transformers": {"hf", "hf_active", "pretrained"},
     "torch.distributed": {"distributed", "rank_group"},
     "deepspeed": {"zero3"},
 }

@@ -1,0 +1,136 @@
+"""The examples on 2 CPU ranks: stock and streamed agree, loading takes less memory, resuming changes nothing.
+
+Memory and losses of both are printed side by side.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import pipelines
+from benchmarks.pipeline_worker import PipelineResult, import_example, run_pipeline
+from benchmarks.pipelines import LLAMAFACTORY, PIPELINES, Pipeline
+from tests.ranks import run_ranks
+
+TIMEOUT_S = 150
+
+# DPO with an adapter has no second model: for the load it is what SFT with an adapter is. The benchmark runs it too.
+COMPARED = [pipeline for pipeline in PIPELINES if pipeline != Pipeline("trl_dpo", ("--lora",))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for size in ("tiny", "mini"):
+        import_example("make_model").main([str(folder / size), "--size", size])
+    return {size: folder / size for size in ("tiny", "mini")}
+
+
+def rank_result(script: str, argv: list[str]) -> PipelineResult:
+    """Rank function."""
+    return run_pipeline(script, argv, int(os.environ["RANK"]))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns what the example left in its folder: a model, or an adapter."""
+    [file] = (folder / "final").glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", COMPARED, ids=lambda pipeline: pipeline.name)
+def test_streamed_is_as_stock_with_less_memory(
+    pipeline: Pipeline, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final: list[dict[str, torch.Tensor]] = []
+
+    def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
+        return run_ranks(rank_result, pipeline.script, argv, timeout_s=TIMEOUT_S)
+
+    found = pipelines.compare(
+        pipeline, models["mini"], tmp_path, 2, run, after=lambda folder: final.append(weights(folder))
+    )
+    with capsys.disabled():
+        print("", *pipelines.table([found]), sep="\n")
+    assert found.losses_equal
+    assert found.load_peak_is_lower
+    assert_same_weights(*final)
+
+
+def train_in_parts(script: str, switches: list[str], model: str, out: str) -> dict[str, list[float]]:
+    """Rank function: 4 steps at once; 2 steps, then 2 more after a resume."""
+    from accelerate.state import AcceleratorState
+
+    main = import_example(script).main
+    losses: dict[str, list[float]] = {}
+    for name, steps, resume in (("whole", 4, False), ("parts", 2, False), ("parts", 4, True)):
+        folder = str(Path(out) / name)
+        if script == LLAMAFACTORY:
+            config = str(Path(import_example(script).__file__).with_name("train.yaml"))
+            argv = [config, f"model={model}", f"output_dir={folder}", f"max_steps={steps}", "save_steps=2"]
+            argv += ["resume_from_checkpoint=auto"] * resume
+        else:
+            argv = ["--model", model, "--output", folder, "--steps", str(steps), "--save-steps", "2", *switches]
+            argv += ["--resume"] * resume
+        AcceleratorState._reset_state(reset_partial_state=True)  # one accelerator per script
+        losses[f"{name} resumed" if resume else name] = main(argv)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(
+    ("script", "lora"),
+    [
+        ("hf_trainer", False),
+        ("hf_trainer", True),
+        ("accelerate_loop", False),
+        (LLAMAFACTORY, False),
+    ],
+)
+def test_resume_goes_on_and_the_result_loads_elsewhere(
+    script: str, lora: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = models["tiny"]
+    for losses in run_ranks(train_in_parts, script, ["--lora"] * lora, str(model), str(tmp_path), timeout_s=TIMEOUT_S):
+        assert len(losses["whole"]) == 4
+        assert losses["parts"] == losses["whole"][:2]
+        assert losses["parts resumed"][-2:] == losses["whole"][2:]
+        assert losses["whole"][-1] < losses["whole"][0]
+    assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert_loads(tmp_path / "whole" / "final", model, lora)
+
+
+def assert_loads(final: Path, base: Path, lora: bool) -> None:
+    """Checks that plain transformers, and PEFT, load the folder, and that training has changed what it was to."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = AutoModelForCausalLM.from_pretrained(base)
+    loaded: Any
+    if lora:
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), final).merge_and_unload()
+    else:
+        loaded, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    changed = {
+        name
+        for (name, old), new in zip(before.named_parameters(), loaded.parameters(), strict=True)
+        if not torch.equal(old, new)
+    }
+    assert changed == {
+        name for name, _ in before.named_parameters() if not lora or "q_proj" in name or "v_proj" in name
+    }
+    text = AutoTokenizer.from_pretrained(final)("What is", return_tensors="pt")
+    assert loaded(**{key: text[key] for key in ("input_ids", "attention_mask")}).logits.isfinite().all()
