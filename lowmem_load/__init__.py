@@ -13,6 +13,8 @@ from .errors import (
     UnsupportedError,
 )
 from .load import load_model, load_report, streaming
+from .partial_engine import PartialEngine, initialize
+from .partial_trainer import partial_zero3
 from .report import LoadReport
 
 __all__ = [
@@ -25,10 +27,13 @@ __all__ = [
     "LowMemLoadError",
     "ModelArguments",
     "ModelEngine",
+    "PartialEngine",
     "PlanError",
     "RankError",
     "UnsupportedError",
+    "initialize",
     "load_model",
     "load_report",
+    "partial_zero3",
     "streaming",
 ]

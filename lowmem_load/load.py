@@ -18,6 +18,7 @@ from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, UnsupportedError
 from .expression import Cast, Computed, Expression, Held, Source, cast, held, leaves, numel
+from .partial import Partition, check_ties, choices_of, choose, chosen_parameters, mark
 from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_target
 from .precision import Precision, precision_of
 from .reader import Reader
@@ -42,7 +43,7 @@ class _Placement(Protocol):
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype: ...
 
-    def ranges(self, numel: int) -> list[FlatRange]: ...
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]: ...
 
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]: ...
 
@@ -60,8 +61,8 @@ class _Partitioned:
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return self._partitioner.dtype if parameter.is_floating_point() else parameter.dtype
 
-    def ranges(self, numel: int) -> list[FlatRange]:
-        return self._partitioner.ranges(numel)
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
+        return self._partitioner.ranges(parameter.numel())
 
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
         made = self._partitioner.new_parameter(
@@ -74,23 +75,49 @@ class _Partitioned:
 
 
 class _Whole:
-    """Every parameter stays whole, in host memory, as an ordinary load leaves it (ZeRO stages 0, 1 and 2)."""
+    """Every parameter stays whole, as an ordinary load leaves it: in host memory for ZeRO stages 0, 1 and 2."""
 
-    device = torch.device("cpu")
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype
 
-    def ranges(self, numel: int) -> list[FlatRange]:
-        return [FlatRange(0, numel)]
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
+        return [FlatRange(0, parameter.numel())]
 
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
-        values = torch.empty(parameter.shape, dtype=dtype)
+        values = torch.empty(parameter.shape, dtype=dtype, device=self.device)
         made = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return made, [Destination(values.view(-1), FlatRange(0, values.numel()))]
 
     def fp32_buffers(self, _: nn.Module) -> list[torch.Tensor]:
         return []
+
+
+class _Partial:
+    """Parameters of the chosen modules become ZeRO-3 parameters; the others stay whole on the same device."""
+
+    def __init__(self, ds_config: Mapping[str, Any], model: nn.Module, chosen: set[int]) -> None:
+        self._chosen = chosen
+        self._partitioned = _Partitioned(ds_config, model)
+        self.device = self._partitioned.device
+        self._whole = _Whole(self.device)
+
+    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        return self._of(parameter).dtype_of(parameter)
+
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
+        return self._of(parameter).ranges(parameter)
+
+    def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
+        return self._of(parameter).make(parameter, dtype)
+
+    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+        return self._partitioned.fp32_buffers(model)
+
+    def _of(self, parameter: torch.Tensor) -> _Placement:
+        return self._partitioned if id(parameter) in self._chosen else self._whole
 
 
 @dataclass(slots=True)
@@ -111,6 +138,7 @@ def load_model(
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     progress: bool | None = None,
+    partition: Partition | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return an ordinary transformers model.
@@ -124,8 +152,12 @@ def load_model(
             resolved as `config.resolve_auto` says; `load_report(model).ds_config` holds the result.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16 or, with both off or
-            absent, fp32). Under stage 3 any other value must agree with it.
+            absent, fp32). Under stage 3 any other value must agree with it, unless `partition` is given: then it
+            is the dtype of the parameters that stay whole.
         progress: True shows a progress bar on rank 0, False none, None one on long loads when stderr is a terminal.
+        partition: under stage 3, what to partition: module names or globs, module classes, predicates on
+            (name, module), or a sequence of these; all else is loaded whole on every rank. None partitions all, an
+            empty sequence nothing. Train such a model with `lowmem_load.initialize`.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Returns:
@@ -147,7 +179,11 @@ def load_model(
         config_dict = read_ds_config(ds_config)
         stage = zero_stage(config_dict)
         precision = precision_of(config_dict, absent="disabled")
-        kwargs["dtype"] = _storage_dtype(dtype, precision, stage)
+        if partition is not None:
+            if stage != 3:
+                raise ConfigError(f"partition needs ZeRO stage 3, the ds_config has stage {stage}; drop partition")
+            choices_of(partition)
+        kwargs["dtype"] = _storage_dtype(dtype, precision, must_agree=stage == 3 and partition is None)
         hf.check_name(name, kwargs.get("subfolder", ""))
         config = hf.model_config(name, kwargs)
         cls = hf.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
@@ -159,12 +195,12 @@ def load_model(
         resolve_auto(
             config_dict, world_size=distributed.world_size, hidden_size=hidden_size_of(config), precision=precision
         )
-    with streaming(ds_config, progress=progress):
+    with _streaming(ds_config, progress, partition, must_match=True):
         return cls.from_pretrained(name, **kwargs)
 
 
 @contextlib.contextmanager
-def streaming(ds_config: Any, *, progress: bool | None = None) -> Iterator[None]:
+def streaming(ds_config: Any, *, progress: bool | None = None, partition: Partition | None = None) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
     Models keep the dtype that the caller asked for under stages 0 to 2; under stage 3 the ds_config decides, as it
@@ -173,16 +209,28 @@ def streaming(ds_config: Any, *, progress: bool | None = None) -> Iterator[None]
     Args:
         ds_config: as for `load_model`.
         progress: as for `load_model`.
+        partition: as for `load_model`, applied to each model that is loaded inside; one in which it chooses no
+            module stays whole.
 
     Raises:
         ConfigError: ds_config cannot be used.
     """
+    with _streaming(ds_config, progress, partition, must_match=False):
+        yield
+
+
+@contextlib.contextmanager
+def _streaming(
+    ds_config: Any, progress: bool | None, partition: Partition | None, *, must_match: bool
+) -> Iterator[None]:
     distributed = DistributedInterface()
     with distributed.agreed("checking the ds_config"):
         config_dict = read_ds_config(ds_config)
         zero_stage(config_dict)
         precision_of(config_dict, absent="disabled")
-    stream = _Stream(config_dict, distributed, progress)
+        if partition is not None:
+            choices_of(partition)
+    stream = _Stream(config_dict, distributed, progress, partition, must_match)
     with hf.deepspeed_config(config_dict), hf.intercepted(stream.load):
         yield
 
@@ -204,7 +252,15 @@ def load_report(model: Any) -> LoadReport:
 class _Stream:
     """Loads models under one ds_config."""
 
-    def __init__(self, ds_config: dict[str, Any], distributed: DistributedInterface, progress: bool | None) -> None:
+    def __init__(
+        self,
+        ds_config: dict[str, Any],
+        distributed: DistributedInterface,
+        progress: bool | None,
+        partition: Partition | None,
+        must_match: bool,
+    ) -> None:
+        self._partition, self._must_match = partition, must_match
         self._ds_config = ds_config
         self._distributed = distributed
         self._progress = progress
@@ -249,7 +305,7 @@ class _Stream:
     def _kept_range(self, numel: int) -> FlatRange:
         """Return what this rank may need of a parameter that is initialised, before partitions are known."""
         secondary = self._ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
-        if self._stage < 3 or secondary != 1:
+        if self._stage < 3 or secondary != 1 or self._partition is not None:
             return FlatRange(0, numel)
         return partition_range(numel, self._distributed.rank, self._distributed.world_size)
 
@@ -263,11 +319,17 @@ class _Stream:
             precision=precision,
         )
         if self._stage < 3:
-            return _Whole()
+            return _Whole(torch.device("cpu"))
         quantizer = getattr(model, "hf_quantizer", None)
         if quantizer is not None:
             hf.refuse_quantized(quantizer, {})
-        return _Partitioned(report.ds_config, model)
+        if self._partition is None:
+            mark({"": model})
+            return _Partitioned(report.ds_config, model)
+        chosen = choose(model, self._partition, must_match=self._must_match)
+        check_ties(model, chosen)
+        mark(chosen)
+        return _Partial(report.ds_config, model, chosen_parameters(chosen))
 
     def _reader(self) -> Reader:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._distributed.world_size))
@@ -306,12 +368,12 @@ def _advance(bar: Any, num_bytes: int) -> None:
     bar.update(num_bytes)
 
 
-def _storage_dtype(dtype: str | torch.dtype | None, precision: Precision, stage: int) -> torch.dtype:
+def _storage_dtype(dtype: str | torch.dtype | None, precision: Precision, *, must_agree: bool) -> torch.dtype:
     engine = _torch_dtype(precision.value)
     if dtype in (None, "auto"):
         return engine
     asked = dtype if isinstance(dtype, torch.dtype) else _torch_dtype(str(dtype))
-    if stage == 3 and asked != engine:
+    if must_agree and asked != engine:
         raise ConfigError(
             f"dtype {asked} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
             "drop dtype, or change bf16.enabled and fp16.enabled"
@@ -341,7 +403,7 @@ def _plan(model: nn.Module, placement: _Placement, report: LoadReport) -> list[_
         expression = _described(name, parameter)
         if expression.dtype != dtype:
             report.recast_parameters.append(name)
-        plans = [plan_target(name, cast(expression, dtype), span) for span in placement.ranges(parameter.numel())]
+        plans = [plan_target(name, cast(expression, dtype), span) for span in placement.ranges(parameter)]
         _note_slow_path(name, parameter, expression, report)
         targets.append(_Target(parameter, dtype, places[key], plans, name))
     return sorted(targets, key=_first_byte)
@@ -393,7 +455,10 @@ def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placeme
         made, destinations = placement.make(target.parameter, target.dtype)
         for plan, destination in zip(target.plans, destinations, strict=True):
             reader.fill(plan.copies, destination.tensor[: plan.flat_range.numel])
-            report.partition_bytes += destination.tensor.nbytes
+            if isinstance(placement, _Partial) and not is_partitioned(made):
+                report.whole_bytes += destination.tensor.nbytes
+            else:
+                report.partition_bytes += destination.tensor.nbytes
         hf.copy_marks(target.parameter, made)
         for module, name in target.places:
             setattr(module, name, made)

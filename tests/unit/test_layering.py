@@ -19,10 +19,10 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"expression", "header", "precision"},
     {"checkpoint", "config", "plan", "torch_zip"},
-    {"reader", "report", "symbolic", "zero3"},
-    {"distributed", "hf"},
-    {"arguments", "load"},
-    {"engine"},
+    {"partial", "partial_checkpoint", "reader", "report", "symbolic", "whole", "zero3"},
+    {"distributed", "hf", "zero3_engine"},
+    {"arguments", "load", "partial_engine"},
+    {"engine", "partial_trainer"},
     {"__init__"},
 ]
 
@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
 OWNERS: dict[str, set[str]] = {
     "transformers": {"hf"},
     "torch.distributed": {"distributed"},
-    "deepspeed": {"zero3"},
+    "deepspeed": {"zero3", "zero3_engine"},
 }
 
 # Exceptions to OWNERS: public names that every module but the pure ones may use. Longer names win over shorter ones.
@@ -46,7 +46,7 @@ BARE_IMPORT_BY_ANYONE: set[str] = {"deepspeed"}
 
 # Attributes that DeepSpeed puts on parameters, also as strings in getattr, hasattr, setattr and delattr.
 DEEPSPEED_PREFIX = "ds_"
-DEEPSPEED_MODULES: set[str] = {"zero3"}
+DEEPSPEED_MODULES: set[str] = {"zero3", "zero3_engine"}
 OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
