@@ -139,6 +139,8 @@ class PartitionedPart:
             optimizer = None
         self._shell = _Shell(model, chosen, placeholder)
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
+        if self.frozen:
+            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the whole part
         zero = self.engine.optimizer
         if type(zero) is not DeepSpeedZeroOptimizer_Stage3:
             raise UnsupportedError(
