@@ -323,7 +323,7 @@ class PartialEngine(nn.Module):
             return None
         frozen = {name for name, p in self._outside.items() if not p.requires_grad} if exclude_frozen_parameters else ()
         whole = {
-            name: value.detach().cpu()
+            name: value.detach().to("cpu", copy=True)
             for name, value in self.module.state_dict().items()
             if name not in frozen and name not in self._chosen_names
         }

@@ -68,7 +68,7 @@ class _Shell(nn.Module):
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
         super().__init__()
-        self.__dict__["model"] = model  # not a child: its other modules are none of the engine's business
+        self.__dict__["_whole_model"] = model  # not a child: its other modules are none of the engine's business
         for name, module in chosen.items():
             *path, last = name.split(".")
             container: nn.Module = self
@@ -82,7 +82,7 @@ class _Shell(nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["model"](*args, **kwargs)
+        return self.__dict__["_whole_model"](*args, **kwargs)
 
 
 class _NeedsGradient(torch.autograd.Function):

@@ -21,10 +21,18 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on most CPUs for its speed; torch computes in it all the same."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+
+
 def low_precision(path: str, name: str) -> dict[str, Any]:
     """Rank function: how far low precision ends from float32, as a share of how far training went."""
     from lowmem_load import DistributedInterface
 
+    allow_fp16()
     dtype = getattr(torch, name)
     engine = make_engine(path, {**CONFIG, **SECTIONS[name]}, dtype=dtype)
     before = engine.consolidated_state_dict()
@@ -68,6 +76,7 @@ def overflows(path: str) -> list[dict[str, Any]]:
     """Rank function: a step in which gradients overflow on one rank: in the whole part alone, then in both."""
     from lowmem_load import DistributedInterface
 
+    allow_fp16()
     engine = make_engine(path, {**CONFIG, **SECTIONS["float16"]}, dtype=torch.float16, schedule=constant)
     rank, found = DistributedInterface().rank, []
     train(engine, 0, 2, dtype=torch.float16)
