@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,18 @@ import pytest
 import torch
 
 from tests import builders
-from tests.multi_rank.test_partial_training import CONFIG, TOLERANCE, WITHOUT_OPTIMIZER
+from tests.multi_rank.test_partial_training import TOLERANCE, WITHOUT_OPTIMIZER
 from tests.multimodal import CLIP, LR
 from tests.parity import differences
 from tests.ranks import run_ranks
 
 PARTITION = ["model.language_model", "lm_head"]
 IMAGE_TOKEN, IMAGE_TOKENS, STEPS = 127, 4, 8
+
+EPS = 1e-5
+"""Of Adam. With its default, 1e-8, gradients that are zero but for rounding (key biases of CLIP) move parameters."""
+ADAM = {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "torch_adam": True}}
+CONFIG = {**WITHOUT_OPTIMIZER, "optimizer": ADAM}
 
 
 def sample(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -41,7 +47,7 @@ def trained_in_one_process(path: str, world_size: int, only_projector: bool) -> 
     if only_projector:
         stage_one(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR)
+    optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS)
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(world_size):
@@ -87,7 +93,7 @@ def llava(path: str, only_projector: bool, checkpointing: bool) -> dict[str, Any
         model(**sample(98, ranks.rank))
     state = engine.consolidated_state_dict()
     expected = trained_in_one_process(path, ranks.world_size, only_projector)
-    largest = 0.0 if state is None else max((state[n] - expected[n]).abs().max().item() for n in expected)
+    off = {} if state is None else {n: (state[n] - expected[n]).abs().max().item() for n in expected}
     return {
         "partitioned": sorted({name.split(".")[1] for name, flag in parts.items() if flag}),
         "whole": sorted({name.split(".")[1] for name, flag in parts.items() if not flag}),
@@ -96,7 +102,7 @@ def llava(path: str, only_projector: bool, checkpointing: bool) -> dict[str, Any
         "bytes": (report.partition_bytes, report.whole_bytes),
         "expected bytes": (llm_numel * 4 // 2, sum(p.numel() * 4 for p in whole.values())),
         "names": state is None or list(state) == list(expected),
-        "largest": largest,
+        "off": dict(sorted(off.items(), key=lambda item: -item[1])[:3]),
     }
 
 
@@ -111,7 +117,7 @@ def test_llava_trains_as_in_one_process(only_projector: bool, checkpointing: boo
         assert found["equal"] and found["language"] == []
         assert found["bytes"] == found["expected bytes"]
         assert found["names"]
-        assert found["largest"] < TOLERANCE, found
+        assert all(value < TOLERANCE for value in found["off"].values()), found["off"]
 
 
 def refused(path: str, tied: str, cases: list[tuple[str, Any]]) -> list[tuple[str, str]]:
@@ -141,14 +147,30 @@ def test_a_partition_that_cannot_be_is_refused_on_every_rank(checkpoints: Path) 
             assert any(part in text for part in case[2].split("|")), text
 
 
+def stand_in_for_an_accelerator(rank: int, world_size: int) -> None:
+    """Tells accelerate what it finds out by itself where there is an accelerator: with DeepSpeed it looks for one.
+
+    On CPU it would take each rank for the only one, though the process group and DeepSpeed know better.
+    """
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState()
+    state.distributed_type, state.backend = DistributedType.DEEPSPEED, "gloo"
+    state.num_processes, state.process_index, state.local_process_index = world_size, rank, rank
+
+
 def with_trainer(path: str, out: str, own_optimizer: bool) -> dict[str, Any]:
     """Rank function: Trainer, two lines more than ever; then a resumed Trainer, whose last steps must be equal."""
+    from accelerate.state import AcceleratorState
     from safetensors.torch import load_file
     from transformers import Trainer, TrainingArguments
 
     from lowmem_load import DistributedInterface, PartialEngine, load_model, partial_zero3
 
     ranks = DistributedInterface()
+    stand_in_for_an_accelerator(ranks.rank, ranks.world_size)
     config = {
         **(WITHOUT_OPTIMIZER if own_optimizer else CONFIG),
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
@@ -161,22 +183,24 @@ def with_trainer(path: str, out: str, own_optimizer: bool) -> dict[str, Any]:
             out,
             deepspeed=config,
             per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
             gradient_accumulation_steps=2,
             max_steps=4,
             save_steps=2,
             logging_steps=1,
             learning_rate=LR,
+            adam_epsilon=EPS,
             weight_decay=0.0,
             lr_scheduler_type="linear",
             max_grad_norm=CLIP,
             report_to=[],
             disable_tqdm=True,
-            use_cpu=True,
+            accelerator_config={"use_configured_state": True},
             remove_unused_columns=False,
             seed=3,
         )
         # each sample is a batch of one, with a picture or without
-        data = [{key: value[0] for key, value in sample(number, 0).items()} for number in range(32)]
+        data = [{key: value[0] for key, value in sample(number, number % 2).items()} for number in range(32)]
         model = load_model(path, config, partition=PARTITION)
         return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], data_collator=stack)
 
@@ -188,18 +212,21 @@ def with_trainer(path: str, out: str, own_optimizer: bool) -> dict[str, Any]:
     trainer.save_model(f"{out}/final")
     log = [(entry["loss"], entry["learning_rate"]) for entry in trainer.state.log_history if "loss" in entry]
     trainer.deepspeed.destroy()
+    AcceleratorState._reset_state()  # accelerate refuses a second Accelerator in one process
     again = make_trainer()
     with partial_zero3():
         again.train(resume_from_checkpoint=f"{out}/checkpoint-2")
     resumed = [(entry["loss"], entry["learning_rate"]) for entry in again.state.log_history if "loss" in entry]
     state = again.deepspeed.consolidated_state_dict()
     saved = load_file(f"{out}/final/model.safetensors") if ranks.rank == 0 else {}
+    before = load_file(f"{path}/model.safetensors")
     return {
         "world_size": ranks.world_size,
         "log": log,
         "resumed": resumed,
         "evaluated": evaluated,
-        "saved names": sorted(saved),
+        "as the checkpoint": ranks.rank > 0 or saved.keys() == before.keys(),
+        "unchanged": sorted(key for key in saved if torch.equal(saved[key], before[key])),
         "same": state is None or sorted(key for key in state if not torch.equal(state[key], _named(saved, key))),
     }
 
@@ -228,11 +255,14 @@ def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("own_optimizer", [False, True])
 def test_trainer(own_optimizer: bool, checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llava(checkpoints)
-    for found in run_ranks(
-        with_trainer, str(path), str(tmp_path), own_optimizer, timeout_s=180, env={"ACCELERATE_USE_CPU": "1"}
-    ):
+    for found in run_ranks(with_trainer, str(path), str(tmp_path), own_optimizer, timeout_s=180):
         assert found["world_size"] == 2
-        assert len(found["log"]) == 4 and found["log"][-1][0] < found["log"][0][0]
+        # Trainer notes the rate before it steps a scheduler of its own; one of the engine's has stepped by then
+        shares = (1, 0.75, 0.5, 0.25) if own_optimizer else (0.75, 0.5, 0.25, 0)
+        assert [rate for _, rate in found["log"]] == pytest.approx([LR * share for share in shares])
         assert found["resumed"] == found["log"]
+        assert found["as the checkpoint"]
+        # the tower's last norm is behind the features that LLaVA takes
+        assert all("post_layernorm" in name for name in found["unchanged"]), found["unchanged"]
         assert found["same"] in (True, [])
         assert found["evaluated"] > 0
