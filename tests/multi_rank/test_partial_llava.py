@@ -262,7 +262,7 @@ def test_trainer(own_optimizer: bool, checkpoints: Path, tmp_path: Path) -> None
         assert [rate for _, rate in found["log"]] == pytest.approx([LR * share for share in shares])
         assert found["resumed"] == found["log"]
         assert found["as the checkpoint"]
-        # the tower's last norm is behind the features that LLaVA takes
-        assert all("post_layernorm" in name for name in found["unchanged"]), found["unchanged"]
+        # the tower's last norm is behind the features that LLaVA takes; a bias of all keys changes no attention
+        assert all("post_layernorm" in name or "k_proj.bias" in name for name in found["unchanged"]), found["unchanged"]
         assert found["same"] in (True, [])
         assert found["evaluated"] > 0
