@@ -13,7 +13,8 @@ from .errors import (
     UnsupportedError,
 )
 from .load import load_model, load_report, streaming
-from .partial_engine import PartialEngine, initialize
+from .partial_engine import PartialEngine
+from .partial_initialize import initialize
 from .partial_trainer import partial_zero3
 from .report import LoadReport
 

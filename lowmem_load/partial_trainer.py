@@ -10,7 +10,7 @@ import deepspeed
 from torch import nn
 
 from .partial import Partition, partitioned_modules
-from .partial_engine import initialize
+from .partial_initialize import initialize
 from .whole import Average, Unused
 from .zero3 import is_partitioned
 

@@ -25,6 +25,12 @@ Unused: TypeAlias = Literal["skip", "zero"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def check_options(average: str, unused: str) -> None:
+    """Raise ConfigError unless both are among their values."""
+    if average not in ("all", "used") or unused not in ("skip", "zero"):
+        raise ConfigError(f"average is 'all' or 'used', unused is 'skip' or 'zero'; got {average!r} and {unused!r}")
+
+
 @dataclass(slots=True)
 class _Slot:
     """A trainable parameter.
@@ -68,8 +74,7 @@ class WholePart:
         average: Average,
         unused: Unused,
     ) -> None:
-        if average not in ("all", "used") or unused not in ("skip", "zero"):
-            raise ConfigError(f"average is 'all' or 'used', unused is 'skip' or 'zero'; got {average!r} and {unused!r}")
+        check_options(average, unused)
         wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
         if wrong:
             raise ConfigError(f"{', '.join(wrong[:8])}: whole parameters are trained in float32, bfloat16 or float16")

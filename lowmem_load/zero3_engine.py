@@ -37,6 +37,8 @@ def _check_contract() -> None:
     try:
         from deepspeed.runtime import lr_schedules
         from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
         from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
         missing = [
@@ -44,6 +46,8 @@ def _check_contract() -> None:
             for owner, names in (
                 (DeepSpeedEngine, ("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict")),
                 (DeepSpeedZeroOptimizer_Stage3, ("_get_norm_groups", "step")),
+                (DeepSpeedZeRoOffload, ("get_param_coordinator",)),
+                (PartitionedParameterCoordinator, ("reset_step",)),
             )
             for name in names
             if not callable(getattr(owner, name, None))

@@ -22,7 +22,8 @@ LAYERS: list[set[str]] = [
     {"partial", "partial_checkpoint", "reader", "report", "symbolic", "whole", "zero3"},
     {"distributed", "hf", "zero3_engine"},
     {"arguments", "load", "partial_engine"},
-    {"engine", "partial_trainer"},
+    {"engine", "partial_initialize"},
+    {"partial_trainer"},
     {"__init__"},
 ]
 
