@@ -15,6 +15,9 @@ from .errors import (
 )
 from .install import install, uninstall
 from .load import load_model, load_report, streaming
+from .partial_engine import PartialEngine
+from .partial_initialize import initialize
+from .partial_trainer import partial_zero3
 from .report import LoadReport
 
 __all__ = [
@@ -28,12 +31,15 @@ __all__ = [
     "LowMemLoadError",
     "ModelArguments",
     "ModelEngine",
+    "PartialEngine",
     "PlanError",
     "RankError",
     "UnsupportedError",
+    "initialize",
     "install",
     "load_model",
     "load_report",
+    "partial_zero3",
     "streaming",
     "uninstall",
 ]

@@ -20,6 +20,7 @@ from .distributed import DistributedInterface
 from .errors import ConfigError, LoadOrderWarning, UnsupportedError
 from .expression import Cast, Computed, Expression, Source, cast, held, leaves, numel
 from .hf_active import active_zero3_config, was_dropped
+from .partial import Partition, check_ties, choices_of, choose, chosen_parameters, mark
 from .plan import FlatRange, TargetPlan, partition_range, plan_digest, plan_target
 from .precision import Precision, precision_of
 from .rank_group import RankGroup
@@ -56,7 +57,7 @@ class _Placement(Protocol):
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype: ...
 
-    def ranges(self, numel: int) -> list[FlatRange]: ...
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]: ...
 
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]: ...
 
@@ -79,8 +80,8 @@ class _Partitioned:
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return self._partitioner.dtype if parameter.is_floating_point() else parameter.dtype
 
-    def ranges(self, numel: int) -> list[FlatRange]:
-        return self._partitioner.ranges(numel)
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
+        return self._partitioner.ranges(parameter.numel())
 
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
         made = self._partitioner.new_parameter(
@@ -100,18 +101,19 @@ class _Partitioned:
 
 
 class _Whole:
-    """Every parameter stays whole, in host memory, as an ordinary load leaves it (ZeRO stages 0, 1 and 2)."""
+    """Every parameter stays whole, as an ordinary load leaves it: in host memory for ZeRO stages 0, 1 and 2."""
 
-    device = torch.device("cpu")
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype
 
-    def ranges(self, numel: int) -> list[FlatRange]:
-        return [FlatRange(0, numel)]
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
+        return [FlatRange(0, parameter.numel())]
 
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
-        values = torch.empty(parameter.shape, dtype=dtype)
+        values = torch.empty(parameter.shape, dtype=dtype, device=self.device)
         made = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return made, [Destination(values.view(-1), FlatRange(0, values.numel()))]
 
@@ -122,6 +124,38 @@ class _Whole:
 
     def settle(self) -> None:
         pass
+
+
+class _Partial:
+    """Parameters of the chosen modules become ZeRO-3 parameters; the others stay whole on the same device."""
+
+    def __init__(self, ds_config: Mapping[str, Any], model: nn.Module, ranks: RankGroup, chosen: set[int]) -> None:
+        self._chosen = chosen
+        self._partitioned = _Partitioned(ds_config, model, ranks)
+        self.device = self._partitioned.device
+        self._whole = _Whole(self.device)
+
+    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        return self._of(parameter).dtype_of(parameter)
+
+    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
+        return self._of(parameter).ranges(parameter)
+
+    def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
+        return self._of(parameter).make(parameter, dtype)
+
+    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+        return self._partitioned.fp32_buffers(model)
+
+    @property
+    def is_full(self) -> bool:
+        return self._partitioned.is_full
+
+    def settle(self) -> None:
+        self._partitioned.settle()
+
+    def _of(self, parameter: torch.Tensor) -> _Placement:
+        return self._partitioned if id(parameter) in self._chosen else self._whole
 
 
 @dataclass(slots=True)
@@ -143,6 +177,7 @@ def load_model(
     dtype: str | torch.dtype | None = "auto",
     progress: bool | None = None,
     data_parallel_group: Any = None,
+    partition: Partition | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return an ordinary transformers model.
@@ -156,8 +191,12 @@ def load_model(
             resolved as `config.resolve_auto` says; `load_report(model).ds_config` holds the result.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16 or, with both off or
-            absent, fp32). Under stage 3 any other value must agree with it.
+            absent, fp32). Under stage 3 any other value must agree with it, unless `partition` is given: then it
+            is the dtype of the parameters that stay whole.
         progress: True shows a progress bar on rank 0, False none, None one on long loads when stderr is a terminal.
+        partition: under stage 3, what to partition: module names or globs, module classes, predicates on
+            (name, module), or a sequence of these; all else is loaded whole on every rank. None partitions all, an
+            empty sequence nothing. Train such a model with `lowmem_load.initialize`.
         data_parallel_group: a group of torch.distributed among whose ranks parameters are cut up, such as one for
             data and sequence parallelism; then the ranks of that group call this, and no others. None: all ranks.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
@@ -183,7 +222,11 @@ def load_model(
         config_dict = read_ds_config(ds_config)
         stage = zero_stage(config_dict)
         precision = precision_of(config_dict, absent="disabled")
-        kwargs["dtype"] = _storage_dtype(dtype, precision, stage)
+        if partition is not None:
+            if stage != 3:
+                raise ConfigError(f"partition needs ZeRO stage 3, the ds_config has stage {stage}; drop partition")
+            choices_of(partition)
+        kwargs["dtype"] = _storage_dtype(dtype, precision, must_agree=stage == 3 and partition is None)
         pretrained.check_name(name, kwargs.get("subfolder", ""))
         config = pretrained.model_config(name, kwargs)
         cls = pretrained.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
@@ -193,13 +236,17 @@ def load_model(
             pretrained.refuse_quantized(config, kwargs)
             pretrained.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         resolve_auto(config_dict, world_size=ranks.world_size, hidden_size=hidden_size_of(config), precision=precision)
-    with streaming(ds_config, progress=progress, data_parallel_group=data_parallel_group):
+    with _streaming(ds_config, ranks, progress, partition, must_match=True):
         return cls.from_pretrained(name, **kwargs)
 
 
 @contextlib.contextmanager
 def streaming(
-    ds_config: Any = None, *, progress: bool | None = None, data_parallel_group: Any = None
+    ds_config: Any = None,
+    *,
+    progress: bool | None = None,
+    partition: Partition | None = None,
+    data_parallel_group: Any = None,
 ) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
@@ -211,21 +258,35 @@ def streaming(
             active at that moment, which TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set; while
             there is none, loads are the ordinary ones.
         progress: as for `load_model`.
+        partition: as for `load_model`, applied to each model that is loaded inside; one in which it chooses no
+            module stays whole.
         data_parallel_group: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used.
     """
     if ds_config is None:
+        if partition is not None or data_parallel_group is not None:
+            raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
         with hf.intercepted(lambda call: _load_as_active(call, progress), _zero3_is_active):
             yield
         return
     ranks = DistributedInterface().subgroup(data_parallel_group)
+    with _streaming(ds_config, ranks, progress, partition, must_match=False):
+        yield
+
+
+@contextlib.contextmanager
+def _streaming(
+    ds_config: Any, ranks: RankGroup, progress: bool | None, partition: Partition | None, *, must_match: bool
+) -> Iterator[None]:
     with ranks.agreed("checking the ds_config"):
         config_dict = read_ds_config(ds_config)
         zero_stage(config_dict)
         precision_of(config_dict, absent="disabled")
-    stream = _Stream(config_dict, ranks, progress)
+        if partition is not None:
+            choices_of(partition)
+    stream = _Stream(config_dict, ranks, progress, partition, must_match)
     with hf.deepspeed_config(config_dict), hf.intercepted(stream.load):
         yield
 
@@ -264,7 +325,15 @@ def load_report(model: Any) -> LoadReport:
 class _Stream:
     """Loads models under one ds_config."""
 
-    def __init__(self, ds_config: dict[str, Any], ranks: RankGroup, progress: bool | None) -> None:
+    def __init__(
+        self,
+        ds_config: dict[str, Any],
+        ranks: RankGroup,
+        progress: bool | None,
+        partition: Partition | None = None,
+        must_match: bool = False,
+    ) -> None:
+        self._partition, self._must_match = partition, must_match
         self._ds_config = ds_config
         self._ranks = ranks
         self._progress = progress
@@ -315,7 +384,7 @@ class _Stream:
     def _kept_range(self, numel: int) -> FlatRange:
         """Return what this rank may need of a parameter that is initialised, before partitions are known."""
         secondary = self._ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
-        if self._stage < 3 or secondary != 1:
+        if self._stage < 3 or secondary != 1 or self._partition is not None:
             return FlatRange(0, numel)
         return partition_range(numel, self._ranks.rank, self._ranks.world_size)
 
@@ -329,11 +398,17 @@ class _Stream:
             precision=precision,
         )
         if self._stage < 3:
-            return _Whole()
+            return _Whole(torch.device("cpu"))
         quantizer = getattr(model, "hf_quantizer", None)
         if quantizer is not None:
             pretrained.refuse_quantized(quantizer, {})
-        return _Partitioned(report.ds_config, model, self._ranks)
+        if self._partition is None:
+            mark({"": model})
+            return _Partitioned(report.ds_config, model, self._ranks)
+        chosen = choose(model, self._partition, must_match=self._must_match)
+        check_ties(model, chosen)
+        mark(chosen)
+        return _Partial(report.ds_config, model, self._ranks, chosen_parameters(chosen))
 
     def _reader(self) -> Reader:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks.world_size))
@@ -369,12 +444,12 @@ class _Stream:
                 torch.set_rng_state(own)
 
 
-def _storage_dtype(dtype: str | torch.dtype | None, precision: Precision, stage: int) -> torch.dtype:
+def _storage_dtype(dtype: str | torch.dtype | None, precision: Precision, *, must_agree: bool) -> torch.dtype:
     engine = _torch_dtype(precision.value)
     if dtype in (None, "auto"):
         return engine
     asked = dtype if isinstance(dtype, torch.dtype) else _torch_dtype(str(dtype))
-    if stage == 3 and asked != engine:
+    if must_agree and asked != engine:
         raise ConfigError(
             f"dtype {asked} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
             "drop dtype, or change bf16.enabled and fp16.enabled"
@@ -406,7 +481,7 @@ def _plan(model: nn.Module, placement: _Placement, report: LoadReport) -> list[_
             report.recast_parameters.append(name)
             if isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
                 expression = expression.part
-        plans = [plan_target(name, cast(expression, dtype), span) for span in placement.ranges(parameter.numel())]
+        plans = [plan_target(name, cast(expression, dtype), span) for span in placement.ranges(parameter)]
         report.slow_paths += _slow_paths(name, parameter, expression, plans)
         targets.append(_Target(parameter, dtype, places[key], plans, name))
     return sorted(targets, key=_first_byte)
@@ -473,7 +548,10 @@ def _read_parameters(targets: list[_Target], reader: Reader, placement: _Placeme
         made, destinations = placement.make(target.parameter, target.dtype)
         for plan, destination in zip(target.plans, destinations, strict=True):
             reader.fill(plan.copies, destination.tensor[: plan.flat_range.numel])
-            report.partition_bytes += destination.tensor.nbytes
+            if isinstance(placement, _Partial) and not is_partitioned(made):
+                report.whole_bytes += destination.tensor.nbytes
+            else:
+                report.partition_bytes += destination.tensor.nbytes
         hf.copy_marks(target.parameter, made)
         for module, name in target.places:
             setattr(module, name, made)

@@ -72,6 +72,7 @@ class LoadReport:
             keeps whole on every rank because they are at most stage3_param_persistence_threshold elements large.
         partition_bytes: bytes of the partitions on this rank, padding included.
         total_partition_bytes: bytes of the partitions on all ranks.
+        whole_bytes: bytes of the parameters that every rank holds whole beside partitions (`partition` was given).
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: system calls that read them.
@@ -95,6 +96,7 @@ class LoadReport:
     persistent_elements: int = 0
     partition_bytes: int = 0
     total_partition_bytes: int = 0
+    whole_bytes: int = 0
     needed_bytes: int = 0
     read_bytes: int = 0
     num_reads: int = 0
@@ -132,7 +134,8 @@ class LoadReport:
         lines = [
             f"{self.name}: {self.num_parameters} parameters, {self.num_elements / 1e9:.3f} B elements, {self.dtype}, "
             f"rank {self.rank} of {self.world_size}",
-            f"  partition {self.partition_bytes / mib:.1f} MiB here, {self.total_partition_bytes / mib:.1f} MiB in all",
+            f"  partition {self.partition_bytes / mib:.1f} MiB here, {self.total_partition_bytes / mib:.1f} MiB in all"
+            + (f"; {self.whole_bytes / mib:.1f} MiB whole on every rank" if self.whole_bytes else ""),
             f"  kept whole: {self.persistent_parameters} small parameters, {self.persistent_elements} elements",
             f"  read {self.read_bytes / mib:.1f} MiB in {self.num_reads} reads for {self.needed_bytes / mib:.1f} MiB "
             "needed",

@@ -282,12 +282,11 @@ def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> tuple[int, in
 
     Args:
         ds_config: resolved.
-        module: its parameters are ZeRO-3 parameters.
+        module: those of its parameters count that are ZeRO-3 parameters.
     """
     config = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
     count = elements = 0
-    for parameter in module.parameters():
-        size = parameter.ds_numel
+    for size in [parameter.ds_numel for parameter in module.parameters() if is_zero_param(parameter)]:
         if size <= config.param_persistence_threshold and elements + size <= config.model_persistence_threshold:
             count, elements = count + 1, elements + size
     return count, elements

@@ -92,6 +92,29 @@ def tiny_bert(
     return _save(root, "bert", BertForMaskedLM, BertConfig, settings, dtype, max_shard_size)
 
 
+def tiny_llava(root: Path, dtype: torch.dtype = torch.float32, **text: Any) -> Path:
+    """Returns the folder of a LLaVA checkpoint: CLIP vision tower, projector, Llama; 4 image tokens per picture."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+        projection_dim=32,
+    )
+    settings = {
+        "vision_config": vision,
+        "text_config": LlamaConfig(**{**_DECODER, **text}),
+        "image_token_id": 127,
+        "vision_feature_layer": -1,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+    }
+    return _save(root, "llava", LlavaForConditionalGeneration, LlavaConfig, settings, dtype, None)
+
+
 def as_torch_bin(folder: Path, num_files: int = 1, ties: dict[str, str] | None = None) -> Path:
     """Returns a copy of a checkpoint folder as older transformers saved it: `pytorch_model*.bin` by torch.save.
 

@@ -18,12 +18,13 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 LAYERS: list[set[str]] = [
     {"errors"},
     {"expression", "header", "precision"},
-    {"checkpoint", "config", "operations", "plan", "torch_zip"},
-    {"hf_active", "pretrained", "rank_group", "reader", "report", "scratch", "zero3"},
-    {"distributed", "symbolic"},
+    {"checkpoint", "config", "operations", "partial", "partial_checkpoint", "plan", "torch_zip"},
+    {"hf_active", "pretrained", "rank_group", "reader", "report", "scratch", "whole", "zero3"},
+    {"distributed", "symbolic", "zero3_engine"},
     {"hf"},
-    {"arguments", "load"},
-    {"engine", "install"},
+    {"arguments", "load", "partial_engine"},
+    {"engine", "install", "partial_initialize"},
+    {"partial_trainer"},
     {"__init__"},
 ]
 
@@ -31,7 +32,7 @@ LAYERS: list[set[str]] = [
 OWNERS: dict[str, set[str]] = {
     "transformers": {"hf", "hf_active", "pretrained"},
     "torch.distributed": {"distributed", "rank_group"},
-    "deepspeed": {"zero3"},
+    "deepspeed": {"zero3", "zero3_engine"},
 }
 
 # Exceptions to OWNERS: public names that every module but the pure ones may use. Longer names win over shorter ones.
@@ -47,7 +48,7 @@ BARE_IMPORT_BY_ANYONE: set[str] = {"deepspeed"}
 
 # Attributes that DeepSpeed puts on parameters, also as strings in getattr, hasattr, setattr and delattr.
 DEEPSPEED_PREFIX = "ds_"
-DEEPSPEED_MODULES: set[str] = {"zero3"}
+DEEPSPEED_MODULES: set[str] = {"zero3", "zero3_engine"}
 OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.

@@ -1,0 +1,268 @@
+"""A vision-language model of transformers: language model partitioned, tower and projector whole, by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import builders
+from tests.multi_rank.test_partial_training import TOLERANCE, WITHOUT_OPTIMIZER
+from tests.multimodal import CLIP, LR
+from tests.parity import differences
+from tests.ranks import run_ranks
+
+PARTITION = ["model.language_model", "lm_head"]
+IMAGE_TOKEN, IMAGE_TOKENS, STEPS = 127, 4, 8
+
+EPS = 1e-5
+"""Of Adam. With its default, 1e-8, gradients that are zero but for rounding (key biases of CLIP) move parameters."""
+ADAM = {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "torch_adam": True}}
+CONFIG = {**WITHOUT_OPTIMIZER, "optimizer": ADAM}
+
+
+def sample(step: int, rank: int) -> dict[str, torch.Tensor]:
+    """Returns one with a picture or, on changing ranks, without."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(3, 120, (1, 5 + (step + 2 * rank) % 4), generator=generator)
+    if (step * 7 + rank * 3) % 4 < 2:
+        return {"input_ids": ids, "labels": ids.clone()}
+    ids = torch.cat([torch.full((1, IMAGE_TOKENS), IMAGE_TOKEN), ids], dim=1)
+    pixels = torch.randn(1, 3, 16, 16, generator=generator)
+    return {"input_ids": ids, "pixel_values": pixels, "labels": ids.masked_fill(ids == IMAGE_TOKEN, -100)}
+
+
+def stage_one(model: Any) -> None:
+    model.requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(True)
+
+
+def trained_in_one_process(path: str, world_size: int, only_projector: bool) -> dict[str, torch.Tensor]:
+    from transformers import LlavaForConditionalGeneration
+
+    model = LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float32).train()
+    if only_projector:
+        stage_one(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            loss = model(**sample(step, rank)).loss / world_size
+            if loss.requires_grad:
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def llava(path: str, only_projector: bool, checkpointing: bool) -> dict[str, Any]:
+    """Rank function."""
+    from transformers import LlavaForConditionalGeneration
+
+    from lowmem_load import DistributedInterface, initialize, load_model, load_report
+    from lowmem_load.zero3 import is_partitioned
+
+    ranks = DistributedInterface()
+    model = load_model(path, CONFIG, partition=PARTITION)
+    report = load_report(model)
+    ordinary = LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    parts = {name: is_partitioned(p) for name, p in model.named_parameters()}
+    llm_numel = sum(p.numel() for name, p in ordinary.named_parameters() if parts[name])
+    whole = {name: p for name, p in model.named_parameters() if not parts[name]}
+    equal = all(torch.equal(p, dict(ordinary.named_parameters())[name]) for name, p in whole.items())
+    # the partitioned part, compared as everywhere else: partitions, dtypes, ties
+    language = differences(model.model.language_model, ordinary.model.language_model, ranks.rank, ranks.world_size)
+    model.train()
+    if only_projector:
+        stage_one(model)
+    if checkpointing:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    engine = initialize(model, CONFIG)
+    for step in range(STEPS):
+        loss = engine(**sample(step, ranks.rank)).loss
+        engine.backward(loss)
+        engine.step()
+    engine.eval()
+    with torch.no_grad():  # evaluation calls the model itself, as Trainer does; then training goes on
+        model(**sample(99, ranks.rank))
+        model(**sample(98, ranks.rank))
+    state = engine.consolidated_state_dict()
+    expected = trained_in_one_process(path, ranks.world_size, only_projector)
+    off = {} if state is None else {n: (state[n] - expected[n]).abs().max().item() for n in expected}
+    return {
+        "partitioned": sorted({name.split(".")[1] for name, flag in parts.items() if flag}),
+        "whole": sorted({name.split(".")[1] for name, flag in parts.items() if not flag}),
+        "equal": equal,
+        "language": [line for line in language if not line.startswith("training")],
+        "bytes": (report.partition_bytes, report.whole_bytes),
+        "expected bytes": (llm_numel * 4 // 2, sum(p.numel() * 4 for p in whole.values())),
+        "names": state is None or list(state) == list(expected),
+        "off": dict(sorted(off.items(), key=lambda item: -item[1])[:3]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("only_projector", "checkpointing"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_llava_trains_as_in_one_process(only_projector: bool, checkpointing: bool, checkpoints: Path) -> None:
+    path = builders.tiny_llava(checkpoints)
+    for found in run_ranks(llava, str(path), only_projector, checkpointing, timeout_s=120):
+        assert found["partitioned"] == ["language_model", "weight"]
+        assert found["whole"] == ["multi_modal_projector", "vision_tower"]
+        assert found["equal"] and found["language"] == []
+        assert found["bytes"] == found["expected bytes"]
+        assert found["names"]
+        assert all(value < TOLERANCE for value in found["off"].values()), found["off"]
+
+
+def refused(path: str, tied: str, cases: list[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """Rank function: what load_model says of each partition."""
+    from lowmem_load import load_model
+
+    found = []
+    for name, partition in cases:
+        try:
+            load_model(tied if name == "tied" else path, CONFIG, partition=partition)
+            found.append(("nothing", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_a_partition_that_cannot_be_is_refused_on_every_rank(checkpoints: Path) -> None:
+    cases = [
+        ("typo", "model.languge_model", "chooses no module|choose(s) no module"),
+        ("number", 3, "cannot use 3"),
+        ("tied", "model.language_model", "'lm_head'"),
+    ]
+    path, tied = builders.tiny_llava(checkpoints), builders.tiny_llava(checkpoints, tie_word_embeddings=True)
+    for ranks in run_ranks(refused, str(path), str(tied), [case[:2] for case in cases]):
+        for (kind, text), case in zip(ranks, cases, strict=True):
+            assert kind == "ConfigError", text
+            assert any(part in text for part in case[2].split("|")), text
+
+
+def stand_in_for_an_accelerator(rank: int, world_size: int) -> None:
+    """Tells accelerate what it finds out by itself where there is an accelerator: with DeepSpeed it looks for one.
+
+    On CPU it would take each rank for the only one, though the process group and DeepSpeed know better.
+    """
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState()
+    state.distributed_type, state.backend = DistributedType.DEEPSPEED, "gloo"
+    state.num_processes, state.process_index, state.local_process_index = world_size, rank, rank
+
+
+def with_trainer(path: str, out: str, own_optimizer: bool) -> dict[str, Any]:
+    """Rank function: Trainer, two lines more than ever; then a resumed Trainer, whose last steps must be equal."""
+    from accelerate.state import AcceleratorState
+    from safetensors.torch import load_file
+    from transformers import Trainer, TrainingArguments
+
+    from lowmem_load import DistributedInterface, PartialEngine, load_model, partial_zero3
+
+    ranks = DistributedInterface()
+    stand_in_for_an_accelerator(ranks.rank, ranks.world_size)
+    config = {
+        **(WITHOUT_OPTIMIZER if own_optimizer else CONFIG),
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "gradient_clipping": CLIP,
+    }
+    config.pop("train_micro_batch_size_per_gpu")
+
+    def make_trainer() -> Any:
+        arguments = TrainingArguments(
+            out,
+            deepspeed=config,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            save_steps=2,
+            logging_steps=1,
+            learning_rate=LR,
+            adam_epsilon=EPS,
+            weight_decay=0.0,
+            lr_scheduler_type="linear",
+            max_grad_norm=CLIP,
+            report_to=[],
+            disable_tqdm=True,
+            accelerator_config={"use_configured_state": True},
+            remove_unused_columns=False,
+            seed=3,
+        )
+        # each sample is a batch of one, with a picture or without
+        data = [{key: value[0] for key, value in sample(number, number % 2).items()} for number in range(32)]
+        model = load_model(path, config, partition=PARTITION)
+        return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], data_collator=stack)
+
+    trainer = make_trainer()
+    with partial_zero3():
+        trainer.train()
+    assert isinstance(trainer.deepspeed, PartialEngine)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{out}/final")
+    log = [(entry["loss"], entry["learning_rate"]) for entry in trainer.state.log_history if "loss" in entry]
+    trainer.deepspeed.destroy()
+    AcceleratorState._reset_state()  # accelerate refuses a second Accelerator in one process
+    again = make_trainer()
+    with partial_zero3():
+        again.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+    resumed = [(entry["loss"], entry["learning_rate"]) for entry in again.state.log_history if "loss" in entry]
+    state = again.deepspeed.consolidated_state_dict()
+    saved = load_file(f"{out}/final/model.safetensors") if ranks.rank == 0 else {}
+    before = load_file(f"{path}/model.safetensors")
+    return {
+        "world_size": ranks.world_size,
+        "log": log,
+        "resumed": resumed,
+        "evaluated": evaluated,
+        "as the checkpoint": ranks.rank > 0 or saved.keys() == before.keys(),
+        "unchanged": sorted(key for key in saved if torch.equal(saved[key], before[key])),
+        "same": state is None or sorted(key for key in state if not torch.equal(state[key], _named(saved, key))),
+    }
+
+
+def _named(saved: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """Finds a tensor under the name that save_pretrained gives it, that of the released checkpoints."""
+    renames = (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    )
+    for ours, theirs in renames:
+        if key.startswith(ours) and key not in saved:
+            key = theirs + key.removeprefix(ours)
+    if key not in saved:
+        key = key.replace("vision_tower.", "vision_tower.vision_model.")
+    return saved[key]
+
+
+def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    assert len(samples) == 1
+    return {key: value[None] for key, value in samples[0].items()}
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_trainer(own_optimizer: bool, checkpoints: Path, tmp_path: Path) -> None:
+    path = builders.tiny_llava(checkpoints)
+    for found in run_ranks(with_trainer, str(path), str(tmp_path), own_optimizer, timeout_s=180):
+        assert found["world_size"] == 2
+        # Trainer notes the rate before it steps a scheduler of its own; one of the engine's has stepped by then
+        shares = (1, 0.75, 0.5, 0.25) if own_optimizer else (0.75, 0.5, 0.25, 0)
+        assert [rate for _, rate in found["log"]] == pytest.approx([LR * share for share in shares])
+        assert found["resumed"] == found["log"]
+        assert found["as the checkpoint"]
+        # the tower's last norm is behind the features that LLaVA takes; a bias of all keys changes no attention
+        assert all("post_layernorm" in name or "k_proj.bias" in name for name in found["unchanged"]), found["unchanged"]
+        assert found["same"] in (True, [])
+        assert found["evaluated"] > 0

@@ -1,0 +1,136 @@
+"""Partial ZeRO-3 in bf16 and fp16: master weights, one loss scale, and steps that both parts skip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import builders
+from tests.multi_rank.test_partial_training import CONFIG, make_engine, train
+from tests.multimodal import batch_of, reference
+from tests.ranks import run_ranks
+
+STEPS = 20
+SCALE = 2.0**10
+SECTIONS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"bf16": {"enabled": True}},
+    "float16": {"fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 1000}},
+}
+
+
+def allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on most CPUs for its speed; torch computes in it all the same."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def low_precision(path: str, name: str) -> dict[str, Any]:
+    """Rank function: how far low precision ends from float32, as a share of how far training went."""
+    from lowmem_load import DistributedInterface
+
+    allow_fp16()
+    dtype = getattr(torch, name)
+    engine = make_engine(path, {**CONFIG, **SECTIONS[name]}, dtype=dtype)
+    before = engine.consolidated_state_dict()
+    losses = train(engine, 0, STEPS, dtype=dtype)
+    after = engine.consolidated_state_dict()
+    expected, expected_losses = reference(path, 2, STEPS)
+    all_losses = DistributedInterface().all_gather_object(losses)
+    mean = [sum(values) / 2 for values in zip(*all_losses, strict=True)]
+    shares, dtypes = {}, set()
+    if after is not None:
+        dtypes = {str(value.dtype) for value in after.values()}
+        for part in ("picture", "sound", "llm"):
+            names = [n for n in expected if n.startswith(part)]
+            off = torch.cat([(after[n].float() - expected[n]).reshape(-1) for n in names]).norm()
+            moved = torch.cat([(after[n].float() - before[n].float()).reshape(-1) for n in names]).norm()
+            shares[part] = (off / moved).item()
+    return {
+        "shares": shares,
+        "dtypes": dtypes,
+        "losses": max(abs(a - b) for a, b in zip(mean, expected_losses, strict=True)),
+        "scale": engine.optimizer.loss_scale,
+        "masters": {str(p.dtype) for g in engine._whole.optimizer.param_groups for p in g["params"]},
+        "skipped": engine.skipped_steps,
+    }
+
+
+@pytest.mark.parametrize("name", list(SECTIONS))
+def test_low_precision_follows_float32(name: str, checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    for rank, found in enumerate(run_ranks(low_precision, str(path), name, timeout_s=180)):
+        assert found["masters"] == {"torch.float32"}
+        assert found["skipped"] == 0
+        assert found["losses"] < 0.05, found
+        assert found["scale"] == (SCALE if name == "float16" else 1.0)
+        if rank == 0:
+            assert found["dtypes"] == {f"torch.{name}"}
+            assert max(found["shares"].values()) < 0.35, found
+
+
+def overflows(path: str) -> list[dict[str, Any]]:
+    """Rank function: a step in which gradients overflow on one rank: in the whole part alone, then in both."""
+    from lowmem_load import DistributedInterface
+
+    allow_fp16()
+    engine = make_engine(path, {**CONFIG, **SECTIONS["float16"]}, dtype=torch.float16, schedule=constant)
+    rank, found = DistributedInterface().rank, []
+    train(engine, 0, 2, dtype=torch.float16)
+    for kind in ("none", "whole part", "both"):
+        before = state_of(engine)
+        scale, rate = engine.optimizer.loss_scale, engine.lr_scheduler.last_epoch
+        batch = {**batch_of(2, 0, 2, torch.float16), "kind": "sound", "features": torch.ones(1, 2, 5).half()}
+        batch["input_ids"] = batch["input_ids"][:1]
+        weight = engine.module.sound.project.weight
+        bad = weight.register_hook(lambda grad: grad * float("inf")) if kind == "whole part" and rank == 1 else None
+        loss = engine(**batch)
+        engine.backward(loss * 1e6 if kind == "both" and rank == 1 else loss)
+        engine.step()
+        if bad:
+            bad.remove()
+        after = state_of(engine)
+        found.append(
+            {
+                "kind": kind,
+                "changed": sorted({n.split(".")[0] for n in after if not torch.equal(after[n], before[n])}),
+                "scale": engine.optimizer.loss_scale / scale,
+                "overflow": engine.optimizer.overflow,
+                "scheduled": engine.lr_scheduler.last_epoch - rate,
+                "skipped": engine.skipped_steps,
+                "finite": all(bool(value.isfinite().all()) for value in after.values()),
+            }
+        )
+    return found
+
+
+def constant(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Returns this rank's share of all that a step changes."""
+    partitions = {
+        f"llm.{number}": p.detach().clone()
+        for number, p in enumerate(engine.zero3.optimizer.fp32_partitioned_groups_flat)
+    }
+    whole = {name: p.detach().clone() for name, p in engine._whole.masters.items()}
+    return {**partitions, **whole}
+
+
+def test_an_overflow_in_either_part_skips_both(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    for found in run_ranks(overflows, str(path), timeout_s=120):
+        none, whole, both = found
+        assert none["overflow"] is False and none["scheduled"] == 1 and none["scale"] == 1
+        assert {"llm", "sound"} <= set(none["changed"])
+        for number, skipped in enumerate((whole, both), start=1):
+            assert skipped["changed"] == [], skipped
+            assert skipped["overflow"] is True
+            assert skipped["scale"] == 0.5
+            assert skipped["scheduled"] == 0
+            assert skipped["skipped"] == number
+            assert skipped["finite"]

@@ -1,0 +1,209 @@
+"""Partial ZeRO-3 trains as one process does on the batches of all ranks, whichever encoders the ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import builders
+from tests.multimodal import CLIP, KINDS, LR, Multimodal, batch_of, kinds_of, reference
+from tests.ranks import run_ranks
+
+CONFIG: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": CLIP,
+    "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+}
+WITHOUT_OPTIMIZER = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+TOLERANCE = 1e-6
+
+
+def nothing(_: nn.Module) -> None:
+    pass
+
+
+def freeze_encoder(model: nn.Module) -> None:
+    model.picture.requires_grad_(False)
+
+
+def freeze_llm(model: nn.Module) -> None:
+    """The first stage of LLaVA: of all parameters only the projectors learn."""
+    model.requires_grad_(False)
+    model.picture.project.requires_grad_(True)
+    model.sound.project.requires_grad_(True)
+
+
+def freeze_first_layer(model: nn.Module) -> None:
+    """Through the first layer gradients pass only where an encoder or the embedding needs them."""
+    model.llm.model.embed_tokens.requires_grad_(False)
+    model.llm.model.layers[0].requires_grad_(False)
+
+
+def _checkpointing(model: nn.Module, use_reentrant: bool) -> None:
+    model.llm.config.use_cache = False
+    model.llm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    _checkpointing(model, use_reentrant=False)
+
+
+def checkpoint_reentrant(model: nn.Module) -> None:
+    _checkpointing(model, use_reentrant=True)
+
+
+def two_rates(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups that cut across the two parts; the encoders' come first."""
+    encoders = [*model.picture.parameters(), *model.sound.parameters()]
+    no_decay = [p for name, p in model.llm.named_parameters() if "norm" in name]
+    decay = [p for name, p in model.llm.named_parameters() if "norm" not in name]
+    return [
+        {"params": encoders, "lr": 5 * LR},
+        {"params": no_decay, "weight_decay": 0.0},
+        {"params": [*decay], "lr": LR / 2, "weight_decay": 0.1},
+    ]
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mean over those that used it": {"average": "used"},
+    "accumulation": {"accumulate": 3},
+    "accumulation, mean over those that used it": {"accumulate": 2, "average": "used"},
+    "frozen encoder": {"prepare": freeze_encoder},
+    "frozen language model": {"prepare": freeze_llm},
+    "frozen first layer": {"prepare": freeze_first_layer},
+    "checkpointing": {"prepare": checkpoint_activations},
+    "reentrant checkpointing": {"prepare": checkpoint_reentrant},
+    "two learning rates and a scheduler": {"groups": two_rates, "schedule": halving},
+}
+
+
+def make_engine(
+    path: str,
+    config: dict[str, Any],
+    *,
+    loaded: bool = True,
+    accumulate: int = 1,
+    average: str = "all",
+    prepare: Callable[[nn.Module], Any] = nothing,
+    groups: Any = None,
+    schedule: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Builds the model of this rank, its language model streamed into partitions or loaded ordinarily."""
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import initialize, load_model
+
+    if groups:
+        config = {key: value for key, value in config.items() if key != "optimizer"}
+    config = {**config, "gradient_accumulation_steps": accumulate}
+    llm = load_model(path, config) if loaded else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = Multimodal(llm).train()
+    if loaded:
+        model.picture.to(dtype)
+        model.sound.to(dtype)
+    prepare(model)
+    optimizer = torch.optim.AdamW(groups(model), lr=LR) if groups else None
+    scheduler = schedule(optimizer) if schedule and optimizer else schedule
+    return initialize(
+        model,
+        config,
+        partition=None if loaded else "llm",
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        average=average,  # type: ignore[arg-type]
+    )
+
+
+def train(engine: Any, first: int, last: int, accumulate: int = 1, dtype: torch.dtype = torch.float32) -> list[float]:
+    """Trains the steps from `first` to before `last`; returns this rank's mean loss of each."""
+    from lowmem_load import DistributedInterface
+
+    ranks, losses = DistributedInterface(), []
+    for step in range(first, last):
+        mean = 0.0
+        for micro in range(accumulate):
+            loss = engine(**batch_of(step * accumulate + micro, ranks.rank, ranks.world_size, dtype))
+            engine.backward(loss)
+            engine.step()
+            mean += loss.item() / accumulate
+        losses.append(mean)
+    return losses
+
+
+def compared(path: str, steps: int, cases: list[str], loaded: bool = True) -> list[dict[str, Any]]:
+    """Rank function: trains each case; rank 0 compares with the reference."""
+    from lowmem_load import DistributedInterface
+    from lowmem_load.zero3 import is_partitioned
+
+    ranks, found = DistributedInterface(), []
+    for case in cases:
+        options = CASES[case]
+        engine = make_engine(path, CONFIG, loaded=loaded, **options)
+        losses = train(engine, 0, steps, options.get("accumulate", 1))
+        state = engine.consolidated_state_dict()
+        whole = {name: p.detach().clone() for name, p in engine.module.named_parameters() if not is_partitioned(p)}
+        own_sums = ranks.all_gather_object({name: value.double().sum().item() for name, value in whole.items()})
+        all_losses = ranks.all_gather_object(losses)
+        counters = {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps}
+        engine.destroy()
+        expected, expected_losses = reference(path, ranks.world_size, steps, **options)
+        mean_losses = [sum(values) / ranks.world_size for values in zip(*all_losses, strict=True)]
+        differences = {} if state is None else {n: (state[n] - expected[n]).abs().max().item() for n in expected}
+        found.append(
+            {
+                "case": case,
+                "same names": state is None or list(state) == list(expected),
+                "largest": max(differences.values(), default=0.0),
+                "losses": max(abs(a - b) for a, b in zip(mean_losses, expected_losses, strict=True)),
+                "in step": all(sums == own_sums[0] for sums in own_sums),
+                "whole": sorted({name.split(".")[0] for name in whole}),
+                **counters,
+            }
+        )
+    return found
+
+
+def check(found: list[dict[str, Any]], steps: int) -> None:
+    for result in found:
+        assert result["same names"], result
+        assert result["largest"] < TOLERANCE, result
+        assert result["losses"] < TOLERANCE * 10, result
+        assert result["in step"], result
+        assert result["whole"] == ["picture", "sound"], result
+        assert (result["global_steps"], result["skipped_steps"]) == (steps, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_twenty_steps_equal_a_single_process(world_size: int, checkpoints: Path) -> None:
+    """Among them are steps in which an encoder runs on all, some and no ranks."""
+    assert len({tuple(kinds_of(step, world_size)) for step in range(20)}) > 5
+    used = {(kind, kinds_of(step, world_size).count(kind)) for step in range(20) for kind in KINDS[:2]}
+    assert {("picture", 0), ("picture", 1), ("sound", 0), ("sound", 1), ("sound", 2)} <= used
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    for found in run_ranks(compared, str(path), 20, ["plain"], world_size=world_size, timeout_s=180):
+        check(found, 20)
+
+
+def test_every_way_of_training_equals_a_single_process(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    cases = [case for case in CASES if case != "plain"]
+    for found in run_ranks(compared, str(path), 8, cases, world_size=2, timeout_s=400):
+        check(found, 8)
+
+
+def test_a_model_that_was_not_partitioned_is_by_initialize(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    for found in run_ranks(compared, str(path), 8, ["plain", "frozen language model"], False, timeout_s=180):
+        check(found, 8)

@@ -1,0 +1,39 @@
+"""The examples run as their first lines say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.ranks import REPO
+
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+
+
+def test_partial_zero3(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
+    command = [TORCHRUN, "--nproc_per_node", "2", "--master_port", "29617", "examples/partial_zero3.py"]
+    run = subprocess.run(
+        [*command, "--hidden-size", "128", "--num-layers", "2", "--steps", "31"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=REPO,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    held = re.findall(r"rank (\d): language model ([\d.]+) MiB of ([\d.]+), encoders ([\d.]+) MiB whole", run.stdout)
+    assert [rank for rank, *_ in held] == ["0", "1"]
+    for _, here, everywhere, whole in held:
+        assert abs(2 * float(here) - float(everywhere)) < 0.2
+        assert float(whole) > 1
+    losses = {int(step): values for step, values in re.findall(r"step +(\d+): (.*);", run.stdout)}
+    assert {name for values in losses.values() for name in re.findall("[a-z]+", values)} == {"picture", "sound", "text"}
+    first, last = ([float(value) for value in re.findall(r"[\d.]+", losses[step])] for step in (0, 30))
+    assert max(last) < 0.75 * min(first)
+    assert "resumed after step 31" in run.stdout
+    assert not list(tmp_path.glob("partial-zero3-*"))

@@ -1,0 +1,173 @@
+"""The whole part, on one rank: what is reduced, averaged, skipped and stepped; and splitting an optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_load import DistributedInterface
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.whole import Split, WholePart, follow
+
+
+@pytest.fixture(autouse=True)
+def lone_process() -> Iterator[None]:
+    interface = DistributedInterface()
+    yield
+    interface.destroy()
+
+
+def part_of(model: nn.Module, **options: Any) -> WholePart:
+    settings: dict[str, Any] = {"micro_batches": 1, "average": "all", "unused": "skip", **options}
+    return WholePart(dict(model.named_parameters()), torch.device("cpu"), **settings)
+
+
+def two_layers(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}).to(dtype)
+
+
+def test_gradients_leave_the_parameters_at_once_and_add_up() -> None:
+    model = two_layers()
+    part = part_of(model, micro_batches=2)
+    for factor in (1.0, 2.0):
+        (factor * model["a"](torch.ones(1, 3)).sum()).backward()
+        part.end_micro_batch()
+        assert model["a"].weight.grad is None
+    # each weight's gradient is 1 + 2, the biases' too: 6 weights, 2 biases
+    assert part.reduce() == pytest.approx((8 * 3.0**2) ** 0.5)
+
+
+@pytest.mark.parametrize(("average", "factor"), [("all", 1.0), ("used", 2.0)])
+def test_used_averages_over_the_micro_batches_that_used_it(average: str, factor: float) -> None:
+    model = two_layers()
+    part = part_of(model, micro_batches=4, average=average)
+    for name in ("a", "b", "a", "b"):  # each is used by 2 of 4
+        (model[name](torch.ones(1, 3)).sum() / 4).backward()
+        part.end_micro_batch()
+    # per element 2 * 1/4, as all have it; twice that among those who used it; 16 elements
+    assert part.reduce() == pytest.approx(factor * 0.5 * 4)
+
+
+def test_a_parameter_used_twice_in_one_micro_batch_counts_once() -> None:
+    model = two_layers()
+    part = part_of(model, average="used")
+    for _ in range(2):  # as reentrant checkpointing does within one backward pass
+        model["a"](torch.ones(1, 3)).sum().backward()
+    assert part.reduce() == pytest.approx((8 * 2.0**2) ** 0.5)
+
+
+@pytest.mark.parametrize("unused", ["skip", "zero"])
+def test_what_nobody_used(unused: str) -> None:
+    model = two_layers()
+    part = part_of(model, unused=unused)
+    part.optimizer = torch.optim.AdamW(part.masters.values(), lr=0.1, weight_decay=0.5)
+    before = model["b"].weight.detach().clone()
+    model["a"](torch.ones(1, 3)).sum().backward()
+    part.reduce()
+    part.step(1.0)
+    expected = before if unused == "skip" else before * (1 - 0.1 * 0.5)
+    assert torch.equal(model["b"].weight, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_keep_what_low_precision_would_lose(dtype: torch.dtype) -> None:
+    model = two_layers(dtype)
+    part = part_of(model)
+    part.optimizer = torch.optim.SGD(part.masters.values(), lr=1e-5)
+    before = {name: master.detach().clone() for name, master in part.masters.items()}
+    for _ in range(3):
+        model["a"](torch.ones(1, 3, dtype=dtype)).sum().backward()
+        part.reduce()
+        part.step(1.0)
+    assert part.masters["a.weight"].dtype == torch.float32
+    torch.testing.assert_close(
+        before["a.weight"] - part.masters["a.weight"], torch.full((2, 3), 3e-5), rtol=0, atol=1e-7
+    )
+    assert torch.equal(model["a"].weight, part.masters["a.weight"].to(dtype))
+
+
+def test_state_goes_into_another_part() -> None:
+    parts = []
+    for seed in (0, 1):
+        model = two_layers()
+        with torch.no_grad():
+            model["a"].weight.add_(seed)
+        part = part_of(model)
+        part.optimizer = torch.optim.AdamW(part.masters.values(), lr=0.1)
+        parts.append((model, part))
+    (model, part), (other_model, other) = parts
+    for _ in range(2):
+        model["a"](torch.ones(1, 3)).sum().backward()
+        part.reduce()
+        part.step(1.0)
+    other.load_state_dict(copy.deepcopy(part.state_dict()), optimizer=True)  # from a file they are copies, too
+    for each, whole in ((model, part), (other_model, other)):
+        each["a"](torch.ones(1, 3)).square().sum().backward()
+        whole.reduce()
+        whole.step(0.5)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True))
+    state = part.state_dict()
+    state["masters"].pop("b.bias")
+    with pytest.raises(ConfigError, match=r"other parameters: b\.bias"):
+        other.load_state_dict(state, optimizer=True)
+
+
+def test_options_and_dtypes_are_checked() -> None:
+    with pytest.raises(ConfigError, match="'some'"):
+        part_of(two_layers(), average="some")
+    with pytest.raises(ConfigError, match=r"a\.weight \(torch\.float64\)"):
+        part_of(two_layers(torch.float64))
+
+
+def test_an_optimizer_is_split_and_its_groups_stay_the_ones_that_count() -> None:
+    model = two_layers()
+    a, b = model["a"], model["b"]
+    groups = [
+        {"params": [a.weight], "lr": 1.0},
+        {"params": [b.weight, a.bias], "lr": 2.0, "weight_decay": 0.3},
+        {"params": [b.bias], "lr": 3.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=9.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # replaces optimizer.step
+    split = Split(optimizer)
+    first = split.half({id(a.weight): a.weight, id(a.bias): a.bias})
+    second = split.half({id(b.weight): b.weight, id(b.bias): b.bias})
+    assert first is not None and second is not None and type(first) is torch.optim.AdamW
+    assert [(group["lr"], group["weight_decay"]) for group in first.param_groups] == [(1.0, 0.01), (2.0, 0.3)]
+    assert [group["params"] for group in second.param_groups] == [[b.weight], [b.bias]]
+    optimizer.step()
+    scheduler.step()
+    split.sync()
+    assert [group["lr"] for group in second.param_groups] == [1.0, 1.5]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = b.weight.detach().clone()
+    first.step()
+    assert torch.equal(b.weight, before) and first.state.keys() == {a.weight, a.bias}
+    assert not optimizer.state and not second.state
+    assert split.half({0: a.weight}) is None
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["a"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="holds state already"):
+        Split(optimizer)
+
+
+def test_follow_takes_what_a_schedule_changes() -> None:
+    model = two_layers()
+    leader = torch.optim.AdamW(model["a"].parameters(), lr=1.0)
+    follower = torch.optim.AdamW(model["b"].parameters(), lr=1.0)
+    leader.param_groups[0].update(lr=0.25, betas=(0.8, 0.9), initial_lr=1.0)
+    follow(leader, follower)
+    assert (follower.param_groups[0]["lr"], follower.param_groups[0]["betas"]) == (0.25, (0.8, 0.9))
+    assert len(follower.param_groups[0]["params"]) == 2
