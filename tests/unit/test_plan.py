@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load import expression as ex
+from lowmem_load.coverage import prove_coverage
 from lowmem_load.errors import PlanError
-from lowmem_load.plan import Copy, FlatRange, TargetPlan, partition_range, plan_target, prove_coverage
+from lowmem_load.plan import Copy, FlatRange, TargetPlan, partition_range, plan_target
 
 Draw = Callable[[st.SearchStrategy[int]], int]
 

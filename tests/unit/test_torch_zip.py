@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load import torch_zip
+from lowmem_load import inert_pickle, torch_zip
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.expression import Computed, Expression, Source, leaves
+from lowmem_load.inert_pickle import DTYPES
 from lowmem_load.pretrained import check_weights
 from lowmem_load.reader import Reader
-from lowmem_load.torch_zip import DTYPES, read_torch_zip
+from lowmem_load.torch_zip import read_torch_zip
 
 
 def saved(tmp_path: Path, state: Any, **kwargs: Any) -> str:
@@ -336,7 +337,7 @@ def test_metadata_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(CheckpointError, match="at most 100"):
         read_torch_zip(path)
     monkeypatch.setattr(torch_zip, "MAX_PICKLE_NBYTES", 1 << 20)
-    monkeypatch.setattr(torch_zip, "MAX_OPCODES", 20)
+    monkeypatch.setattr(inert_pickle, "MAX_OPCODES", 20)
     with pytest.raises(CheckpointError, match="more than 20 opcodes"):
         read_torch_zip(path)
     monkeypatch.setattr(torch_zip, "MAX_DIRECTORY_NBYTES", 50)
