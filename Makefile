@@ -22,8 +22,16 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR ?= $(ROOT)/.cache/torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 
+# DeepSpeed's swapper (offload to nvme) needs libaio: the system's or, where there is none, the packages of Debian or
+# Ubuntu unpacked here, for which no root is needed. Without it the tests of nvme are skipped.
+LIBAIO := $(ROOT)/.cache/libaio
+LIBAIO_LIB := $(LIBAIO)/usr/lib/$(shell gcc -print-multiarch 2>/dev/null)
+export CPATH := $(LIBAIO)/usr/include$(if $(CPATH),:$(CPATH))
+export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
+export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench compat zoo clean
+.PHONY: help setup libaio demo test check bench modes pipelines compat zoo clean
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -32,6 +40,8 @@ help:
 	@echo "make compat  parity and training tests on older releases of transformers"
 	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
+	@echo "make modes   compare each ZeRO-3 mode with stock"
+	@echo "make pipelines  compare Trainer, accelerate, TRL and LLaMA-Factory-style scripts with stock"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
 
 setup: $(STAMP)
@@ -43,13 +53,26 @@ $(STAMP): $(ROOT)/pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet 'torch==2.13.0'
 	cd $(ROOT) && $(RUN) -m pip install --quiet -e '.[test,bench]'
+	@$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) libaio
 	@touch $@
+
+libaio:
+	@test -e /usr/include/libaio.h -o -e $(LIBAIO)/usr/include/libaio.h || { mkdir -p $(LIBAIO) && cd $(LIBAIO) && \
+	  apt-get download -qq libaio-dev $$(apt-cache depends libaio-dev | sed -n 's/.*Depends: \(libaio1.*\)/\1/p') \
+	    2>/dev/null && for package in *.deb; do dpkg-deb -x $$package .; done; } \
+	  || echo "no libaio: offload to nvme cannot be tested here" >&2
 
 demo: $(STAMP)
 	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset demo
 
 bench: $(STAMP)
 	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset llama-1.5b
+
+modes: $(STAMP)
+	cd $(ROOT) && $(RUN) -m benchmarks.modes $(ARGS)
+
+pipelines: $(STAMP)
+	cd $(ROOT) && $(RUN) -m benchmarks.pipelines $(ARGS)
 
 check: $(STAMP)
 	cd $(ROOT) && $(RUN) -m ruff format --check .
