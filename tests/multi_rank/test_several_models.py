@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import builders
@@ -22,6 +25,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "lower": {**FP32, "zero_optimization": {"stage": 1}, "optimizer": OPTIMIZER},
 }
+
+
+def _steps(engine: Any, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 def train_together(path: str, names: list[str]) -> dict[str, list[float]]:
@@ -111,12 +124,7 @@ def load_on_halves(llama: str, mixtral: str) -> dict[str, Any]:
         found["stranger"] = str(error)
     model = load_model(llama, config, data_parallel_group=half).train()
     engine, *_ = deepspeed.initialize(model=model, config=dict(report.ds_config), mpu=Groups(half, alone))
-    found["losses"] = []
-    for _ in range(3):
-        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
-        engine.backward(loss)
-        engine.step()
-        found["losses"].append(loss.item())
+    found["losses"] = _steps(engine, 3)
     return found
 
 
@@ -128,13 +136,7 @@ def losses_alone(path: str) -> list[float]:
 
     config = {**BF16, "optimizer": OPTIMIZER}
     engine, *_ = deepspeed.initialize(model=load_model(path, config).train(), config=config)
-    losses = []
-    for _ in range(3):
-        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return _steps(engine, 3)
 
 
 def test_models_on_a_part_of_the_ranks(checkpoints: Path) -> None:
@@ -181,12 +183,7 @@ def between_load_and_training(path: str, how: str) -> dict[str, list[float]]:
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         config = {**BF16, "zero_allow_untested_optimizer": True}
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        losses[case] = []
-        for _ in range(4):
-            loss = engine(input_ids=TOKENS, labels=TOKENS).loss
-            engine.backward(loss)
-            engine.step()
-            losses[case].append(loss.item())
+        losses[case] = _steps(engine, 4)
     return losses
 
 
@@ -210,3 +207,42 @@ def test_the_example_of_rlhf_runs() -> None:
             assert len(set(losses[name])) == 5
             assert torch.tensor(losses[name]).isfinite().all()
         assert losses["critic"][-1] < max(losses["critic"])
+
+
+def train_and_save(path: str, folder: str) -> list[float]:
+    """Rank function: two steps, a checkpoint, two more steps."""
+    import deepspeed
+
+    from lowmem_load import load_model
+
+    config = {**BF16, "optimizer": OPTIMIZER}
+    engine, *_ = deepspeed.initialize(model=load_model(path, config).train(), config=config)
+    losses = _steps(engine, 2)
+    # what ds_to_universal asks of a client
+    engine.save_checkpoint(
+        folder, tag="two", client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    )
+    return losses + _steps(engine, 2)
+
+
+def resume_universal(path: str, folder: str) -> list[float]:
+    """Rank function: two steps from the universal checkpoint."""
+    import deepspeed
+
+    from lowmem_load import load_model
+
+    config = {**BF16, "optimizer": OPTIMIZER, "checkpoint": {"load_universal": True}}
+    engine, *_ = deepspeed.initialize(model=load_model(path, config).train(), config=config)
+    engine.load_checkpoint(folder, tag="universal")
+    return _steps(engine, 2)
+
+
+def test_a_universal_checkpoint_resumes_on_as_many_and_on_more_ranks(checkpoints: Path, tmp_path: Path) -> None:
+    path = str(builders.tiny_llama(checkpoints))
+    losses = run_ranks(train_and_save, path, str(tmp_path), world_size=2)[0]
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+    folders = ["--input_folder", str(tmp_path / "two"), "--output_folder", str(tmp_path / "universal")]
+    subprocess.run([*convert, "--num_merge_workers", "1", *folders], check=True, capture_output=True, timeout=120)
+    assert run_ranks(resume_universal, path, str(tmp_path), world_size=2)[0] == losses[2:]
+    more = run_ranks(resume_universal, path, str(tmp_path), world_size=3)[0]
+    assert more == pytest.approx(losses[2:], rel=1e-2)  # bf16 sums in another order
