@@ -118,13 +118,18 @@ class Call:
         return model, info
 
     def describe(
-        self, read_whole: ReadWhole, scratch: Scratch, before_adapter: Callable[[nn.Module], None]
+        self,
+        read_whole: ReadWhole,
+        scratch: Scratch,
+        stays_whole: Callable[[nn.Module], Callable[[torch.Tensor], bool]],
+        before_adapter: Callable[[nn.Module], None],
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Run it with symbolic tensors in place of those in files; see [Note: the seam].
 
         Args:
             read_whole: reads an expression for code that needs its value at once.
             scratch: where parameters that are not in the files are initialised, one at a time.
+            stays_whole: for a model, tells which of its parameters this rank will keep whole.
             before_adapter: called with the base model when a PEFT adapter is about to be put on it, since PEFT needs
                 parameters and not descriptions of them.
 
@@ -141,7 +146,7 @@ class Call:
         self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
         with deepspeed_config(None), _quiet(), contextlib.ExitStack() as hooks:
             hooks.enter_context(_symbolic_files(read_whole))
-            hooks.enter_context(_initialised_in(scratch, read_whole))
+            hooks.enter_context(_initialised_in(scratch, read_whole, stays_whole))
             hooks.enter_context(_adapter_hook(before_adapter))
             return self.run()
 
@@ -256,7 +261,9 @@ def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _initialised_in(scratch: Scratch, read_whole: ReadWhole) -> Iterator[None]:
+def _initialised_in(
+    scratch: Scratch, read_whole: ReadWhole, stays_whole: Callable[[nn.Module], Callable[[torch.Tensor], bool]]
+) -> Iterator[None]:
     """Let what `initialize_weights` writes into parameters go through `scratch`.
 
     transformers has given the missing ones `torch.empty` memory by then; they give it back untouched.
@@ -265,14 +272,15 @@ def _initialised_in(scratch: Scratch, read_whole: ReadWhole) -> Iterator[None]:
 
     def initialize_weights(model: nn.Module) -> None:
         replaced: dict[int, nn.Parameter] = {}
+        is_whole = stays_whole(model)
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if isinstance(parameter, SymbolicTensor):
-                    own(parameter, scratch)
+                    own(parameter, scratch, stays_whole=is_whole(parameter))
                 elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
                     if id(parameter) not in replaced:
                         empty = uninitialised(parameter, read_whole)
-                        own(empty, scratch)
+                        own(empty, scratch, stays_whole=is_whole(parameter))
                         replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     setattr(module, name, replaced[id(parameter)])
         ordinary(model)

@@ -37,6 +37,10 @@ def host_memory() -> Memory:
         return Memory(0, 0)
 
 
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3f} B" if number >= 1e9 else f"{number / 1e6:.3f} M"
+
+
 def _kib(value: str) -> int:
     return int(value.removesuffix("kB"))
 
@@ -132,11 +136,12 @@ class LoadReport:
         mib = float(1 << 20)
         grown = (self.peak_memory.total_bytes - self.start_memory.total_bytes) / mib
         lines = [
-            f"{self.name}: {self.num_parameters} parameters, {self.num_elements / 1e9:.3f} B elements, {self.dtype}, "
+            f"{self.name}: {self.num_parameters} parameters, {_count(self.num_elements)} elements, {self.dtype}, "
             f"rank {self.rank} of {self.world_size}",
             f"  partition {self.partition_bytes / mib:.1f} MiB here, {self.total_partition_bytes / mib:.1f} MiB in all"
             + (f"; {self.whole_bytes / mib:.1f} MiB whole on every rank" if self.whole_bytes else ""),
-            f"  kept whole: {self.persistent_parameters} small parameters, {self.persistent_elements} elements",
+            f"  kept whole between steps: {self.persistent_parameters} small parameters, "
+            f"{_count(self.persistent_elements)} elements",
             f"  read {self.read_bytes / mib:.1f} MiB in {self.num_reads} reads for {self.needed_bytes / mib:.1f} MiB "
             "needed",
             f"  peak {grown:.1f} MiB above the start",

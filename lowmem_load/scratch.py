@@ -36,6 +36,7 @@ class Value:
         expression: the value, row-major under the shape of the tensor that the views were taken from.
         scratch: where writes are done; None when nobody owns the value.
         near: the scratch of the parameter that an unowned value was computed from.
+        stays_whole: whether this rank will keep all of it.
         kept: after writes, the elements that this rank will keep.
         log: the writes, each with the random state before it if it draws random numbers.
         before: the value before the first write.
@@ -47,6 +48,7 @@ class Value:
     log: list[_Write] = field(default_factory=list)
     before: Expression | None = None
     near: Scratch | None = None
+    stays_whole: bool = False
 
     def replace(self, expression: Expression) -> None:
         """Forget what was written and be `expression`."""
@@ -58,7 +60,7 @@ class Value:
 class Scratch:
     """Does the writes into parameters that are not read from files, in order, holding one whole at a time.
 
-    Memory: the largest parameter that is written into, plus what `kept_range` selects of each.
+    Memory: the largest parameter that is written into, plus what `kept_range` selects of each that does not stay whole.
 
     Args:
         kept_range: elements of a parameter of so many elements that this rank will be asked for.
@@ -106,7 +108,7 @@ class Scratch:
         """Keep of the parameter in hand what this rank needs, and free it."""
         if self._current is not None:
             flat = self._whole.reshape(-1)
-            span = self._kept_range(flat.numel())
+            span = FlatRange(0, flat.numel()) if self._current.stays_whole else self._kept_range(flat.numel())
             kept = _pages(span.numel, flat.dtype).copy_(flat[span.start : span.end])
             self._current.kept = Held(kept, span.start, tuple(self._whole.shape), self._whole.dtype)
         self._current, self._whole = None, torch.empty(0)

@@ -70,6 +70,7 @@ class Stream:
                 model, info = call.describe(
                     reader.read_whole,
                     Scratch(reader.read_whole, self._kept_range),
+                    self._stays_whole,
                     lambda base: self._complete(base, reader, report),
                 )
                 digest.append(plan_digest(f"{key} {sorted(map(str, names))}" for key, names in sorted(info.items())))
@@ -100,11 +101,18 @@ class Stream:
             report.persistent_parameters, report.persistent_elements = persistent(report.ds_config, model)
 
     def _kept_range(self, numel: int) -> FlatRange:
-        """Return what this rank may need of a parameter that is initialised, before partitions are known."""
-        secondary = self._ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
-        if self._stage < 3 or secondary != 1 or self._partition is not None:
-            return FlatRange(0, numel)
+        """Return this rank's part of a parameter that is initialised, before partitions are known."""
         return partition_range(numel, self._ranks.rank, self._ranks.world_size)
+
+    def _stays_whole(self, model: nn.Module) -> Callable[[torch.Tensor], bool]:
+        """Tell of which parameters this rank may need more than its partition."""
+        secondary = self._ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+        if self._stage < 3 or secondary != 1:
+            return lambda _: True
+        if self._partition is None:
+            return lambda _: False
+        chosen = chosen_parameters(choose(model, self._partition, must_match=self._must_match))
+        return lambda parameter: id(parameter) not in chosen
 
     def _placement(self, model: nn.Module, report: LoadReport) -> Placement:
         precision = precision_of(self._ds_config, absent="disabled")

@@ -171,9 +171,9 @@ def uninitialised(like: torch.Tensor, read_whole: ReadWhole) -> SymbolicTensor:
     return SymbolicTensor(nothing, read_whole)
 
 
-def own(tensor: SymbolicTensor, scratch: Scratch) -> None:
+def own(tensor: SymbolicTensor, scratch: Scratch, *, stays_whole: bool) -> None:
     """From now on writes into `tensor` and its views are done in `scratch`."""
-    tensor.value.scratch = scratch
+    tensor.value.scratch, tensor.value.stays_whole = scratch, stays_whole
 
 
 def kept_of(tensor: SymbolicTensor) -> Held | None:

@@ -16,10 +16,15 @@ SLACK = 48 << 20
 
 def memory(path: str) -> dict[str, Any]:
     """Rank function."""
-    from lowmem_load import load_model, load_report
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from lowmem_load import load_model, load_report, streaming
 
     report = load_report(load_model(path, FP32, partition=PARTITION))
+    with streaming(FP32, partition=PARTITION):
+        random = load_report(AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path)))
     return {
+        "random": random.peak_memory.anonymous_bytes - random.start_memory.anonymous_bytes,
         "partition": report.partition_bytes,
         "whole": report.whole_bytes,
         "read": report.read_bytes,
@@ -42,5 +47,6 @@ def test_the_language_model_is_shared_and_the_rest_is_held_once_per_rank(checkpo
             assert abs(world_size * found["partition"] + found["whole"] - total) < 1 << 20
             assert found["read"] == found["needed"]
             assert abs(found["read"] - found["partition"] - found["whole"]) < 1 << 16
+            assert found["random"] < found["partition"] + found["whole"] + SLACK, found
             assert found["peak"] < found["partition"] + found["whole"] + SLACK, found
             assert f"{found['whole'] / (1 << 20):.1f} MiB whole on every rank" in found["text"]

@@ -243,7 +243,7 @@ def test_parameters_are_initialised_as_torch_does_holding_one_at_a_time(
     symbolic = []
     for shape in shapes:
         empty = uninitialised(torch.empty(shape, device="meta"), pair[2].read_whole)
-        own(empty, scratch)
+        own(empty, scratch, stays_whole=False)
         symbolic.append(torch.nn.Parameter(empty))
     torch.manual_seed(3)
     initialise(*symbolic)
@@ -291,7 +291,7 @@ def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
     scratch = Scratch(reader.read_whole, lambda numel: FlatRange(0, numel))
     missing = uninitialised(torch.empty(5, device="meta"), reader.read_whole)
     for tensor in (x, missing):
-        own(tensor, scratch)
+        own(tensor, scratch, stays_whole=False)
     torch.manual_seed(5)
     (x * 2).normal_()
     missing.normal_()
