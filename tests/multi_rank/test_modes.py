@@ -80,7 +80,7 @@ def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int) ->
     without = [name for name in names if "nvme" in name and not has_libaio()]
     path = builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE)
     chosen = [name for name in names if name not in without]
-    for found in run_ranks(compare_modes, str(path), chosen, str(tmp_path), world_size=num_ranks, timeout_s=500):
+    for found in run_ranks(compare_modes, str(path), chosen, str(tmp_path), world_size=num_ranks, timeout_s=900):
         assert [name for name, result in found.items() if not result["same"]] == []
         for name, result in found.items():
             assert len(set(result["losses"])) == (0 if name in LOAD_ONLY else 5), name
