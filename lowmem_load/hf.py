@@ -24,7 +24,7 @@ import transformers
 from torch import nn
 
 from .checkpoint import check_indexes, read_header, source
-from .errors import IncompatibleVersionError
+from .errors import IncompatibleVersionError, UnsupportedError
 from .header import Header
 from .pretrained import refuse_foreign
 from .scratch import Scratch
@@ -254,7 +254,13 @@ def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]
 
     def load_adapter(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before_adapter(model)
-        return ordinary(model, *args, **kwargs)
+        info = ordinary(model, *args, **kwargs)
+        if info is None and not transformers.__version__.startswith("4."):  # its from_pretrained returns None itself
+            raise UnsupportedError(
+                f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
+                "base model, then peft.PeftModel.from_pretrained(model, adapter), or use a newer transformers"
+            )
+        return info
 
     with _replaced(PreTrainedModel, "load_adapter", load_adapter):
         yield

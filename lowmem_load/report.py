@@ -84,6 +84,8 @@ class LoadReport:
         start_memory, peak_memory: resident host memory before the load and the most that was seen during it.
         peak_device_bytes: most accelerator memory that tensors were seen to take during the load; 0 on the CPU.
         missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
+        uninitialised_parameters: parameters that are neither in the files nor initialised by transformers, whose
+            ordinary load leaves them as `torch.empty` made them. Here they are zero.
         slow_paths: parameters that took a slower path.
         recast_parameters: parameters that an ordinary load keeps in another dtype (float32 as a rule) and that are
             stored in the engine's dtype, because a ZeRO-3 engine trains all parameters in one.
@@ -111,6 +113,7 @@ class LoadReport:
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[Any] = field(default_factory=list)
+    uninitialised_parameters: list[str] = field(default_factory=list)
     slow_paths: list[SlowPath] = field(default_factory=list)
     recast_parameters: list[str] = field(default_factory=list)
 
@@ -147,7 +150,8 @@ class LoadReport:
             f"  peak {grown:.1f} MiB above the start",
             "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]
-        for label in ("missing_keys", "unexpected_keys", "mismatched_keys", "slow_paths", "recast_parameters"):
+        keys = ("missing_keys", "unexpected_keys", "mismatched_keys", "uninitialised_parameters")
+        for label in (*keys, "slow_paths", "recast_parameters"):
             values = getattr(self, label)
             if values:
                 shown = ", ".join(str(getattr(value, "name", value)) for value in values[:5])

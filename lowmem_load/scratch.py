@@ -115,14 +115,14 @@ class Scratch:
 
 
 def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return uninitialised memory that goes back to the system when it is freed.
+    """Return zeros in memory that goes back to the system when it is freed.
 
     Blocks of many sizes that come from the heap and are freed in another order leave holes in it: a random model of
     112 MiB per rank took 200. Small ones do not matter, and mappings are limited in number.
     """
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < PAGES_NBYTES:
-        return torch.empty(num_elements, dtype=dtype)
+        return torch.zeros(num_elements, dtype=dtype)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,12 @@ class Stream:
         report.missing_keys = sorted(info["missing_keys"])
         report.unexpected_keys = sorted(info["unexpected_keys"])
         report.mismatched_keys = list(info["mismatched_keys"])
+        if report.uninitialised_parameters and report.rank == 0:
+            warnings.warn(
+                f"{call.name}: not in the files, and left uninitialised by transformers: "
+                f"{', '.join(report.uninitialised_parameters)}; they are zero",
+                stacklevel=4,
+            )
         setattr(model, REPORT_ATTRIBUTE, report)
         return model, info
 

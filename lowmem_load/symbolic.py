@@ -165,9 +165,12 @@ def expression_of(tensor: torch.Tensor) -> Expression:
 
 
 def uninitialised(like: torch.Tensor, read_whole: ReadWhole) -> SymbolicTensor:
-    """Return a tensor of the shape and dtype of `like`, as `torch.empty_like` does, that allocates nothing."""
+    """Return a tensor of the shape and dtype of `like`, as `torch.empty_like` does, that allocates nothing.
+
+    What is never written is zero: then it is at least the same on all ranks and in every run.
+    """
     shape, dtype = tuple(like.shape), like.dtype
-    nothing = Computed(UNINITIALISED, lambda _: torch.empty(shape, dtype=dtype), (), shape, dtype)
+    nothing = Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype), (), shape, dtype)
     return SymbolicTensor(nothing, read_whole)
 
 

@@ -16,6 +16,7 @@ from .placement import Partial, Placement
 from .plan import TargetPlan, plan_digest, plan_target
 from .reader import Reader, gathered_nbytes
 from .report import LoadReport, SlowPath
+from .scratch import UNINITIALISED
 from .symbolic import SymbolicTensor, forget, kept_of
 from .zero3 import is_partitioned
 
@@ -49,6 +50,8 @@ def plan_targets(model: nn.Module, placement: Placement, report: LoadReport) -> 
             if isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
                 expression = expression.part
         plans = [plan_target(name, cast(expression, dtype), span) for span in placement.ranges(parameter)]
+        if any(isinstance(leaf, Computed) and leaf.operation == UNINITIALISED for leaf in leaves(expression)):
+            report.uninitialised_parameters.append(name)
         report.slow_paths += _slow_paths(name, parameter, expression, plans)
         targets.append(Target(parameter, dtype, places[key], plans, name))
     return sorted(targets, key=_first_byte)
@@ -70,7 +73,7 @@ def _slow_paths(
         nbytes = parameter.numel() * parameter.dtype.itemsize
         yield SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes)
     for leaf in leaves(expression):
-        if isinstance(leaf, Computed):
+        if isinstance(leaf, Computed) and leaf.operation != UNINITIALISED:
             nbytes = sum(numel(part) * part.dtype.itemsize for part in leaf.inputs)
             yield SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes)
     gathered = [over for plan in plans for copy in plan.copies if (over := gathered_nbytes(copy)) is not None]
