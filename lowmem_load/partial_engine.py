@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from .distributed import DistributedInterface
-from .errors import ConfigError
+from .errors import ConfigError, UnsupportedError
 from .partial import chosen_parameters, mark
-from .partial_checkpoint import load_whole, save_whole
+from .partial_checkpoint import find_checkpoint, load_whole, save_whole
 from .precision import precision_of
-from .whole import Average, Split, Unused, WholePart, broadcast, follow
+from .whole import Average, Split, Unused, WholePart, broadcast, follow, options_of
 from .zero3_engine import PartitionedPart, scheduler_of
 
 
@@ -85,9 +85,7 @@ class PartialEngine(nn.Module):
         mark(chosen)
         self.__dict__.update(_part=part, zero3=part.engine, _split=split, lr_scheduler=None)
         self._outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}
-        self._chosen_names = {
-            f"{prefix}.{name}" for prefix, module in chosen.items() for name in module.state_dict(keep_vars=True)
-        }
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
         self._outside_buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
         dtype = getattr(torch, precision_of(ds_config, absent="disabled").value) if cast else None
@@ -99,7 +97,6 @@ class PartialEngine(nn.Module):
         self._whole = WholePart(
             trained,
             part.engine.device,
-            micro_batches=part.engine.gradient_accumulation_steps(),
             average=average,
             unused=unused,
         )
@@ -132,7 +129,17 @@ class PartialEngine(nn.Module):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward. Collective: all ranks."""
+        """Run the model's forward. Collective: all ranks.
+
+        Raises:
+            ConfigError: a parameter that was frozen when the engine was made is to be trained now.
+        """
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise ConfigError(
+                f"{', '.join(thawed[:8])} did not require a gradient when this engine was made, so it would not be "
+                "trained; call destroy(), then initialize again"
+            )
         self._whole.end_micro_batch()  # for those who call loss.backward() by themselves
         return self._part.forward(args, kwargs)
 
@@ -149,7 +156,9 @@ class PartialEngine(nn.Module):
             return
         if self._split is not None:
             self._split.sync()
-        factor = self._part.step(self._whole.reduce())
+        factor = self._part.step(self._whole.reduce(self.zero3.gradient_accumulation_steps()))
+        for parameter in self._outside.values():
+            parameter.grad = None  # of those that no optimizer holds; the others' are in the whole part
         if factor is None:
             self._whole.clear()
             return
@@ -157,14 +166,13 @@ class PartialEngine(nn.Module):
             follow(self._face, self._whole.optimizer)
         self._whole.step(factor)
         if self._split is not None:
-            self._split.optimizer.step()  # no gradient is left in its parameters: this tells schedulers that it stepped
+            self._split.optimizer.step()  # with no gradient anywhere: this tells schedulers that it stepped
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated since the last step. Local."""
-        self.zero3.optimizer.zero_grad(set_to_none=set_to_none)
-        self._whole.clear()
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  torch's signature
+        """Do what `DeepSpeedEngine.zero_grad` does: what was accumulated for this step stays. Local."""
+        self.zero3.zero_grad()
 
     def train(self, mode: bool = True) -> PartialEngine:
         """Put the model and the ZeRO-3 engine into train or eval mode."""
@@ -210,8 +218,9 @@ class PartialEngine(nn.Module):
         """
         save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
         distributed = DistributedInterface()
+        writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
         with distributed.agreed(f"saving {save_dir}"):
-            if distributed.rank == 0:  # before DeepSpeed names this checkpoint the latest
+            if writes:  # before DeepSpeed names this checkpoint the latest
                 save_whole(os.path.join(save_dir, tag), self._whole_state(exclude_frozen_parameters))
         return bool(
             self.zero3.save_checkpoint(
@@ -234,33 +243,47 @@ class PartialEngine(nn.Module):
     ) -> tuple[str | None, Any]:
         """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) where there is nothing.
 
+        `load_module_only` leaves optimizers, schedulers and step counts as they are. It is also for a model that trains
+        parameters that were frozen when it was saved; DeepSpeed cannot do the reverse.
+
         Collective: all ranks.
 
         Raises:
             CheckpointError: the folder lacks the whole part.
             ConfigError: it is of other parameters.
+            RankError: only some ranks find a checkpoint.
         """
+        load_dir = os.fspath(load_dir)
+        load_optimizer_states = load_optimizer_states and not load_module_only
+        with DistributedInterface().agreed(f"loading {load_dir}") as digest:  # all of it, before anything is changed
+            folder = find_checkpoint(load_dir, tag)
+            if not load_optimizer_states and folder != find_checkpoint(load_dir, None):
+                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
+                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
+                )
+            digest.append("no checkpoint" if folder is None else os.path.basename(folder))
+            state = None if folder is None else load_whole(folder)
+            if state is not None:
+                self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)
+        if state is None:
+            return None, None
         path, client_state = self.zero3.load_checkpoint(
-            os.fspath(load_dir),
+            load_dir,
             tag,
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
             load_module_only=load_module_only,
         )
-        if path is None:
-            return None, None
-        with DistributedInterface().agreed(f"loading {load_dir}"):
-            state = load_whole(os.path.dirname(path))
-            self._load_tensors(state, strict=load_module_strict)
-            if load_module_only or not load_optimizer_states:
-                self._whole.refresh_masters()
-            else:
-                self._whole.load_state_dict(state["whole"], optimizer=True)
-                for group, options in zip(self._face.param_groups, state["groups"], strict=True):
-                    group.update(options)
-            if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
-                self.lr_scheduler.load_state_dict(state["schedule"])
+        self._load_tensors(state)
+        if load_optimizer_states:
+            self._whole.load_state_dict(state["whole"], optimizer=True)
+            for group, options in zip(self._face.param_groups, state["groups"], strict=True):
+                group.update(options)
+        else:
+            self._whole.refresh_masters()
+        if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
+            self.lr_scheduler.load_state_dict(state["schedule"])
         return path, client_state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
@@ -268,14 +291,15 @@ class PartialEngine(nn.Module):
         gathered = self._part.consolidated(exclude_frozen_parameters)
         if gathered is None:
             return None
-        frozen = {name for name, p in self._outside.items() if not p.requires_grad} if exclude_frozen_parameters else ()
-        whole = {
-            name: value.detach().to("cpu", copy=True)
-            for name, value in self.module.state_dict().items()
-            if name not in frozen and name not in self._chosen_names
-        }
-        everything = gathered | whole
-        return {name: everything[name] for name in self.module.state_dict() if name in everything}
+        gathered_as = {id(p): name for name, p in self.module.named_parameters() if name not in self._outside}
+        everything = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            source = gathered_as.get(id(value), name)  # a module of the chosen part may have names outside of it too
+            if source in gathered:
+                everything[name] = gathered[source]
+            elif id(value) not in gathered_as and (not exclude_frozen_parameters or name not in self._frozen):
+                everything[name] = value.detach().to("cpu", copy=True)
+        return everything
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -294,29 +318,57 @@ class PartialEngine(nn.Module):
                 torch.save(state, os.path.join(save_dir, save_filename))
         return True
 
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Refuse: the ZeRO-3 engine would answer for its part alone, with empty tensors."""
+        raise UnsupportedError("module_state_dict has no whole parameters under ZeRO-3; call consolidated_state_dict()")
+
     def _whole_state(self, exclude_frozen: bool) -> dict[str, Any]:
-        persistent = self.module.state_dict().keys()
         return {
+            "buffers": {name: buffer.detach() for name, buffer in self._persistent()["buffers"].items()},
             "parameters": {
                 name: p.detach() for name, p in self._outside.items() if p.requires_grad or not exclude_frozen
             },
-            "buffers": {name: b.detach() for name, b in self._outside_buffers.items() if name in persistent},
+            "frozen": list(self._frozen),
+            "excluded": [name for name, p in self._outside.items() if exclude_frozen and not p.requires_grad],
             "whole": self._whole.state_dict(),
-            "groups": [
-                {key: value for key, value in group.items() if key not in ("params", "param_names")}
-                for group in self._face.param_groups
-            ],
+            "groups": [options_of(group) for group in self._face.param_groups],
             "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
 
-    @torch.no_grad()
-    def _load_tensors(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        for kind, held in (("parameters", self._outside), ("buffers", self._outside_buffers)):
-            unknown = sorted(set(state[kind]) - set(held))
-            if unknown and strict:
+    def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the whole part's tensors that checkpoints hold, by kind and name."""
+        names = self.module.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self._outside_buffers.items() if name in names}
+        return {"parameters": dict(self._outside), "buffers": buffers}
+
+    def _check_state(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
+        """Raise ConfigError where `_load_tensors` would not load all of a checkpoint into all of the model."""
+        for kind, held in self._persistent().items():
+            differ = sorted(set(state[kind]) ^ (set(held) - set(state["excluded"]))) if strict else []
+            shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
+            if differ or shapes:
                 raise ConfigError(
-                    f"the checkpoint's whole part has {kind} that the model lacks: {', '.join(unknown[:8])}"
+                    f"the checkpoint's whole part has other {kind} than the model: {', '.join((differ + shapes)[:8])}"
                 )
+        frozen = [name for name in self._frozen if name not in state["frozen"] and name not in self._outside]
+        if frozen:
+            raise ConfigError(
+                f"{', '.join(frozen[:8])} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
+                "cannot load; freeze it after loading, or go by way of save_16bit_model"
+            )
+        if optimizer:
+            self._whole.check_state(state["whole"])
+            if len(state["groups"]) != len(self._face.param_groups):
+                raise ConfigError(
+                    f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one "
+                    f"{len(self._face.param_groups)}"
+                )
+
+    @torch.no_grad()
+    def _load_tensors(self, state: Mapping[str, Any]) -> None:
+        for kind, held in self._persistent().items():
             for name, value in state[kind].items():
                 if name in held:
                     held[name].copy_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch import nn
 
 from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
-from .errors import ConfigError
+from .errors import ConfigError, UnsupportedError
 from .partial import Partition, check_ties, choose, chosen_parameters, partitioned_modules
 from .partial_engine import PartialEngine
+from .plan import plan_digest
 from .precision import AUTO, precision_of
-from .whole import Average, Split, Unused, check_options
-from .zero3 import is_partitioned
+from .whole import Average, Split, Unused, check_options, options_of
+from .zero3 import group_size_of, is_partitioned, whole_numel
+from .zero3_engine import scheduler_class
 
 
 def initialize(
@@ -53,7 +56,7 @@ def initialize(
     Raises:
         ConfigError: an argument or the ds_config cannot be used; nothing, or all, of the model is chosen.
         UnsupportedError: a feature of DeepSpeed that does not go with partial ZeRO-3.
-        RankError: another rank failed; the same error is raised on every rank.
+        RankError: another rank failed, or has other arguments; the same error is raised on every rank.
     """
     distributed = DistributedInterface()
     with distributed.agreed("preparing partial ZeRO-3") as digest:
@@ -64,7 +67,9 @@ def initialize(
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError("no parameter of the model requires a gradient, so there is nothing to train")
         split = _split(model, optimizer, config, inside)
-        digest.append("\n".join(f"{name} {p.requires_grad}" for name, p in model.named_parameters()))
+        if config.get("scheduler"):
+            scheduler_class(config["scheduler"])
+        digest.append(_digest(model, chosen, config, split, (average, unused)))
     engine = PartialEngine(model, chosen, config, split, cast=plain, average=average, unused=unused)
     engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
     return engine
@@ -102,8 +107,43 @@ def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn
     stray = [name for name, p in model.named_parameters() if is_partitioned(p) and id(p) not in inside]
     if stray:
         raise ConfigError(f"partition leaves out {', '.join(stray[:8])}, which is partitioned already; choose it too")
+    world_size = DistributedInterface().world_size
+    if any(is_partitioned(p) and group_size_of(p) != world_size for p in model.parameters()):
+        raise UnsupportedError(
+            "the model was loaded with data_parallel_group, but partial ZeRO-3 trains among all ranks; load it without"
+        )
     check_ties(model, chosen)
     return chosen, not already
+
+
+def _digest(
+    model: nn.Module, chosen: Mapping[str, nn.Module], config: Mapping[str, Any], split: Split | None, options: object
+) -> str:
+    """Return what must be equal on all ranks, a short hash for each topic, so that a difference says where it is."""
+    groups = [] if split is None else split.optimizer.param_groups
+    number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    topics = {
+        "partition": list(chosen),
+        "parameters": [f"{name} {whole_numel(p)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
+        "optimizer": []
+        if split is None
+        else [type(split.optimizer).__name__, *map(_comparable, map(options_of, groups))],
+        "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
+        "ds_config": [_comparable(config)],
+        "average and unused": [options],
+    }
+    return ", ".join(f"{topic} {plan_digest(map(str, lines))[:6]}" for topic, lines in topics.items())
+
+
+def _comparable(value: Any) -> Any:
+    """Return numbers, flags and words of a configuration, without paths (which may be each node's own) and objects."""
+    if isinstance(value, Mapping):
+        return {key: _comparable(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
+    if isinstance(value, list | tuple):
+        return [_comparable(item) for item in value]
+    if isinstance(value, str):
+        return "" if os.sep in value else value
+    return value if isinstance(value, bool | int | float | None) else type(value).__name__
 
 
 def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> Split | None:
@@ -121,5 +161,11 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
         raise ConfigError(
             "optimizer holds no parameter of the partitioned part, though some require a gradient; add them, or freeze "
             "that part with requires_grad_(False)"
+        )
+    on_host = any(cls.__name__ == "DeepSpeedCPUAdam" for cls in type(optimizer).mro())
+    if on_host and to_train - inside and DistributedInterface().device.type != "cpu":
+        raise UnsupportedError(
+            "DeepSpeedCPUAdam steps parameters in host memory, and the whole part lives on the device; write an "
+            '"optimizer" section in the ds_config: its Adam is then torch\'s for the whole part'
         )
     return Split(optimizer)

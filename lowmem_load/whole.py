@@ -55,7 +55,6 @@ class WholePart:
     Args:
         parameters: those to train, by name; distinct, all on `device`.
         device: where they are.
-        micro_batches: of one step, on one rank: the gradient accumulation steps.
         average: see `lowmem_load.initialize`.
         unused: see `lowmem_load.initialize`.
 
@@ -70,7 +69,6 @@ class WholePart:
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
         *,
-        micro_batches: int,
         average: Average,
         unused: Unused,
     ) -> None:
@@ -78,7 +76,7 @@ class WholePart:
         wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
         if wrong:
             raise ConfigError(f"{', '.join(wrong[:8])}: whole parameters are trained in float32, bfloat16 or float16")
-        self._average, self._unused, self._micro_batches = average, unused, micro_batches
+        self._average, self._unused = average, unused
         self._num_elements = sum(parameter.numel() for parameter in parameters.values())
         self._flat = torch.zeros(self._num_elements + len(parameters), device=device)
         self._gradients, self._counts = self._flat[: self._num_elements], self._flat[self._num_elements :]
@@ -112,10 +110,13 @@ class WholePart:
         for number in used:
             self._slots[number].used = False
 
-    def reduce(self) -> float:
+    def reduce(self, micro_batches: int) -> float:
         """Average the gradients over the ranks; return their norm, infinite or nan on overflow. Collective: all ranks.
 
         Both are still multiplied by the loss scale.
+
+        Args:
+            micro_batches: what the loss of each micro-batch was divided by: the gradient accumulation steps.
         """
         if not self._slots:
             return 0.0
@@ -126,7 +127,7 @@ class WholePart:
         self._gradients.div_(ranks)
         if self._average == "used":
             for slot, count in zip(self._slots, self._used_counts, strict=True):
-                slot.gradient.mul_(ranks * self._micro_batches / max(count, 1))
+                slot.gradient.mul_(ranks * micro_batches / max(count, 1))
         return float(torch.linalg.vector_norm(self._gradients))
 
     def step(self, factor: float) -> None:
@@ -162,9 +163,7 @@ class WholePart:
         Raises:
             ConfigError: it is of other parameters.
         """
-        if set(state["masters"]) != set(self.names):
-            different = sorted(set(state["masters"]) ^ set(self.names))
-            raise ConfigError(f"the checkpoint's whole part trains other parameters: {', '.join(different[:8])}")
+        self.check_state(state)
         with torch.no_grad():
             for slot in self._slots:
                 slot.master.copy_(state["masters"][slot.name])
@@ -172,6 +171,12 @@ class WholePart:
         if optimizer and self.optimizer is not None and state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.clear()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless `load_state_dict` can take `state` over."""
+        different = sorted(set(state["masters"]) ^ set(self.names))
+        if different:
+            raise ConfigError(f"the checkpoint's whole part trains other parameters: {', '.join(different[:8])}")
 
     def refresh_masters(self) -> None:
         """Copy the parameters' values to the masters: somebody has changed the parameters."""
@@ -213,7 +218,7 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """Give every rank rank 0's values. Collective: all ranks, with tensors of the same shapes in the same order."""
     for tensor in tensors:
         whole = tensor.detach().contiguous()
-        comm.broadcast(whole, 0)
+        comm.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
         tensor.detach().copy_(whole)
 
 
@@ -250,14 +255,15 @@ class Split:
         """
         cls, held = type(self.optimizer), self.optimizer.__dict__
         made = object.__new__(cls)
-        # "step" is there when an lr scheduler counts its calls: bound to the user's object, it is not for the half.
-        made.__dict__.update({key: value for key, value in held.items() if key != "step"})
+        # "step" is there when an lr scheduler counts its calls; like the hooks, it is for the user's object alone.
+        made.__dict__.update({key: type(value)() if "_hooks" in key else value for key, value in held.items()})
+        made.__dict__.pop("step", None)
         made.state, made.param_groups = defaultdict(dict), []
         numbers = []
         for number, group in enumerate(self.optimizer.param_groups):
             parameters = [stands_for[id(p)] for p in group["params"] if id(p) in stands_for]
             if parameters:
-                made.add_param_group({**_options(group), "params": parameters})
+                made.add_param_group({**options_of(group), "params": parameters})
                 numbers.append(number)
         if not numbers:
             return None
@@ -268,14 +274,15 @@ class Split:
         """Give the halves the options that the user's groups have now. Local."""
         for half, numbers in self._halves:
             for group, number in zip(half.param_groups, numbers, strict=True):
-                group.update(_options(self.optimizer.param_groups[number]))
+                group.update(options_of(self.optimizer.param_groups[number]))
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def follow(leader: torch.optim.Optimizer, follower: torch.optim.Optimizer) -> None:
     """Give every group of `follower` the options of the first group of `leader`. Local."""
     for group in follower.param_groups:
-        group.update({key: value for key, value in _options(leader.param_groups[0]).items() if key in group})
+        group.update({key: value for key, value in options_of(leader.param_groups[0]).items() if key in group})

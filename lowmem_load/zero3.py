@@ -396,6 +396,12 @@ def partition_of(parameter: nn.Parameter) -> torch.Tensor:
     return partition
 
 
+def group_size_of(parameter: torch.Tensor) -> int:
+    """Return among how many ranks a ZeRO-3 parameter is cut up."""
+    size: int = dist.get_world_size(parameter.ds_process_group)
+    return size
+
+
 def reset_comm() -> None:
     """Forget DeepSpeed's `comm` and groups so that they can be brought up again on a new process group.
 

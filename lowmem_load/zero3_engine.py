@@ -10,14 +10,18 @@ norm, clipping, overflow and loss scale are thereby shared by both parts, in Dee
 
 [Note: the same graph on all ranks] A module's parameters are gathered in the backward pass when gradients pass through
 it. Through frozen layers they pass only if their input needs a gradient, which depends on the encoders that ran on this
-rank. So every tensor that enters the chosen part is made to need one.
+rank. So every tensor that enters the chosen part is made to need one, at whichever of its modules it enters: a model
+may call a submodule of a chosen module directly. What a backward pass recomputes has to treat the same modules alike,
+so those that were entered are remembered.
 
 Written for deepspeed 0.19.8: `runtime/engine.py`, `runtime/zero/stage3.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import deepspeed
@@ -83,10 +87,23 @@ class _Shell(nn.Module):
             container.add_module(last, module)
         if placeholder is not None:
             self.register_parameter(PLACEHOLDER, placeholder)
+        # Checkpoints are the same with and without it: what was frozen may be trained later.
+        self.register_state_dict_post_hook(_drop_placeholder)
+        self.register_load_state_dict_pre_hook(_drop_placeholder)
+        self.register_load_state_dict_post_hook(_miss_no_placeholder)
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_whole_model"](*args, **kwargs)
+
+
+def _drop_placeholder(shell: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
+    state_dict.pop(PLACEHOLDER, None)
+
+
+def _miss_no_placeholder(shell: nn.Module, keys: Any) -> None:
+    if PLACEHOLDER in keys.missing_keys:
+        keys.missing_keys.remove(PLACEHOLDER)
 
 
 class _NeedsGradient(torch.autograd.Function):
@@ -156,12 +173,12 @@ class PartitionedPart:
         ordinary = zero._get_norm_groups
         zero._get_norm_groups = lambda: [*ordinary(), self._whole_norm_group()]
         self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
-        self._inside = False
-        self._hooks = [
-            module.register_forward_pre_hook(self._enter_chosen, with_kwargs=True)
-            for module in entry_modules(dict(chosen))
-        ]
-        self._hooks.append(model.register_forward_pre_hook(self._enter_model))
+        self._inside, self._depth = False, 0
+        self._entered = set(entry_modules(dict(chosen)))
+        self._hooks = [model.register_forward_pre_hook(self._enter_model)]
+        for module in dict.fromkeys(module for top in chosen.values() for module in top.modules()):
+            self._hooks.append(module.register_forward_pre_hook(self._enter_chosen, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave_chosen, always_call=True))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -181,7 +198,7 @@ class PartitionedPart:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the whole model's forward as the engine's. Collective."""
-        self._inside = True
+        self._inside, self._depth = True, 0
         try:
             return self.engine(*args, **kwargs)
         finally:
@@ -233,7 +250,7 @@ class PartitionedPart:
         """Return the chosen part's state dict on rank 0, named as in the model; None on other ranks. Collective."""
         state = self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
         if state is not None:
-            state.pop(PLACEHOLDER, None)
+            state.pop(PLACEHOLDER, None)  # DeepSpeed goes by parameters, not by state_dict()
         return None if state is None else dict(state)
 
     def destroy(self) -> None:
@@ -252,21 +269,34 @@ class PartitionedPart:
 
     def _enter_chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See [Note: the same graph on all ranks]."""
-        if not torch.is_grad_enabled():
+        self._depth += 1
+        if self._inside and self._depth == 1:
+            self._entered.add(module)
+        if not torch.is_grad_enabled() or (self._inside and self._depth > 1) or module not in self._entered:
             return None
-        # Masks and positions depend on no parameter, and attention kernels want them without a gradient.
-        new_kwargs = {
-            name: value if "mask" in name or "position" in name else self._anchored(value)
-            for name, value in kwargs.items()
-        }
-        return tuple(self._anchored(value) for value in args), new_kwargs
+        return tuple(self._anchored(value) for value in args), self._anchored(kwargs)
 
-    def _anchored(self, value: Any) -> Any:
+    def _leave_chosen(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._depth -= 1
+
+    def _anchored(self, value: Any, name: str = "") -> Any:
+        if "mask" in name or "position" in name:
+            return value  # depends on no parameter, and attention kernels want it without a gradient
         if isinstance(value, torch.Tensor):
             lacks = value.is_floating_point() and not value.requires_grad
             return _NeedsGradient.apply(self._anchor, value) if lacks else value
+        if isinstance(value, MutableMapping):  # a copy keeps its class: ModelOutput, BatchFeature
+            mapping = copy.copy(value)
+            for key, item in value.items():
+                mapping[key] = self._anchored(item, str(key))
+            return mapping
         if type(value) in (list, tuple):
             return type(value)(self._anchored(item) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
+            return dataclasses.replace(value, **{key: self._anchored(getattr(value, key), key) for key in fields})
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._anchored(item, key) for key, item in zip(value._fields, value, strict=True)))
         return value
 
 
@@ -276,14 +306,21 @@ def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optim
     Raises:
         ConfigError: there is no such scheduler.
     """
-    if not section:
-        return None
+    return scheduler_class(section)(optimizer, **section.get("params", {})) if section else None
+
+
+def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the class of the lr scheduler that a ds_config's "scheduler" section names.
+
+    Raises:
+        ConfigError: there is no such scheduler.
+    """
     name = section.get("type")
     owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
-    found = getattr(owner, str(name), None)
+    found: Callable[..., Any] | None = getattr(owner, str(name), None)
     if found is None:
         raise ConfigError(f"ds_config scheduler.type: no lr scheduler {name!r} in DeepSpeed or torch")
-    return found(optimizer, **section.get("params", {}))
+    return found
 
 
 def _refuse(ds_config: Mapping[str, Any]) -> None:

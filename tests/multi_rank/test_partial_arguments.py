@@ -34,6 +34,9 @@ def refusals(path: str) -> list[tuple[str, str]]:
     encoders = torch.optim.AdamW(model.picture.parameters())
     stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     zero = {"stage": 3, "zenflow": {"topk_ratio": 0.1}}
+    some = torch.optim.AdamW([*model.llm.parameters(), *(model.picture if rank else model.sound).parameters()])
+    alone = torch.distributed.new_group([0]), torch.distributed.new_group([1])
+    grouped = Multimodal(load_model(path, CONFIG, data_parallel_group=alone[rank]))
     calls: list[tuple[nn.Module, Any, dict[str, Any]]] = [
         (model, CONFIG, {}),
         (model, CONFIG, {"partition": "lm"}),
@@ -49,6 +52,12 @@ def refusals(path: str) -> list[tuple[str, str]]:
         (model, {**CONFIG, "zero_optimization": zero}, {"partition": "llm"}),
         (model, CONFIG, {"partition": "llm", "average": "median"}),
         (model, CONFIG, {"partition": "llm" if rank else "langauge"}),
+        (model, CONFIG, {"partition": "llm" if rank else ["llm", "sound"]}),
+        (model, CONFIG, {"partition": "llm", "average": "all" if rank else "used"}),
+        (model, {**CONFIG, "gradient_clipping": 1.0 + rank}, {"partition": "llm"}),
+        (model, CONFIG, {"partition": "llm", "optimizer": some}),
+        (model, {**CONFIG, "scheduler": {"type": "Warmup"}}, {"partition": "llm"}),
+        (grouped, CONFIG, {}),
     ]
     found = []
     for module, config, kwargs in calls:
@@ -75,6 +84,12 @@ EXPECTED = [
     ("UnsupportedError", "zero_optimization.zenflow"),
     ("ConfigError", "'median'"),
     ("RankError", "rank 0: ConfigError: partition: 'langauge'"),
+    ("RankError", "partition"),
+    ("RankError", "average and unused"),
+    ("RankError", "ds_config"),
+    ("RankError", "optimizer's parameters"),
+    ("ConfigError", "no lr scheduler 'Warmup'"),
+    ("UnsupportedError", "loaded with data_parallel_group"),
 ]
 
 
@@ -83,6 +98,76 @@ def test_initialize_refuses_before_anything_is_partitioned(checkpoints: Path) ->
     for found in run_ranks(refusals, str(path), timeout_s=120):
         for (kind, text), (expected, part) in zip(found, EXPECTED, strict=True):
             assert (kind, part in text) == (expected, True), (kind, text)
+
+
+def changed_later(path: str) -> dict[str, Any]:
+    """Rank function: what is done to a model after its engine was made."""
+    from lowmem_load import initialize
+
+    found: dict[str, Any] = {}
+    for part in ("picture", "llm"):
+        model = plain(path).train()
+        getattr(model, part).requires_grad_(False)
+        counted = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        hits: list[int] = []
+        counted.register_step_post_hook(lambda *_, hits=hits: hits.append(1))
+        engine = initialize(model, CONFIG, partition="llm", optimizer=counted)
+        train(engine, 0, 2)
+        getattr(model, part).requires_grad_(True)
+        try:
+            train(engine, 2, 3)
+        except Exception as error:
+            found[part] = f"{type(error).__name__}: {error}"
+        found[f"{part} hits"] = len(hits)
+        engine.destroy()
+    model = plain(path).train()
+    model.register_buffer("seen", torch.zeros(3, dtype=torch.int16))
+    model.again = model.llm.get_input_embeddings()
+    engine = initialize(model, CONFIG, partition="llm")
+    state = engine.consolidated_state_dict()
+    found["alias"] = state is None or torch.equal(state["again.weight"], state["llm.model.embed_tokens.weight"])
+    found["names"] = state is None or list(state) == list(model.state_dict())
+    found["empty"] = [] if state is None else [name for name, value in state.items() if not value.numel()]
+    engine.destroy()
+    return found
+
+
+def test_changes_after_the_engine_was_made(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    for found in run_ranks(changed_later, str(path), timeout_s=120):
+        for part, name in (("picture", "picture.patches.weight"), ("llm", "llm.model.embed_tokens.weight")):
+            assert found[part].startswith(f"ConfigError: {name}")
+            assert found[f"{part} hits"] == 2  # a step is a step: halves do not count
+        assert (found["alias"], found["names"], found["empty"]) == (True, True, [])
+
+
+def test_what_enters_needs_a_gradient_in_every_container() -> None:
+    from collections import UserDict, namedtuple
+    from dataclasses import dataclass
+
+    from transformers.modeling_outputs import BaseModelOutput
+
+    from lowmem_load.zero3_engine import PartitionedPart
+
+    @dataclass
+    class Batch:
+        embeds: torch.Tensor
+        position_ids: torch.Tensor
+
+    part = PartitionedPart.__new__(PartitionedPart)
+    part._anchor = torch.zeros((), requires_grad=True)
+    values, ids = torch.ones(2), torch.ones(2, dtype=torch.long)
+    pair = namedtuple("pair", "embeds attention_mask")  # noqa: PYI024
+    assert part._anchored(values).requires_grad and not values.requires_grad
+    assert part._anchored({"embeds": values, "deep": [(values,)]})["deep"][0][0].requires_grad
+    assert not part._anchored({"attention_mask": values})["attention_mask"].requires_grad
+    assert part._anchored(UserDict(embeds=values))["embeds"].requires_grad
+    output = part._anchored(BaseModelOutput(last_hidden_state=values))
+    assert type(output) is BaseModelOutput and output.last_hidden_state.requires_grad
+    batch = part._anchored(Batch(values, values))
+    assert batch.embeds.requires_grad and not batch.position_ids.requires_grad
+    assert part._anchored(pair(values, values)).embeds.requires_grad
+    assert part._anchored(ids) is ids
 
 
 def composites(llm: str, bert: str) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from tests import builders
 from tests.multi_rank.test_partial_training import (
@@ -19,6 +22,11 @@ from tests.multi_rank.test_partial_training import (
 )
 from tests.ranks import run_ranks
 
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 10))
+
+
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 6}}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32": ({}, {}),
@@ -28,7 +36,24 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "the ds_config's scheduler, a frozen encoder": ({"scheduler": WARMUP}, {"prepare": freeze_encoder}),
     "a frozen language model": ({"scheduler": WARMUP}, {"prepare": freeze_llm}),
+    "a scheduler that returns numpy's numbers": ({}, {"schedule": cosine}),
 }
+
+
+def shifted(model: nn.Module) -> None:
+    """Makes all weights other ones than the checkpoint's."""
+    import deepspeed
+
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+def scaled(shape: int) -> Callable[[nn.Module], None]:
+    def prepare(model: nn.Module) -> None:
+        model.picture.scale = nn.Parameter(torch.full((shape,), 5.0), requires_grad=False)
+
+    return prepare
 
 
 def resumed(path: str, folder: str) -> list[dict[str, Any]]:
@@ -104,3 +129,62 @@ def test_a_checkpoint_without_the_whole_part_is_refused(checkpoints: Path, tmp_p
         assert nowhere == "(None, None)"
         assert kind == "CheckpointError"
         assert "lowmem_load_whole_states.pt" in text
+
+
+def into_another(path: str, folder: str) -> dict[str, Any]:
+    """Rank function: loads checkpoints into engines of models that differ from the saved ones."""
+    engine = make_engine(path, CONFIG, prepare=freeze_llm)
+    train(engine, 0, 2)
+    engine.save_checkpoint(f"{folder}/stage1")
+    saved = engine.consolidated_state_dict()
+    engine.destroy()
+    engine = make_engine(path, CONFIG, prepare=shifted)  # all of it is trained
+    engine.load_checkpoint(f"{folder}/stage1", load_module_only=True)
+    state = engine.consolidated_state_dict()
+    found: dict[str, Any] = {
+        "stage 2": saved is None or [name for name in saved if not torch.equal(saved[name], state[name])] == [],
+        "losses": all(np.isfinite(train(engine, 0, 2))),
+    }
+    engine.save_checkpoint(f"{folder}/stage2")
+    saved = engine.consolidated_state_dict()
+    rank = engine.zero3.global_rank
+    found["one rank"] = error_of(engine, f"{folder}/stage2" if rank else f"{folder}/nowhere")
+    engine.destroy()
+    engine = make_engine(path, CONFIG, prepare=freeze_llm)
+    found["frozen later"] = error_of(engine, f"{folder}/stage2")
+    engine.save_checkpoint(f"{folder}/stage2", tag="newer")
+    found["tag"] = error_of(engine, f"{folder}/stage2", tag="global_step2", load_module_only=True)
+    engine.destroy()
+
+    engine = make_engine(path, CONFIG, prepare=scaled(1))
+    engine.save_checkpoint(f"{folder}/scale")
+    engine.save_checkpoint(f"{folder}/excluded", exclude_frozen_parameters=True)
+    engine.destroy()
+    engine = make_engine(path, CONFIG, prepare=scaled(7))
+    found["shape"] = error_of(engine, f"{folder}/scale")
+    found["excluded"] = error_of(engine, f"{folder}/excluded")
+    engine.destroy()
+    engine = make_engine(path, CONFIG)
+    found["unknown"] = error_of(engine, f"{folder}/scale")
+    return found
+
+
+def error_of(engine: Any, folder: str, **kwargs: Any) -> str:
+    try:
+        engine.load_checkpoint(folder, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_checkpoints_of_other_models(checkpoints: Path, tmp_path: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    for found in run_ranks(into_another, str(path), str(tmp_path), timeout_s=200):
+        assert found["stage 2"] is True
+        assert found["losses"]
+        assert found["frozen later"].startswith("ConfigError: llm.model.embed_tokens.weight")
+        assert found["tag"].startswith("ConfigError") and "global_step2" in found["tag"]
+        assert found["one rank"].startswith("RankError") and "no checkpoint" in found["one rank"]
+        assert found["shape"].startswith("ConfigError") and "picture.scale" in found["shape"]
+        assert found["excluded"] == "loaded"
+        assert found["unknown"].startswith("ConfigError") and "picture.scale" in found["unknown"]

@@ -15,7 +15,7 @@ from tests.multimodal import CLIP, KINDS, LR, Multimodal, batch_of, kinds_of, re
 from tests.ranks import run_ranks
 
 CONFIG: dict[str, Any] = {
-    "zero_optimization": {"stage": 3},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # else all of a tiny model stays whole
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": CLIP,
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
@@ -43,6 +43,16 @@ def freeze_first_layer(model: nn.Module) -> None:
     """Through the first layer gradients pass only where an encoder or the embedding needs them."""
     model.llm.model.embed_tokens.requires_grad_(False)
     model.llm.model.layers[0].requires_grad_(False)
+
+
+def enter_below(model: nn.Module) -> None:
+    freeze_llm(model)
+    model.enter_below = True
+
+
+def enter_below_checkpointed(model: nn.Module) -> None:
+    enter_below(model)
+    checkpoint_activations(model)
 
 
 def _checkpointing(model: nn.Module, use_reentrant: bool) -> None:
@@ -81,6 +91,8 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation, mean over those that used it": {"accumulate": 2, "average": "used"},
     "frozen encoder": {"prepare": freeze_encoder},
     "frozen language model": {"prepare": freeze_llm},
+    "frozen language model, entered below its top": {"prepare": enter_below},
+    "the same with checkpointing": {"prepare": enter_below_checkpointed},
     "frozen first layer": {"prepare": freeze_first_layer},
     "checkpointing": {"prepare": checkpoint_activations},
     "reentrant checkpointing": {"prepare": checkpoint_reentrant},

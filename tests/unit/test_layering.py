@@ -54,7 +54,7 @@ DEEPSPEED_MODULES: set[str] = {"zero3", "zero3_engine"}
 OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
-IO_MODULES: set[str] = {"arguments", "checkpoint", "config", "reader", "report", "torch_zip"}
+IO_MODULES: set[str] = {"arguments", "checkpoint", "config", "partial_checkpoint", "reader", "report", "torch_zip"}
 ANONYMOUS_MEMORY: set[str] = {"scratch"}  # calls mmap.mmap, but maps no file
 IO_CALLS: set[str] = {
     "open",

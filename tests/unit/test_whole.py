@@ -23,7 +23,7 @@ def lone_process() -> Iterator[None]:
 
 
 def part_of(model: nn.Module, **options: Any) -> WholePart:
-    settings: dict[str, Any] = {"micro_batches": 1, "average": "all", "unused": "skip", **options}
+    settings: dict[str, Any] = {"average": "all", "unused": "skip", **options}
     return WholePart(dict(model.named_parameters()), torch.device("cpu"), **settings)
 
 
@@ -34,24 +34,24 @@ def two_layers(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def test_gradients_leave_the_parameters_at_once_and_add_up() -> None:
     model = two_layers()
-    part = part_of(model, micro_batches=2)
+    part = part_of(model)
     for factor in (1.0, 2.0):
         (factor * model["a"](torch.ones(1, 3)).sum()).backward()
         part.end_micro_batch()
         assert model["a"].weight.grad is None
     # each weight's gradient is 1 + 2, the biases' too: 6 weights, 2 biases
-    assert part.reduce() == pytest.approx((8 * 3.0**2) ** 0.5)
+    assert part.reduce(2) == pytest.approx((8 * 3.0**2) ** 0.5)
 
 
 @pytest.mark.parametrize(("average", "factor"), [("all", 1.0), ("used", 2.0)])
 def test_used_averages_over_the_micro_batches_that_used_it(average: str, factor: float) -> None:
     model = two_layers()
-    part = part_of(model, micro_batches=4, average=average)
+    part = part_of(model, average=average)
     for name in ("a", "b", "a", "b"):  # each is used by 2 of 4
         (model[name](torch.ones(1, 3)).sum() / 4).backward()
         part.end_micro_batch()
     # per element 2 * 1/4, as all have it; twice that among those who used it; 16 elements
-    assert part.reduce() == pytest.approx(factor * 0.5 * 4)
+    assert part.reduce(4) == pytest.approx(factor * 0.5 * 4)
 
 
 def test_a_parameter_used_twice_in_one_micro_batch_counts_once() -> None:
@@ -59,7 +59,7 @@ def test_a_parameter_used_twice_in_one_micro_batch_counts_once() -> None:
     part = part_of(model, average="used")
     for _ in range(2):  # as reentrant checkpointing does within one backward pass
         model["a"](torch.ones(1, 3)).sum().backward()
-    assert part.reduce() == pytest.approx((8 * 2.0**2) ** 0.5)
+    assert part.reduce(1) == pytest.approx((8 * 2.0**2) ** 0.5)
 
 
 @pytest.mark.parametrize("unused", ["skip", "zero"])
@@ -69,7 +69,7 @@ def test_what_nobody_used(unused: str) -> None:
     part.optimizer = torch.optim.AdamW(part.masters.values(), lr=0.1, weight_decay=0.5)
     before = model["b"].weight.detach().clone()
     model["a"](torch.ones(1, 3)).sum().backward()
-    part.reduce()
+    part.reduce(1)
     part.step(1.0)
     expected = before if unused == "skip" else before * (1 - 0.1 * 0.5)
     assert torch.equal(model["b"].weight, expected)
@@ -83,7 +83,7 @@ def test_masters_keep_what_low_precision_would_lose(dtype: torch.dtype) -> None:
     before = {name: master.detach().clone() for name, master in part.masters.items()}
     for _ in range(3):
         model["a"](torch.ones(1, 3, dtype=dtype)).sum().backward()
-        part.reduce()
+        part.reduce(1)
         part.step(1.0)
     assert part.masters["a.weight"].dtype == torch.float32
     torch.testing.assert_close(
@@ -104,12 +104,12 @@ def test_state_goes_into_another_part() -> None:
     (model, part), (other_model, other) = parts
     for _ in range(2):
         model["a"](torch.ones(1, 3)).sum().backward()
-        part.reduce()
+        part.reduce(1)
         part.step(1.0)
     other.load_state_dict(copy.deepcopy(part.state_dict()), optimizer=True)  # from a file they are copies, too
     for each, whole in ((model, part), (other_model, other)):
         each["a"](torch.ones(1, 3)).square().sum().backward()
-        whole.reduce()
+        whole.reduce(1)
         whole.step(0.5)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True))
     state = part.state_dict()
