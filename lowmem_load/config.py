@@ -358,3 +358,17 @@ def _auto_paths_below(path: str, value: Any) -> Iterator[str]:
             yield from _auto_paths_below(f"{path}[{index}]", item)
     elif isinstance(value, str) and value == AUTO:
         yield path
+
+
+def comparable(value: Any) -> Any:
+    """Return numbers, flags and words of a configuration, to be equal on all ranks.
+
+    Without paths, which may be each node's own, and of objects only the class.
+    """
+    if isinstance(value, Mapping):
+        return {key: comparable(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
+    if isinstance(value, list | tuple):
+        return [comparable(item) for item in value]
+    if isinstance(value, str):
+        return "" if os.sep in value else value
+    return value if isinstance(value, bool | int | float | None) else type(value).__name__

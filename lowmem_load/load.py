@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from . import hf, pretrained
-from .config import for_loading, hidden_size_of, read_ds_config, resolve_auto, zero_stage
+from .config import comparable, for_loading, hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, LoadOrderWarning
 from .hf_active import active_zero3_config, was_dropped
 from .partial import Partition, choices_of
+from .plan import plan_digest
 from .precision import Precision, precision_of
 from .rank_group import RankGroup
 from .report import LoadReport
@@ -141,10 +142,11 @@ def streaming(
 def _streaming(
     ds_config: Any, ranks: RankGroup, progress: bool | None, partition: Partition | None, *, must_match: bool
 ) -> Iterator[None]:
-    with ranks.agreed("checking the ds_config"):
+    with ranks.agreed("checking the ds_config") as digest:
         config_dict = read_ds_config(ds_config)
         zero_stage(config_dict)
         precision_of(config_dict, absent="disabled")
+        digest.append(_digest(config_dict))
         if partition is not None:
             choices_of(partition)
     stream = Stream(config_dict, ranks, progress, partition, must_match)
@@ -164,9 +166,15 @@ def _load_as_active(call: hf.Call, progress: bool | None) -> tuple[nn.Module, di
     active = active_zero3_config()
     assert active is not None  # asked a moment ago, by _zero3_is_active
     distributed = DistributedInterface()
-    with distributed.agreed("checking the active ds_config"):
-        stream = Stream(for_loading(read_ds_config(active)), distributed, progress)
+    with distributed.agreed("checking the active ds_config") as digest:
+        config = for_loading(read_ds_config(active))
+        digest.append(_digest(config))
+        stream = Stream(config, distributed, progress)
     return stream.load(call)
+
+
+def _digest(config: Any) -> str:
+    return f"ds_config {plan_digest([str(comparable(config))])}"
 
 
 def load_report(model: Any) -> LoadReport:

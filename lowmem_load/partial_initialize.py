@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
+from .config import comparable, hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from .distributed import DistributedInterface
 from .errors import ConfigError, UnsupportedError
 from .partial import Partition, check_ties, choose, chosen_parameters, partitioned_modules
@@ -127,23 +126,12 @@ def _digest(
         "parameters": [f"{name} {whole_numel(p)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
         "optimizer": []
         if split is None
-        else [type(split.optimizer).__name__, *map(_comparable, map(options_of, groups))],
+        else [type(split.optimizer).__name__, *map(comparable, map(options_of, groups))],
         "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
-        "ds_config": [_comparable(config)],
+        "ds_config": [comparable(config)],
         "average and unused": [options],
     }
     return ", ".join(f"{topic} {plan_digest(map(str, lines))[:6]}" for topic, lines in topics.items())
-
-
-def _comparable(value: Any) -> Any:
-    """Return numbers, flags and words of a configuration, without paths (which may be each node's own) and objects."""
-    if isinstance(value, Mapping):
-        return {key: _comparable(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
-    if isinstance(value, list | tuple):
-        return [_comparable(item) for item in value]
-    if isinstance(value, str):
-        return "" if os.sep in value else value
-    return value if isinstance(value, bool | int | float | None) else type(value).__name__
 
 
 def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> Split | None:

@@ -27,6 +27,9 @@ class Placement(Protocol):
     @property
     def is_full(self) -> bool: ...  # noqa: D102
 
+    def of(self, parameter: torch.Tensor) -> Placement:
+        """Return the placement that a parameter has: another one where some go here and some there."""
+
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""
 
@@ -50,6 +53,10 @@ class Partitioned(Placement):
         self._partitioner = Partitioner(ds_config, ranks.group)
         self._ids = self._partitioner.reserve_ids(model)
         self.device = self._partitioner.device
+
+    @override
+    def of(self, parameter: torch.Tensor) -> Placement:
+        return self
 
     @override
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
@@ -85,6 +92,10 @@ class Whole(Placement):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @override
+    def of(self, parameter: torch.Tensor) -> Placement:
+        return self
 
     @override
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
@@ -124,16 +135,20 @@ class Partial(Placement):
         self._whole = Whole(self.device)
 
     @override
+    def of(self, parameter: torch.Tensor) -> Placement:
+        return self._partitioned if id(parameter) in self._chosen else self._whole
+
+    @override
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        return self._of(parameter).dtype_of(parameter)
+        return self.of(parameter).dtype_of(parameter)
 
     @override
     def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
-        return self._of(parameter).ranges(parameter)
+        return self.of(parameter).ranges(parameter)
 
     @override
     def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
-        return self._of(parameter).make(parameter, dtype)
+        return self.of(parameter).make(parameter, dtype)
 
     @override
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
@@ -147,6 +162,3 @@ class Partial(Placement):
     @override
     def settle(self) -> None:
         self._partitioned.settle()
-
-    def _of(self, parameter: torch.Tensor) -> Placement:
-        return self._partitioned if id(parameter) in self._chosen else self._whole

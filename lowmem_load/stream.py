@@ -94,7 +94,7 @@ class Stream:
         with self._ranks.agreed(f"{report.name}: planning") as digest, report.phase("plan"):
             placement = self._placement(model, report)
             targets = plan_targets(model, placement, report)
-            digest.append(digest_of(model, targets))
+            digest.append(digest_of(model, targets, placement))
         with self._ranks.agreed(f"{report.name}: reading"), report.phase("read"):
             total = sum(plan.needed_bytes for target in targets for plan in target.plans)
             with self._bar(total) as bar:

@@ -90,9 +90,13 @@ def _first_byte(target: Target) -> tuple[str, int, str]:
     return "", 0, target.name
 
 
-def digest_of(model: nn.Module, targets: list[Target]) -> str:
-    """Describe the whole model, not this rank's part: ranks that disagree here hold different files."""
-    lines = [_line(target.name, target.parameter) for target in sorted(targets, key=lambda target: target.name)]
+def digest_of(model: nn.Module, targets: list[Target], placement: Placement) -> str:
+    """Describe the whole model, not this rank's part: ranks that disagree here hold different files or arguments."""
+    lines = [
+        f"{_line(target.name, target.parameter)} -> {target.dtype} {type(placement.of(target.parameter)).__name__} "
+        f"{len(target.plans)}"
+        for target in sorted(targets, key=lambda target: target.name)
+    ]
     return plan_digest(lines + [_line(name, buffer) for name, buffer in model.named_buffers()])
 
 

@@ -242,22 +242,36 @@ def test_a_file_that_is_bad_on_one_rank_stops_all(checkpoints: Path, tmp_path: P
         assert "download it again" in text
 
 
-def different_files(path: str) -> tuple[str, str]:
-    """Rank function: the ranks are given checkpoints of different shapes."""
+def different_arguments(good: str, other: str) -> list[tuple[str, str]]:
+    """Rank function: each call differs between the ranks in one thing."""
     from lowmem_load import load_model
 
-    try:
-        load_model(json.loads(path)[int(os.environ["RANK"])], BF16)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    first = os.environ["RANK"] == "0"
+    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        (good if first else other, BF16, {}),
+        (good, BF16 if first else FP32, {}),
+        (good, {**BF16, "zero_optimization": {"stage": 3 if first else 2}}, {}),
+        (good, BF16, {"partition": "model" if first else ["model", "lm_head"]}),
+        (good, BF16, {"partition": "model", "dtype": "float32" if first else "bfloat16"}),
+    ]
+    found = []
+    for path, config, kwargs in calls:
+        try:
+            load_model(path, config, **kwargs)
+            found.append(("nothing", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
 
 
-def test_ranks_that_see_different_checkpoints_are_stopped(checkpoints: Path) -> None:
-    paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=130))]
-    for kind, text in run_ranks(different_files, json.dumps(paths), world_size=2):
-        assert kind == "RankError"
-        assert "digest" in text or "differ" in text
+def test_ranks_with_different_files_or_arguments_are_stopped(checkpoints: Path) -> None:
+    paths = str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=130))
+    expected = ["planning", "checking the ds_config", "checking the ds_config", "planning", "planning"]
+    for found in run_ranks(different_arguments, *paths, world_size=2):
+        assert [kind for kind, _ in found] == ["RankError"] * len(expected)
+        assert [step in text and "digest" in text for step, (_, text) in zip(expected, found, strict=True)] == [
+            True
+        ] * 5
 
 
 def corner_cases(llama: str, half: str, adapter: str) -> dict[str, Any]:
