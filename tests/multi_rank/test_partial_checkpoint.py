@@ -146,8 +146,13 @@ def into_another(path: str, folder: str) -> dict[str, Any]:
         "losses": all(np.isfinite(train(engine, 0, 2))),
     }
     engine.save_checkpoint(f"{folder}/stage2")
+    engine.save_16bit_model(f"{folder}/one", "model.bin")
     saved = engine.consolidated_state_dict()
     rank = engine.zero3.global_rank
+    file = {} if rank else torch.load(f"{folder}/one/model.bin", weights_only=True)
+    found["one file"] = saved is None or (
+        file.keys() == saved.keys() and all(torch.equal(file[name], saved[name]) for name in saved)
+    )
     found["one rank"] = error_of(engine, f"{folder}/stage2" if rank else f"{folder}/nowhere")
     engine.destroy()
     engine = make_engine(path, CONFIG, prepare=freeze_llm)
@@ -182,6 +187,7 @@ def test_checkpoints_of_other_models(checkpoints: Path, tmp_path: Path) -> None:
     for found in run_ranks(into_another, str(path), str(tmp_path), timeout_s=200):
         assert found["stage 2"] is True
         assert found["losses"]
+        assert found["one file"] is True
         assert found["frozen later"].startswith("ConfigError: llm.model.embed_tokens.weight")
         assert found["tag"].startswith("ConfigError") and "global_step2" in found["tag"]
         assert found["one rank"].startswith("RankError") and "no checkpoint" in found["one rank"]
