@@ -17,7 +17,9 @@ from .errors import ConfigError
 
 Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Partition: TypeAlias = "Choice | Sequence[Choice]"
-"""A module name or glob over names, a module class, a predicate on (name, module), or several of these."""
+"""A module name or glob over names, a module class, a predicate on (name, module), or several of these.
+
+Names and predicates are about the modules below the model; only its class chooses the model itself."""
 
 MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
@@ -134,11 +136,11 @@ def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
 
 
 def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
-    if isinstance(entry, str):
-        return bool(name) and fnmatch.fnmatchcase(name, entry)
     if isinstance(entry, type):
         return isinstance(module, entry)
-    return bool(entry(name, module))
+    if not name:  # the model itself: a predicate that is about names below it would choose everything there
+        return False
+    return fnmatch.fnmatchcase(name, entry) if isinstance(entry, str) else bool(entry(name, module))
 
 
 def _below(name: str, chosen: dict[str, nn.Module]) -> bool:

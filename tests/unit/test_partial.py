@@ -46,6 +46,7 @@ class Model(nn.Module):
         (["language", "language.layers.0"], ["language"]),  # topmost only
         (Tower, ["vision", "language"]),
         (lambda name, module: isinstance(module, nn.Linear) and name.startswith("h"), ["head"]),
+        (lambda name, module: "layers.0" not in name, ["vision", "language", "head"]),
         ([Tower, "head"], ["vision", "language", "head"]),
         ([], []),
         (Model, [""]),
