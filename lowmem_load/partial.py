@@ -115,15 +115,27 @@ def mark(chosen: dict[str, nn.Module]) -> None:
 def partitioned_modules(model: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> dict[str, nn.Module]:
     """Return the topmost modules that are partitioned already, by name.
 
-    These are the marked ones and, where a model was partitioned by other means, the modules that own partitioned
-    parameters.
+    These are the marked ones. Where a model was partitioned by other means, they are the modules of which all
+    parameters are partitioned, and those that own a partitioned one beside whole ones further below; a module above a
+    marked one is never among the former, for the marked one may be called on its own.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=True):
-        owns = any(is_partitioned(parameter) for parameter in module.parameters(recurse=False))
-        if (getattr(module, MARK, False) or owns) and not _below(name, found):
+        if not _below(name, found) and (_marked(module) or _partitioned_unmarked(module, is_partitioned)):
             found[name] = module
     return found
+
+
+def _marked(module: nn.Module) -> bool:
+    # Not getattr: wrappers such as PeftModel answer for what they wrap, and also hold parameters of their own.
+    return bool(vars(module).get(MARK, False))
+
+
+def _partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> bool:
+    if any(is_partitioned(parameter) for parameter in module.parameters(recurse=False)):
+        return True
+    parameters = list(module.parameters())
+    return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_marked, module.modules()))
 
 
 def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
