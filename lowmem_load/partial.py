@@ -24,6 +24,9 @@ Names and predicates are about the modules below the model; only its class choos
 MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
 
+WHOLE_MODEL = "_whole_model"
+"""Attribute of the shell that `zero3_engine` gives to `deepspeed.initialize` in a model's place."""
+
 NAMES_SHOWN = 8
 """Names that an error message lists."""
 
@@ -136,6 +139,11 @@ def _partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Ten
         return True
     parameters = list(module.parameters())
     return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_marked, module.modules()))
+
+
+def is_shell(model: nn.Module) -> bool:
+    """Whether DeepSpeed is given `model` for a partial engine, so that what is whole in it is so on purpose."""
+    return WHOLE_MODEL in vars(model)
 
 
 def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
