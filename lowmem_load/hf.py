@@ -205,6 +205,11 @@ def interceptor() -> object:
     return PreTrainedModel.__dict__["from_pretrained"].__func__
 
 
+def is_intercepted() -> bool:
+    """Return whether this is inside an `intercepted`."""
+    return interceptor() is not _ordinary("from_pretrained")
+
+
 def _ordinary(name: str) -> Callable[..., Any]:
     """Return transformers' own class method, also where an outer `intercepted` has replaced it."""
     function = PreTrainedModel.__dict__[name].__func__

@@ -20,6 +20,7 @@ from .config import read_ds_config
 from .errors import ConfigError, LoadOrderWarning
 from .hf_active import transformers_models
 from .load import streaming
+from .partial import is_shell
 from .zero3 import is_partitioned, whole_numel
 
 WHOLE_SHARE = 0.5
@@ -37,15 +38,20 @@ def install(*, progress: bool | None = None) -> None:
 
     A transformers model that `deepspeed.initialize` gets whole under stage 3 raises a `LoadOrderWarning` on every
     rank; so does a load after an `HfDeepSpeedConfig` was dropped. `warnings.simplefilter("error", LoadOrderWarning)`
-    makes errors of them.
+    makes errors of them. What `lowmem_load.initialize(partition=...)` partitions is whole on purpose, so it does not.
 
     Local: no rank waits for another here. Call it before the first model is loaded.
 
     Args:
         progress: as for `load_model`.
+
+    Raises:
+        ConfigError: called inside a `streaming` block, which would undo it on its exit.
     """
     if _Installed.stack is not None:
         return
+    if hf.is_intercepted():
+        raise ConfigError("install() inside a streaming() block: call it before or after the block")
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming(progress=progress))
         _Installed.interceptor = hf.interceptor()
@@ -84,7 +90,7 @@ def _restore(ordinary: Callable[..., Any], checked: Callable[..., Any]) -> None:
 def _checked(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(ordinary)
     def initialize(args: Any = None, model: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        if _Installed.stack is not None and isinstance(model, nn.Module):
+        if _Installed.stack is not None and isinstance(model, nn.Module) and not is_shell(model):
             config = kwargs.get("config") or kwargs.get("config_params") or getattr(args, "deepspeed_config", None)
             _check_order(model, config)
         return ordinary(args, model, *rest, **kwargs)

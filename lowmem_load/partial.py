@@ -17,10 +17,15 @@ from .errors import ConfigError
 
 Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Partition: TypeAlias = "Choice | Sequence[Choice]"
-"""A module name or glob over names, a module class, a predicate on (name, module), or several of these."""
+"""A module name or glob over names, a module class, a predicate on (name, module), or several of these.
+
+Names and predicates are about the modules below the model; only its class chooses the model itself."""
 
 MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
+
+WHOLE_MODEL = "_whole_model"
+"""Attribute of the shell that `zero3_engine` gives to `deepspeed.initialize` in a model's place."""
 
 NAMES_SHOWN = 8
 """Names that an error message lists."""
@@ -113,15 +118,32 @@ def mark(chosen: dict[str, nn.Module]) -> None:
 def partitioned_modules(model: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> dict[str, nn.Module]:
     """Return the topmost modules that are partitioned already, by name.
 
-    These are the marked ones and, where a model was partitioned by other means, the modules that own partitioned
-    parameters.
+    These are the marked ones. Where a model was partitioned by other means, they are the modules of which all
+    parameters are partitioned, and those that own a partitioned one beside whole ones further below; a module above a
+    marked one is never among the former, for the marked one may be called on its own.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=True):
-        owns = any(is_partitioned(parameter) for parameter in module.parameters(recurse=False))
-        if (getattr(module, MARK, False) or owns) and not _below(name, found):
+        if not _below(name, found) and (_marked(module) or _partitioned_unmarked(module, is_partitioned)):
             found[name] = module
     return found
+
+
+def _marked(module: nn.Module) -> bool:
+    # Not getattr: wrappers such as PeftModel answer for what they wrap, and also hold parameters of their own.
+    return bool(vars(module).get(MARK, False))
+
+
+def _partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> bool:
+    if any(is_partitioned(parameter) for parameter in module.parameters(recurse=False)):
+        return True
+    parameters = list(module.parameters())
+    return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_marked, module.modules()))
+
+
+def is_shell(model: nn.Module) -> bool:
+    """Whether DeepSpeed is given `model` for a partial engine, so that what is whole in it is so on purpose."""
+    return WHOLE_MODEL in vars(model)
 
 
 def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
@@ -134,11 +156,11 @@ def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
 
 
 def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
-    if isinstance(entry, str):
-        return bool(name) and fnmatch.fnmatchcase(name, entry)
     if isinstance(entry, type):
         return isinstance(module, entry)
-    return bool(entry(name, module))
+    if not name:  # the model itself: a predicate that is about names below it would choose everything there
+        return False
+    return fnmatch.fnmatchcase(name, entry) if isinstance(entry, str) else bool(entry(name, module))
 
 
 def _below(name: str, chosen: dict[str, nn.Module]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from torch import nn
 
 from tests import builders
-from tests.multi_rank.test_partial_training import CONFIG, WITHOUT_OPTIMIZER, train
-from tests.multimodal import Multimodal
+from tests.multi_rank.test_partial_llava import stand_in_for_an_accelerator
+from tests.multi_rank.test_partial_training import CONFIG, TOLERANCE, WITHOUT_OPTIMIZER, train, two_rates
+from tests.multimodal import LR, Multimodal, reference
 from tests.ranks import run_ranks
 
 BF16 = {**CONFIG, "bf16": {"enabled": True}}
@@ -226,15 +229,152 @@ def test_parts_loaded_in_several_ways(checkpoints: Path) -> None:
         assert rank or found["kept dtype"] == "torch.float32"
 
 
+def given(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What cannot be followed, and what is said of it."""
+    groups = [{"params": []}, {"params": []}]
+    lamb = {**config, "optimizer": {"type": "Lamb", "params": {"lr": LR}}}
+    unknown = {**config, "optimizer": {"type": "AdamW", "params": {"lr": LR, "beta": 1}}}
+    return [
+        ("UnsupportedError: training_data", {"config": config, "training_data": [1]}),
+        ("UnsupportedError: mpu, collate_fn", {"config": config, "mpu": object(), "collate_fn": list}),
+        ("UnsupportedError: mesh_param", {"config": config, "mesh_param": (2, 1)}),
+        ("UnsupportedError: args.device_rank", {"config": config, "args": Namespace(device_rank=0)}),
+        ("ConfigError: 2 ds_configs", {"config": config, "args": Namespace(deepspeed_config=config)}),
+        ("ConfigError: 0 ds_configs", {"args": Namespace(deepspeed_config=None)}),
+        ("ConfigError: no optimizer", {"config": WITHOUT_OPTIMIZER, "model_parameters": groups}),
+        ("UnsupportedError: Lamb", {"config": lamb, "model_parameters": groups}),
+        ("ConfigError: 'beta'", {"config": unknown, "model_parameters": groups}),
+    ]
+
+
+def through_deepspeed(path: str) -> dict[str, Any]:
+    """Rank function: what `deepspeed.initialize` follows, refuses and leaves to DeepSpeed inside the block."""
+    import deepspeed
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    from lowmem_load import DistributedInterface, PartialEngine, load_model, partial_zero3
+
+    ranks = DistributedInterface()
+    found: dict[str, Any] = {}
+    stand_in_for_an_accelerator(ranks.rank, ranks.world_size)
+
+    expected_of = {groups: reference(path, ranks.world_size, 4, groups=groups)[0] for groups in (None, two_rates)}
+
+    def difference(engine: Any, groups: Any = None) -> float | None:
+        train(engine, 0, 4)
+        state, expected = engine.consolidated_state_dict(), expected_of[groups]
+        engine.destroy()
+        return None if state is None else max((state[name] - expected[name]).abs().max().item() for name in expected)
+
+    def loaded() -> Multimodal:
+        return Multimodal(load_model(path, CONFIG)).train()
+
+    with partial_zero3():
+        model = loaded()
+        engine, optimizer, loader, _ = deepspeed.initialize(
+            model=model, config=CONFIG, model_parameters=two_rates(model), dist_init_required=True
+        )
+        found["groups"] = [group["lr"] for group in optimizer.param_groups], loader, difference(engine, two_rates)
+
+        model = loaded()  # in host memory torch's optimizer steps, too
+        config = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=two_rates(model))[0]
+        found["offload"] = difference(engine, two_rates)
+
+        model = loaded()
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
+        engine, _ = accelerator.prepare(model, DummyOptim(two_rates(model), lr=LR))
+        found["accelerate"] = difference(engine, two_rates)
+        unset_hf_deepspeed_config()
+
+        model = loaded()
+        arguments = Namespace(deepspeed_config=WITHOUT_OPTIMIZER, local_rank=ranks.rank)
+        listed = (p for p in model.llm.parameters())
+        engine = deepspeed.initialize(arguments, model, torch.optim.AdamW, listed)[0]
+        before = {name: p.detach().clone() for name, p in model.picture.named_parameters()}
+        train(engine, 0, 4)
+        found["unlisted"] = all(torch.equal(p, before[name]) for name, p in model.picture.named_parameters())
+        engine.destroy()
+
+        model = loaded()
+        listed = list(model.parameters())
+        engine = deepspeed.initialize(model=model, config=CONFIG, model_parameters=listed)[0]
+        found["all"] = difference(engine)
+
+        model = loaded()
+        own = torch.optim.AdamW(model.llm.parameters())
+        refused = [*given(CONFIG), ("ConfigError: not the optimizer's", {"config": CONFIG, "optimizer": own})]
+        refused[-1][1]["model_parameters"] = list(model.parameters())
+        for groups in (kwargs.get("model_parameters") for _, kwargs in refused[:-1]):
+            for group, part in zip(groups or (), (model.llm, model.picture), strict=False):
+                group["params"] = list(part.parameters())
+        found["refused"] = []
+        for said, kwargs in refused:
+            try:
+                deepspeed.initialize(model=model, **kwargs)
+                found["refused"].append((said, "nothing"))
+            except Exception as error:
+                found["refused"].append((said, f"{type(error).__name__}: {error}"))
+
+        alive = HfDeepSpeedConfig(WITHOUT_OPTIMIZER)
+        stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        del alive
+        engine = deepspeed.initialize(model=Multimodal(stock), config=CONFIG)[0]
+        found["stock in part"] = type(engine), engine._part._shell.llm is stock
+        engine.destroy()
+        found["wholly partitioned"] = type(deepspeed.initialize(model=stock, config=WITHOUT_OPTIMIZER)[0])
+        lora = get_peft_model(load_model(path, CONFIG), LoraConfig(r=2, target_modules=["q_proj"]))
+        found["adapters"] = type(deepspeed.initialize(model=lora, config=CONFIG)[0])
+    with partial_zero3("llm"), partial_zero3("llm"):
+        found["nested"] = type(deepspeed.initialize(model=plain(path), config=CONFIG)[0])
+        found["wholly partitioned, others not"] = type(deepspeed.initialize(model=stock, config=WITHOUT_OPTIMIZER)[0])
+    found["expected"] = PartialEngine, deepspeed.DeepSpeedEngine
+    return found
+
+
+def test_what_deepspeed_initialize_is_given(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    for rank, found in enumerate(run_ranks(through_deepspeed, str(path), timeout_s=180)):
+        ours, theirs = found["expected"]
+        rates, loader, off = found["groups"]
+        assert rates == [5 * LR, LR, LR / 2] and loader is None
+        for value in (off, found["offload"], found["accelerate"], found["all"]):
+            assert rank or value < TOLERANCE, found
+        assert found["unlisted"]
+        for said, error in found["refused"]:
+            kind, text = said.split(": ")
+            assert kind in error and text in error, (said, error)
+        assert found["stock in part"] == (ours, True)
+        assert found["nested"] is ours
+        for case in ("wholly partitioned", "adapters", "wholly partitioned, others not"):
+            assert found[case] is theirs, case
+
+
 def test_the_trainer_hook_restores_deepspeed() -> None:
     import deepspeed
 
-    from lowmem_load import partial_zero3
+    from lowmem_load import install, partial_trainer, partial_zero3, uninstall
 
     ordinary = deepspeed.initialize
     with partial_zero3():
         assert deepspeed.initialize is not ordinary
         with pytest.raises(AssertionError, match="requires a model"):  # DeepSpeed's own answer
             deepspeed.initialize()
-        assert deepspeed.initialize is not ordinary
+        kept = deepspeed.initialize
+        assert kept is not ordinary
     assert deepspeed.initialize is ordinary
+    with pytest.raises(AssertionError, match="requires a model"):
+        kept()
+    assert deepspeed.initialize is ordinary
+
+    with partial_zero3():
+        install()
+        checked = deepspeed.initialize
+    assert deepspeed.initialize is checked  # what is not ours is left in place
+    uninstall()
+    deepspeed.initialize = ordinary
+    assert tuple(inspect.signature(ordinary).parameters) == partial_trainer._ORDER

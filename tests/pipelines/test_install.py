@@ -91,6 +91,9 @@ def follow(path: str) -> dict[str, Any]:
     found["initialize streamed"] = initialize(streamed, FP32)
     found["initialize stage 0"] = initialize(load(), {**STAGE_2, "zero_optimization": {"stage": 0}})
     found["initialize whole"] = initialize(dropped, FP32)
+    found["initialize partition"] = order_warnings(
+        lambda: lowmem_load.initialize(load(), FP32, partition="model", optimizer=torch.optim.AdamW)
+    )[1]
 
     lowmem_load.uninstall()
     lowmem_load.uninstall()  # does nothing
@@ -127,9 +130,22 @@ def test_install_follows_the_active_configuration(checkpoints: Path) -> None:
         [message] = found["initialize whole"]
         assert "every rank holds 0.1 MiB of it whole" in message
         assert "then call from_pretrained" in message
+        assert found["initialize partition"] == []
         assert found["restored"] is True
         assert found["streaming()"] == {True}
         assert found["restored by streaming()"] is True
+
+
+def test_install_inside_a_streaming_block_is_refused() -> None:
+    import lowmem_load
+
+    with lowmem_load.streaming(), pytest.raises(lowmem_load.ConfigError, match="before or after the block"):
+        lowmem_load.install()
+    before = global_state()
+    lowmem_load.install()
+    assert global_state() != before
+    lowmem_load.uninstall()
+    assert global_state() == before
 
 
 def model_before_arguments(model_path: str, out: str) -> dict[str, Any]:

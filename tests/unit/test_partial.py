@@ -46,6 +46,7 @@ class Model(nn.Module):
         (["language", "language.layers.0"], ["language"]),  # topmost only
         (Tower, ["vision", "language"]),
         (lambda name, module: isinstance(module, nn.Linear) and name.startswith("h"), ["head"]),
+        (lambda name, module: "layers.0" not in name, ["vision", "language", "head"]),
         ([Tower, "head"], ["vision", "language", "head"]),
         ([], []),
         (Model, [""]),
@@ -105,6 +106,30 @@ def test_parameters_partitioned_by_other_means_are_found() -> None:
         return id(parameter) in partitioned
 
     assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "head"]
+    partitioned |= {id(parameter) for parameter in model.language.parameters()}
+    assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "language", "head"]  # topmost
+    assert list(partitioned_modules(model, lambda _: True)) == [""]
+    mark({"language.layers": model.language.layers})  # may be called on its own
+    assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "language.layers", "head"]
+
+
+def test_a_wrapper_that_answers_for_a_marked_module_is_not_marked() -> None:
+    class Wrapper(nn.Module):  # as PeftModel
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.prompt, self.base = nn.Embedding(2, 2), model
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("base"), name)
+
+    model = Model()
+    mark({"": model})
+    wrapper = Wrapper(model)
+    assert getattr(wrapper, MARK)
+    assert list(partitioned_modules(wrapper, lambda _: False)) == ["base"]
 
 
 def test_lists_are_entered_through_their_items() -> None:
