@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, IncompatibleVersionError, UnsupportedError
-from .partial import entry_modules
+from .partial import WHOLE_MODEL, entry_modules
 from .zero3 import SUPPORTED
 
 PLACEHOLDER = "lowmem_load_placeholder"
@@ -76,7 +76,7 @@ class _Shell(nn.Module):
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
         super().__init__()
-        self.__dict__["_whole_model"] = model  # not a child: its other modules are none of the engine's business
+        self.__dict__[WHOLE_MODEL] = model  # not a child: its other modules are none of the engine's business
         for name, module in chosen.items():
             *path, last = name.split(".")
             container: nn.Module = self
@@ -94,7 +94,7 @@ class _Shell(nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_whole_model"](*args, **kwargs)
+        return self.__dict__[WHOLE_MODEL](*args, **kwargs)
 
 
 def _drop_placeholder(shell: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
