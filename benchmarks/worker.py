@@ -158,6 +158,11 @@ def main() -> None:
     result = run(spec)
     Path(spec.out, f"rank{result.rank}.json").write_text(result.to_json())
     dist.destroy_process_group()
+    # All is written: threads of gloo and DeepSpeed that still run now and then abort a process that unwinds normally
+    # ("terminate called without an active exception", once in some sixty runs of stock ZeRO-3 here).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
