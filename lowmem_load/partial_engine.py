@@ -94,12 +94,7 @@ class PartialEngine(nn.Module):
         if split is not None:
             held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
             trained = {name: p for name, p in trained.items() if id(p) in held}
-        self._whole = WholePart(
-            trained,
-            part.engine.device,
-            average=average,
-            unused=unused,
-        )
+        self._whole = WholePart(trained, part.engine.device, average=average, unused=unused)
         if trained and split is not None:
             masters = {id(p): self._whole.masters[name] for name, p in trained.items()}
             self._whole.optimizer = split.half(masters)
