@@ -115,6 +115,33 @@ def tiny_llava(root: Path, dtype: torch.dtype = torch.float32, **text: Any) -> P
     return _save(root, "llava", LlavaForConditionalGeneration, LlavaConfig, settings, dtype, None)
 
 
+def tiny_qwen_vl(root: Path) -> Path:
+    """Returns the folder of a Qwen2.5-VL checkpoint; 4 image tokens per picture of 16 patches."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    settings = {
+        "vision_config": vision,
+        "text_config": {**_DECODER, "rope_parameters": rope},
+        "image_token_id": 127,
+        "video_token_id": 126,
+        "vision_start_token_id": 125,
+        "vision_end_token_id": 124,
+        "tie_word_embeddings": False,
+    }
+    return _save(root, "qwen-vl", Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, settings, torch.float32, None)
+
+
 def as_torch_bin(folder: Path, num_files: int = 1, ties: dict[str, str] | None = None) -> Path:
     """Returns a copy of a checkpoint folder as older transformers saved it: `pytorch_model*.bin` by torch.save.
 

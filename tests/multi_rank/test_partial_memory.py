@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import builders
-from tests.multi_rank.test_partial_llava import PARTITION
+from tests.multi_rank.test_partial_vision_language import PARTITION
 from tests.parity import FP32
 from tests.ranks import run_ranks
 

@@ -35,23 +35,37 @@ def sample(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "pixel_values": pixels, "labels": ids.masked_fill(ids == IMAGE_TOKEN, -100)}
 
 
-def stage_one(model: Any) -> None:
+def qwen_sample(step: int, rank: int) -> dict[str, torch.Tensor]:
+    """Returns the same for Qwen2.5-VL."""
+    batch = sample(step, rank)
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].reshape(-1, 3 * 16).repeat(1, 2)  # two frames of one picture
+        batch["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).int()
+    return batch
+
+
+SAMPLE = {"llava": sample, "qwen-vl": qwen_sample}
+PROJECTOR = {"llava": "model.multi_modal_projector", "qwen-vl": "model.visual.merger"}
+
+
+def stage_one(model: Any, kind: str) -> None:
     model.requires_grad_(False)
-    model.model.multi_modal_projector.requires_grad_(True)
+    model.get_submodule(PROJECTOR[kind]).requires_grad_(True)
 
 
-def trained_in_one_process(path: str, world_size: int, only_projector: bool) -> dict[str, torch.Tensor]:
-    from transformers import LlavaForConditionalGeneration
+def trained_in_one_process(path: str, kind: str, world_size: int, only_projector: bool) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForImageTextToText
 
-    model = LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float32).train()
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
     if only_projector:
-        stage_one(model)
+        stage_one(model, kind)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS)
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(world_size):
-            loss = model(**sample(step, rank)).loss / world_size
+            loss = model(**SAMPLE[kind](step, rank)).loss / world_size
             if loss.requires_grad:
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
@@ -59,9 +73,9 @@ def trained_in_one_process(path: str, world_size: int, only_projector: bool) -> 
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def llava(path: str, only_projector: bool, checkpointing: bool) -> dict[str, Any]:
+def vision_language(path: str, kind: str, only_projector: bool, checkpointing: bool) -> dict[str, Any]:
     """Rank function."""
-    from transformers import LlavaForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     from lowmem_load import DistributedInterface, initialize, load_model, load_report
     from lowmem_load.zero3 import is_partitioned
@@ -69,7 +83,7 @@ def llava(path: str, only_projector: bool, checkpointing: bool) -> dict[str, Any
     ranks = DistributedInterface()
     model = load_model(path, CONFIG, partition=PARTITION)
     report = load_report(model)
-    ordinary = LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    ordinary = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     parts = {name: is_partitioned(p) for name, p in model.named_parameters()}
     llm_numel = sum(p.numel() for name, p in ordinary.named_parameters() if parts[name])
     whole = {name: p for name, p in model.named_parameters() if not parts[name]}
@@ -78,21 +92,21 @@ def llava(path: str, only_projector: bool, checkpointing: bool) -> dict[str, Any
     language = differences(model.model.language_model, ordinary.model.language_model, ranks.rank, ranks.world_size)
     model.train()
     if only_projector:
-        stage_one(model)
+        stage_one(model, kind)
     if checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     engine = initialize(model, CONFIG)
     for step in range(STEPS):
-        loss = engine(**sample(step, ranks.rank)).loss
+        loss = engine(**SAMPLE[kind](step, ranks.rank)).loss
         engine.backward(loss)
         engine.step()
     engine.eval()
     with torch.no_grad():  # evaluation calls the model itself, as Trainer does; then training goes on
-        model(**sample(99, ranks.rank))
-        model(**sample(98, ranks.rank))
+        model(**SAMPLE[kind](99, ranks.rank))
+        model(**SAMPLE[kind](98, ranks.rank))
     state = engine.consolidated_state_dict()
-    expected = trained_in_one_process(path, ranks.world_size, only_projector)
+    expected = trained_in_one_process(path, kind, ranks.world_size, only_projector)
     off = {} if state is None else {n: (state[n] - expected[n]).abs().max().item() for n in expected}
     return {
         "partitioned": sorted({name.split(".")[1] for name, flag in parts.items() if flag}),
@@ -107,13 +121,21 @@ def llava(path: str, only_projector: bool, checkpointing: bool) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("only_projector", "checkpointing"), [(False, False), (True, False), (False, True), (True, True)]
+    ("kind", "only_projector", "checkpointing"),
+    [
+        ("llava", False, False),
+        ("llava", True, False),
+        ("llava", False, True),
+        ("llava", True, True),
+        ("qwen-vl", False, False),
+        ("qwen-vl", True, True),
+    ],
 )
-def test_llava_trains_as_in_one_process(only_projector: bool, checkpointing: bool, checkpoints: Path) -> None:
-    path = builders.tiny_llava(checkpoints)
-    for found in run_ranks(llava, str(path), only_projector, checkpointing, timeout_s=120):
+def test_training_as_in_one_process(kind: str, only_projector: bool, checkpointing: bool, checkpoints: Path) -> None:
+    path = {"llava": builders.tiny_llava, "qwen-vl": builders.tiny_qwen_vl}[kind](checkpoints)
+    for found in run_ranks(vision_language, str(path), kind, only_projector, checkpointing, timeout_s=120):
         assert found["partitioned"] == ["language_model", "weight"]
-        assert found["whole"] == ["multi_modal_projector", "vision_tower"]
+        assert found["whole"] == (["multi_modal_projector", "vision_tower"] if kind == "llava" else ["visual"])
         assert found["equal"] and found["language"] == []
         assert found["bytes"] == found["expected bytes"]
         assert found["names"]
