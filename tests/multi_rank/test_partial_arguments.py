@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests import builders
-from tests.multi_rank.test_partial_vision_language import stand_in_for_an_accelerator
 from tests.multi_rank.test_partial_training import CONFIG, TOLERANCE, WITHOUT_OPTIMIZER, train, two_rates
+from tests.multi_rank.test_partial_vision_language import stand_in_for_an_accelerator
 from tests.multimodal import LR, Multimodal, reference
 from tests.ranks import run_ranks
 
