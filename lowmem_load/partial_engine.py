@@ -61,7 +61,6 @@ class PartialEngine(nn.Module):
 
     Attributes:
         module: the whole model.
-        zero3: the `DeepSpeedEngine` of the partitioned part.
         optimizer: see `PartialOptimizer`.
         lr_scheduler: steps with the engine; None without one.
     """
@@ -83,7 +82,8 @@ class PartialEngine(nn.Module):
         make = None if split is None else _half_maker(split)
         part = PartitionedPart(model, chosen, ds_config, make)
         mark(chosen)
-        self.__dict__.update(_part=part, zero3=part.engine, _split=split, lr_scheduler=None)
+        self._part, self._split = part, split
+        self.lr_scheduler: Any = None
         self._outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
@@ -103,23 +103,26 @@ class PartialEngine(nn.Module):
         self.optimizer = PartialOptimizer(part, self._whole, self._face)
 
     @property
+    def zero3(self) -> Any:
+        """The `DeepSpeedEngine` of the partitioned part; not a child of this module, whose model has all of it."""
+        return self._part.engine
+
+    @property
     def _face(self) -> torch.optim.Optimizer:
         """The optimizer whose groups say the learning rates of both parts."""
-        split: Split | None = self._split
-        part: PartitionedPart = self._part
-        if split is not None:
-            return split.optimizer
-        if part.frozen and self._whole.optimizer is not None:
+        if self._split is not None:
+            return self._split.optimizer
+        if self._part.frozen and self._whole.optimizer is not None:
             return self._whole.optimizer
-        return part.optimizer
+        return self._part.optimizer
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or "zero3" not in self.__dict__:
+            if name.startswith("_") or "_part" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["zero3"], name)
+            return getattr(self.zero3, name)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -172,8 +175,7 @@ class PartialEngine(nn.Module):
     def train(self, mode: bool = True) -> PartialEngine:
         """Put the model and the ZeRO-3 engine into train or eval mode."""
         super().train(mode)
-        if "zero3" in self.__dict__:
-            self.zero3.train(mode)
+        self.zero3.train(mode)
         return self
 
     def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None = None) -> None:
@@ -186,7 +188,7 @@ class PartialEngine(nn.Module):
             lr_scheduler = scheduler_of(section, self._face)
         elif not hasattr(lr_scheduler, "step"):
             lr_scheduler = lr_scheduler(self._face)
-        self.__dict__["lr_scheduler"] = lr_scheduler
+        self.lr_scheduler = lr_scheduler
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group of `optimizer`."""
