@@ -260,7 +260,7 @@ def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]
     def load_adapter(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before_adapter(model)
         info = ordinary(model, *args, **kwargs)
-        if info is None and not transformers.__version__.startswith("4."):  # its from_pretrained returns None itself
+        if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use it
             raise UnsupportedError(
                 f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
                 "base model, then peft.PeftModel.from_pretrained(model, adapter), or use a newer transformers"

@@ -252,9 +252,10 @@ class PartialEngine(nn.Module):
         """
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
-        with DistributedInterface().agreed(f"loading {load_dir}") as digest:  # all of it, before anything is changed
+        distributed = DistributedInterface()
+        with distributed.agreed(f"checking {load_dir}") as digest:  # all of it, before anything is changed
             folder = find_checkpoint(load_dir, tag)
-            if not load_optimizer_states and folder != find_checkpoint(load_dir, None):
+            if folder is not None and not load_optimizer_states and folder != find_checkpoint(load_dir, None):
                 raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
                     f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
                 )
@@ -272,15 +273,16 @@ class PartialEngine(nn.Module):
             load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
             load_module_only=load_module_only,
         )
-        self._load_tensors(state)
-        if load_optimizer_states:
-            self._whole.load_state_dict(state["whole"], optimizer=True)
-            for group, options in zip(self._face.param_groups, state["groups"], strict=True):
-                group.update(options)
-        else:
-            self._whole.refresh_masters()
-        if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
-            self.lr_scheduler.load_state_dict(state["schedule"])
+        with distributed.agreed(f"loading {load_dir}"):
+            self._load_tensors(state)
+            if load_optimizer_states:
+                self._whole.load_state_dict(state["whole"])
+                for group, options in zip(self._face.param_groups, state["groups"], strict=True):
+                    group.update(options)
+            else:
+                self._whole.refresh_masters()
+            if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
+                self.lr_scheduler.load_state_dict(state["schedule"])
         return path, client_state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:

@@ -124,9 +124,7 @@ def _digest(
     topics = {
         "partition": list(chosen),
         "parameters": [f"{name} {whole_numel(p)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
-        "optimizer": []
-        if split is None
-        else [type(split.optimizer).__name__, *map(comparable, map(options_of, groups))],
+        "optimizer": [type(split and split.optimizer).__name__, *map(comparable, map(options_of, groups))],
         "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
         "ds_config": [comparable(config)],
         "average and unused": [options],

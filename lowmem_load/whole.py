@@ -157,8 +157,8 @@ class WholePart:
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, optimizer: bool) -> None:
-        """Take over what `state_dict` gave; with `optimizer` False the masters alone.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave.
 
         Raises:
             ConfigError: it is of other parameters.
@@ -168,7 +168,7 @@ class WholePart:
             for slot in self._slots:
                 slot.master.copy_(state["masters"][slot.name])
         self._publish()
-        if optimizer and self.optimizer is not None and state["optimizer"] is not None:
+        if self.optimizer is not None and state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.clear()
 

@@ -106,7 +106,7 @@ def test_state_goes_into_another_part() -> None:
         model["a"](torch.ones(1, 3)).sum().backward()
         part.reduce(1)
         part.step(1.0)
-    other.load_state_dict(copy.deepcopy(part.state_dict()), optimizer=True)  # from a file they are copies, too
+    other.load_state_dict(copy.deepcopy(part.state_dict()))  # from a file they are copies, too
     for each, whole in ((model, part), (other_model, other)):
         each["a"](torch.ones(1, 3)).square().sum().backward()
         whole.reduce(1)
@@ -115,7 +115,7 @@ def test_state_goes_into_another_part() -> None:
     state = part.state_dict()
     state["masters"].pop("b.bias")
     with pytest.raises(ConfigError, match=r"other parameters: b\.bias"):
-        other.load_state_dict(state, optimizer=True)
+        other.load_state_dict(state)
 
 
 def test_options_and_dtypes_are_checked() -> None:
