@@ -29,10 +29,10 @@ from transformers import core_model_loading as loading
 from benchmarks.machine import describe_machine
 from benchmarks.measure import MemorySampler
 from benchmarks.table import aligned
-from lowmem_load import expression as ex
-from lowmem_load.plan import partition_range, plan_target
-from lowmem_load.reader import Reader
-from lowmem_load.symbolic import SymbolicTensor, expression_of
+from lowmem_load.describe.tensor import SymbolicTensor, expression_of
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.copies import partition_range, plan_target
+from lowmem_load.read.executor import Reader
 
 MIB = 2**20
 TARGET_NUMEL = 128 * MIB  # 256 MiB in bfloat16

@@ -1,9 +1,6 @@
 """lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
 
-from .arguments import DistConfig, ModelArguments
-from .distributed import DistributedInterface
-from .engine import ModelEngine
-from .errors import (
+from lowmem_load.errors import (
     CheckpointError,
     ConfigError,
     IncompatibleVersionError,
@@ -13,12 +10,15 @@ from .errors import (
     RankError,
     UnsupportedError,
 )
-from .install import install, uninstall
-from .load import load_model, load_report, streaming
-from .partial_engine import PartialEngine
-from .partial_initialize import initialize
-from .partial_trainer import partial_zero3
-from .report import LoadReport
+from lowmem_load.load import load_model, load_report, streaming
+from lowmem_load.partial.engine import PartialEngine
+from lowmem_load.partial.initialize import initialize
+from lowmem_load.partial.trainer import partial_zero3
+from lowmem_load.pipelines.arguments import DistConfig, ModelArguments
+from lowmem_load.pipelines.install import install, uninstall
+from lowmem_load.pipelines.model_engine import ModelEngine
+from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.report import LoadReport
 
 __all__ = [
     "CheckpointError",

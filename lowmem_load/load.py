@@ -11,17 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import hf, pretrained
-from .config import comparable, for_loading, hidden_size_of, read_ds_config, resolve_auto, zero_stage
-from .distributed import DistributedInterface
-from .errors import ConfigError, LoadOrderWarning
-from .hf_active import active_zero3_config, was_dropped
-from .partial import Partition, choices_of
-from .plan import plan_digest
-from .precision import Precision, precision_of
-from .rank_group import RankGroup
-from .report import LoadReport
-from .stream import REPORT_ATTRIBUTE, Stream
+from lowmem_load.errors import ConfigError, LoadOrderWarning
+from lowmem_load.hf import loader, names
+from lowmem_load.hf.active import active_zero3_config, was_dropped
+from lowmem_load.planning.copies import plan_digest
+from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.report import LoadReport
+from lowmem_load.settings.ds_config import (
+    comparable,
+    for_loading,
+    hidden_size_of,
+    read_ds_config,
+    resolve_auto,
+    zero_stage,
+)
+from lowmem_load.settings.precision import Precision, precision_of
+from lowmem_load.stages import REPORT_ATTRIBUTE, Stream
+from lowmem_load.targets.choice import Partition, choices_of
 
 DROPPED = (
     "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "
@@ -89,14 +96,14 @@ def load_model(
                 raise ConfigError(f"partition needs ZeRO stage 3, the ds_config has stage {stage}; drop partition")
             choices_of(partition)
         kwargs["dtype"] = _storage_dtype(dtype, precision, must_agree=stage == 3 and partition is None)
-        pretrained.check_name(name, kwargs.get("subfolder", ""))
-        config = pretrained.model_config(name, kwargs)
-        cls = pretrained.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+        names.check_name(name, kwargs.get("subfolder", ""))
+        config = names.model_config(name, kwargs)
+        cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
         if stage == 3:
             if kwargs.get("device_map") is not None:
                 raise ConfigError("device_map and ZeRO-3 both place parameters; remove device_map")
-            pretrained.refuse_quantized(config, kwargs)
-            pretrained.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
+            names.refuse_quantized(config, kwargs)
+            names.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         resolve_auto(config_dict, world_size=ranks.world_size, hidden_size=hidden_size_of(config), precision=precision)
     with _streaming(ds_config, ranks, progress, partition, must_match=True):
         return cls.from_pretrained(name, **kwargs)
@@ -130,7 +137,7 @@ def streaming(
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-        with hf.intercepted(lambda call: _load_as_active(call, progress), _zero3_is_active):
+        with loader.intercepted(lambda call: _load_as_active(call, progress), _zero3_is_active):
             yield
         return
     ranks = DistributedInterface().subgroup(data_parallel_group)
@@ -150,7 +157,7 @@ def _streaming(
         if partition is not None:
             choices_of(partition)
     stream = Stream(config_dict, ranks, progress, partition, must_match)
-    with hf.deepspeed_config(config_dict), hf.intercepted(stream.load):
+    with loader.deepspeed_config(config_dict), loader.intercepted(stream.load):
         yield
 
 
@@ -162,7 +169,7 @@ def _zero3_is_active() -> bool:
     return False
 
 
-def _load_as_active(call: hf.Call, progress: bool | None) -> tuple[nn.Module, dict[str, Any]]:
+def _load_as_active(call: loader.Call, progress: bool | None) -> tuple[nn.Module, dict[str, Any]]:
     active = active_zero3_config()
     assert active is not None  # asked a moment ago, by _zero3_is_active
     distributed = DistributedInterface()

@@ -7,11 +7,11 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
-from lowmem_load.arguments import read_arguments
-from lowmem_load.config import hidden_size_of, read_ds_config, resolve_auto
-from lowmem_load.distributed import DistributedInterface
-from lowmem_load.precision import precision_of
-from lowmem_load.pretrained import enable_checkpointing, model_config
+from lowmem_load.hf.names import enable_checkpointing, model_config
+from lowmem_load.pipelines.arguments import read_arguments
+from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.settings.ds_config import hidden_size_of, read_ds_config, resolve_auto
+from lowmem_load.settings.precision import precision_of
 
 
 class StockEngine:

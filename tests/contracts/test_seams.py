@@ -12,8 +12,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
-from lowmem_load import hf, zero3, zero3_engine
+from lowmem_load.ds import engine as zero3_engine
+from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
+from lowmem_load.hf import loader as hf
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ from transformers.core_model_loading import (
     spawn_materialize,
 )
 
-from lowmem_load import expression as ex
-from lowmem_load.hf import _SymbolicFile
-from lowmem_load.plan import Copy, FlatRange, TargetPlan, partition_range, plan_target
-from lowmem_load.reader import Reader
-from lowmem_load.symbolic import SymbolicTensor, expression_of
+from lowmem_load.describe.tensor import SymbolicTensor, expression_of
+from lowmem_load.hf.loader import _SymbolicFile
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.copies import Copy, FlatRange, TargetPlan, partition_range, plan_target
+from lowmem_load.read.executor import Reader
 
 Shape = tuple[int, ...]
 

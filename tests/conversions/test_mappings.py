@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from transformers import core_model_loading as loading
 from transformers.core_model_loading import WeightConverter, spawn_materialize
 
-from lowmem_load import expression as ex
-from lowmem_load import reader
-from lowmem_load.hf import _SymbolicFile
-from lowmem_load.symbolic import expression_of
+from lowmem_load.describe.tensor import expression_of
+from lowmem_load.hf.loader import _SymbolicFile
+from lowmem_load.planning import expression as ex
+from lowmem_load.read import executor as reader
 from tests.conversions import mappings
 from tests.conversions.mappings import BF16, DTYPES, FP32, Chain, Dtypes
 

@@ -145,8 +145,8 @@ def from_config() -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from lowmem_load import DistributedInterface, load_report, streaming
+    from lowmem_load.ds.partition import is_partitioned
     from lowmem_load.report import host_memory
-    from lowmem_load.zero3 import is_partitioned
 
     DistributedInterface()
     config = LlamaConfig(

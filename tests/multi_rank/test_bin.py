@@ -73,7 +73,7 @@ def load_without_dtype(path: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from lowmem_load import load_report, streaming
-    from lowmem_load.hf import modeling_utils
+    from lowmem_load.hf.loader import modeling_utils
 
     before = modeling_utils.load_state_dict
     with streaming({"zero_optimization": {"stage": 2}}):

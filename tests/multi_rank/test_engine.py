@@ -191,8 +191,8 @@ def leaks(path: str) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
     from lowmem_load import ModelEngine
-    from lowmem_load.plan import partition_range
-    from lowmem_load.zero3 import is_partitioned, partition_of
+    from lowmem_load.ds.partition import is_partitioned, partition_of
+    from lowmem_load.planning.copies import partition_range
 
     def visible() -> Any:
         return integration._hf_deepspeed_config_weak_ref

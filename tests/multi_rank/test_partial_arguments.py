@@ -150,7 +150,7 @@ def test_what_enters_needs_a_gradient_in_every_container() -> None:
 
     from transformers.modeling_outputs import BaseModelOutput
 
-    from lowmem_load.zero3_engine import PartitionedPart
+    from lowmem_load.ds.engine import PartitionedPart
 
     @dataclass
     class Batch:
@@ -178,7 +178,7 @@ def composites(llm: str, bert: str) -> dict[str, Any]:
     from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
     from lowmem_load import DistributedInterface, initialize, load_model, load_report, streaming
-    from lowmem_load.zero3 import is_partitioned
+    from lowmem_load.ds.partition import is_partitioned
 
     DistributedInterface()
 
@@ -357,7 +357,8 @@ def test_what_deepspeed_initialize_is_given(checkpoints: Path) -> None:
 def test_the_trainer_hook_restores_deepspeed() -> None:
     import deepspeed
 
-    from lowmem_load import install, partial_trainer, partial_zero3, uninstall
+    from lowmem_load import install, partial_zero3, uninstall
+    from lowmem_load.partial import trainer as partial_trainer
 
     ordinary = deepspeed.initialize
     with partial_zero3():

@@ -105,7 +105,7 @@ def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: P
 
 def broken(path: str, folder: str) -> list[str]:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
-    from lowmem_load.partial_checkpoint import WHOLE_FILE
+    from lowmem_load.partial.checkpoint import WHOLE_FILE
 
     engine = make_engine(path, CONFIG)
     nowhere = engine.load_checkpoint(f"{folder}/nowhere")

@@ -157,7 +157,7 @@ def train(engine: Any, first: int, last: int, accumulate: int = 1, dtype: torch.
 def compared(path: str, steps: int, cases: list[str], loaded: bool = True) -> list[dict[str, Any]]:
     """Rank function: trains each case; rank 0 compares with the reference."""
     from lowmem_load import DistributedInterface
-    from lowmem_load.zero3 import is_partitioned
+    from lowmem_load.ds.partition import is_partitioned
 
     ranks, found = DistributedInterface(), []
     for case in cases:

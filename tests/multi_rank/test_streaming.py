@@ -44,7 +44,7 @@ def stream_and_restore(llama: str, bert: str) -> dict[str, Any]:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     from lowmem_load import load_report, streaming
-    from lowmem_load.zero3 import is_partitioned
+    from lowmem_load.ds.partition import is_partitioned
 
     before = global_state()
     found: dict[str, Any] = {}
@@ -279,8 +279,8 @@ def corner_cases(llama: str, half: str, adapter: str) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
     from lowmem_load import DistributedInterface, load_model, load_report, streaming
+    from lowmem_load.ds.partition import partition_of
     from lowmem_load.errors import ConfigError, RankError, UnsupportedError
-    from lowmem_load.zero3 import partition_of
 
     rank = DistributedInterface().rank
     found: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lowmem_load import ConfigError, DistConfig, ModelArguments, ModelEngine, UnsupportedError
-from lowmem_load.arguments import read_arguments
+from lowmem_load.pipelines.arguments import read_arguments
 
 DS = {"zero_optimization": {"stage": 3}}
 DIST = {"name": "deepspeed", "config_file": DS}

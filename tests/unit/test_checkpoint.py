@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowmem_load.checkpoint import check_indexes, read_header, source
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.header import DTYPES
-from lowmem_load.reader import Reader
+from lowmem_load.formats.index import check_indexes, read_header, source
+from lowmem_load.formats.safetensors import DTYPES
+from lowmem_load.read.executor import Reader
 
 
 def test_every_dtype_that_safetensors_writes(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from lowmem_load.errors import ConfigError
-from lowmem_load.precision import Precision
+from lowmem_load.settings.ds_config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
+from lowmem_load.settings.precision import Precision
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from lowmem_load import distributed, rank_group
-from lowmem_load.distributed import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.ranks import group as rank_group
+from lowmem_load.ranks import process_group as distributed
+from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.config import for_loading, resolve_auto
-from lowmem_load.precision import Precision
+from lowmem_load.settings.ds_config import for_loading, resolve_auto
+from lowmem_load.settings.precision import Precision
 
 
 def active() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError, HeaderError, TruncatedFileError
-from lowmem_load.header import MAX_HEADER_NBYTES, PREFIX_NBYTES, header_nbytes, parse_header
+from lowmem_load.formats.safetensors import MAX_HEADER_NBYTES, PREFIX_NBYTES, header_nbytes, parse_header
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},

@@ -274,8 +274,8 @@ def test_module_keeps_the_rules(path):
     [
         ("plan", "from .reader import Reader", "imports reader"),
         ("plan", "from . import reader", "imports reader"),
-        ("plan", "import lowmem_load.reader", "imports reader"),
-        ("plan", "def f():\n    from lowmem_load.config import x", "imports config"),
+        ("plan", "import lowmem_load.read.executor", "imports reader"),
+        ("plan", "def f():\n    from lowmem_load.settings.ds_config import x", "imports config"),
         ("load", "from lowmem_load import load_model", "imports __init__"),
         ("nowhere", "", "not in LAYERS"),
         ("load", "from .plan import _walk", "private"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.partial import (
+from lowmem_load.targets.choice import (
     MARK,
     check_ties,
     choose,

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load import expression as ex
-from lowmem_load.coverage import prove_coverage
 from lowmem_load.errors import PlanError
-from lowmem_load.plan import Copy, FlatRange, TargetPlan, partition_range, plan_target
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.copies import Copy, FlatRange, TargetPlan, partition_range, plan_target
+from lowmem_load.planning.proof import prove_coverage
 
 Draw = Callable[[st.SearchStrategy[int]], int]
 

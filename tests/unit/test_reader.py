@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load import expression as ex
-from lowmem_load import reader as reader_module
 from lowmem_load.errors import TruncatedFileError
-from lowmem_load.plan import FlatRange, partition_range, plan_target
-from lowmem_load.reader import Reader
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.copies import FlatRange, partition_range, plan_target
+from lowmem_load.read import executor as reader_module
+from lowmem_load.read.executor import Reader
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 OFFSET = 40

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load import expression as ex
+from lowmem_load.describe.initialise import Scratch
+from lowmem_load.describe.tensor import SymbolicTensor, expression_of, kept_of, own, uninitialised
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.plan import FlatRange, partition_range, plan_target
-from lowmem_load.reader import Reader
-from lowmem_load.scratch import Scratch
-from lowmem_load.symbolic import SymbolicTensor, expression_of, kept_of, own, uninitialised
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.copies import FlatRange, partition_range, plan_target
+from lowmem_load.read.executor import Reader
 
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 Y = X + 1000
@@ -207,7 +207,7 @@ def test_a_product_of_what_must_be_computed_whole(
     pair: tuple[SymbolicTensor, SymbolicTensor, Reader], num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is computed once, and not by a thread that then waits for itself."""
-    monkeypatch.setattr("lowmem_load.reader.STAGING_NBYTES", 16)
+    monkeypatch.setattr("lowmem_load.read.executor.STAGING_NBYTES", 16)
     with Reader(num_threads=num_threads) as reader:
         expression, found = expression_of(pair[0].roll(1, 0) * 2.0), []
         thread = threading.Thread(target=lambda: found.append(reader.read_whole(expression)), daemon=True)

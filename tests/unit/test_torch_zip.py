@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load import inert_pickle, torch_zip
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.expression import Computed, Expression, Source, leaves
-from lowmem_load.inert_pickle import DTYPES
-from lowmem_load.pretrained import check_weights
-from lowmem_load.reader import Reader
-from lowmem_load.torch_zip import read_torch_zip
+from lowmem_load.formats import inert_pickle, torch_zip
+from lowmem_load.formats.inert_pickle import DTYPES
+from lowmem_load.formats.torch_zip import read_torch_zip
+from lowmem_load.hf.names import check_weights
+from lowmem_load.planning.expression import Computed, Expression, Source, leaves
+from lowmem_load.read.executor import Reader
 
 
 def saved(tmp_path: Path, state: Any, **kwargs: Any) -> str:

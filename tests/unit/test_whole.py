@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.whole import Split, WholePart, follow
+from lowmem_load.partial.replicated import Split, WholePart, follow
 
 
 @pytest.fixture(autouse=True)

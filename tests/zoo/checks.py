@@ -184,7 +184,7 @@ def compare_all(cases: list[Case], method: str, precision: str, folder: str, lim
         folder: where the journal goes.
         limit_s: seconds per case.
     """
-    from lowmem_load.distributed import DistributedInterface
+    from lowmem_load.ranks.process_group import DistributedInterface
 
     _prepare()
     DistributedInterface()

@@ -1,0 +1,151 @@
+"""Where parameters that are not in the checkpoint get their values: whole, one at a time, in order.
+
+Initialisation draws random numbers, so it must run as an ordinary load runs it; what must not happen is that all
+parameters that it writes are whole at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from lowmem_load.planning.copies import FlatRange
+from lowmem_load.planning.expression import Computed, Expression, Held, numel
+
+PAGES_NBYTES = 128 << 10
+"""Smallest block that gets pages of its own, as in glibc before it adapts to what a process frees."""
+
+UNINITIALISED = "torch.empty"
+"""Operation of the `Computed` that stands for a parameter before it is initialised."""
+
+T = TypeVar("T")
+ReadWhole = Callable[[Expression], torch.Tensor]
+_Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """What a tensor and all views of it share. See [Note: writes] in `symbolic.py`.
+
+    Attributes:
+        expression: the value, row-major under the shape of the tensor that the views were taken from.
+        scratch: where writes are done; None when nobody owns the value.
+        near: the scratch of the parameter that an unowned value was computed from.
+        stays_whole: whether this rank will keep all of it.
+        kept: after writes, the elements that this rank will keep.
+        log: the writes, each with the random state before it if it draws random numbers.
+        before: the value before the first write.
+    """
+
+    expression: Expression
+    scratch: Scratch | None = None
+    kept: Held | None = None
+    log: list[_Write] = field(default_factory=list)
+    before: Expression | None = None
+    near: Scratch | None = None
+    stays_whole: bool = False
+
+    def replace(self, expression: Expression) -> None:
+        """Forget what was written and be `expression`."""
+        if self.scratch is not None:
+            self.scratch.release()
+        self.expression, self.kept, self.log, self.before = expression, None, [], None
+
+
+class Scratch:
+    """Does the writes into parameters that are not read from files, in order, holding one whole at a time.
+
+    Memory: the largest parameter that is written into, plus what `kept_range` selects of each that does not stay whole.
+
+    Args:
+        kept_range: elements of a parameter of so many elements that this rank will be asked for.
+    """
+
+    def __init__(self, read_whole: ReadWhole, kept_range: Callable[[int], FlatRange]) -> None:
+        self._read_whole, self._kept_range = read_whole, kept_range
+        self._current: Value | None = None
+        self._idle_draws: list[Callable[[], object]] = []
+        self._whole = torch.empty(0)
+
+    def write(self, value: Value, change: Callable[[torch.Tensor], object], draws: bool) -> None:
+        """Apply `change` to the whole of `value`; `draws` says whether it draws random numbers."""
+        if self._current is not value:
+            self.release()
+            self._whole, self._current = self._fetch(value), value
+        if value.before is None:
+            value.before = value.expression
+        if draws:
+            for draw in self._idle_draws:
+                draw()
+            self._idle_draws.clear()
+        value.log.append((torch.get_rng_state() if draws else None, change))
+        change(self._whole)
+        value.expression = _replayed(value.before, value.log, len(value.log))
+
+    def _fetch(self, value: Value) -> torch.Tensor:
+        """Return the whole of `value`; one that has none yet gets memory of its own."""
+        if value.log or not self._is_uninitialised(value):
+            return self._read_whole(value.expression)
+        return _pages(numel(value.expression), value.expression.dtype).view(value.expression.shape)
+
+    @staticmethod
+    def _is_uninitialised(value: Value) -> bool:
+        return isinstance(value.expression, Computed) and value.expression.operation == UNINITIALISED
+
+    def skip(self, draw: Callable[[], object]) -> None:
+        """Put off a draw of random numbers whose result nobody has read, until numbers are drawn that somebody will.
+
+        Initialising a loaded weight through a copy (weight norm, `weight.float()`) changes nothing but the order.
+        """
+        self._idle_draws.append(draw)
+
+    def release(self) -> None:
+        """Keep of the parameter in hand what this rank needs, and free it."""
+        if self._current is not None:
+            flat = self._whole.reshape(-1)
+            span = FlatRange(0, flat.numel()) if self._current.stays_whole else self._kept_range(flat.numel())
+            kept = _pages(span.numel, flat.dtype).copy_(flat[span.start : span.end])
+            self._current.kept = Held(kept, span.start, tuple(self._whole.shape), self._whole.dtype)
+        self._current, self._whole = None, torch.empty(0)
+
+
+def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in memory that goes back to the system when it is freed.
+
+    Blocks of many sizes that come from the heap and are freed in another order leave holes in it: a random model of
+    112 MiB per rank took 200. Small ones do not matter, and mappings are limited in number.
+    """
+    num_bytes = num_elements * dtype.itemsize
+    if num_bytes < PAGES_NBYTES:
+        return torch.zeros(num_elements, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+def with_random_state(state: torch.Tensor | None, call: Callable[[], T]) -> T:
+    """Return call(), run with random numbers from `state` on if there is one; restores the random state then."""
+    if state is None:
+        return call()
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        return call()
+    finally:
+        torch.set_rng_state(before)
+
+
+def _replayed(before: Expression, log: Sequence[_Write], num_writes: int) -> Expression:
+    """Return the value that `before` has after the first writes of `log`: whole, made again from the log."""
+
+    def compute(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = inputs[0].clone()
+        for state, change in log[:num_writes]:
+            with_random_state(state, functools.partial(change, whole))
+        return whole
+
+    return Computed("initialised", compute, (before,), before.shape, before.dtype)

@@ -1,0 +1,395 @@
+"""Tensors that stand for expressions: loading code written for real tensors runs on them and reads nothing.
+
+A `SymbolicTensor` is a `torch.Tensor` whose operations build an expression (`expression.py`) instead of touching data.
+Views, concatenations and casts become expression nodes; any other operation becomes a `Computed` node, whose inputs
+are read whole when, and only when, its result is needed. Only an operation that must answer now (`torch.equal`,
+`item`) reads at once.
+
+[Note: writes] Views share the `Value` of the tensor they were taken from, so a write through one is seen by all.
+Writing into a copy that nobody owns is described like any other operation. Writing into a parameter (initialisation,
+as a rule) is done at once, because random numbers must be drawn in the order in which an ordinary load draws them:
+`Scratch` holds one parameter whole at a time, and of the others the elements that this rank will keep.
+
+Source: torch 2.13 `torch/utils/_python_dispatch.py` and the extending-torch notes on `__torch_dispatch__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lowmem_load.describe.initialise import UNINITIALISED, Scratch, Value, with_random_state
+from lowmem_load.describe.operations import describe, is_described
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.planning.expression import (
+    Cast,
+    Computed,
+    Elementwise,
+    Expression,
+    Held,
+    expand,
+    held,
+    numel,
+    reshape,
+    slice_dim,
+)
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+EQUAL_NUMEL = 1 << 21
+"""Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
+
+_FACTORIES = {
+    *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
+}
+"""Operations that look at the shape of their argument alone."""
+
+ReadWhole = Callable[[Expression], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One view operation: on expressions, and on real tensors."""
+
+    describe: Callable[[Expression], Expression]
+    apply: Callable[[torch.Tensor], torch.Tensor]
+
+
+class SymbolicTensor(torch.Tensor):
+    """A tensor whose value is `expression`. Looks like an ordinary tensor on the CPU to code that inspects it.
+
+    Attributes:
+        value: shared with all views.
+        twin: a meta tensor of the same shape, strides and dtype; answers shape questions.
+        read_whole: reads an expression, for operations that need data at once.
+    """
+
+    value: Value
+    views: tuple[_View, ...]
+    twin: torch.Tensor
+    read_whole: ReadWhole
+
+    @staticmethod
+    def __new__(  # noqa: D102  the class docstring says it
+        cls,
+        expression: Expression | Value,
+        read_whole: ReadWhole,
+        twin: torch.Tensor | None = None,
+        views: tuple[_View, ...] = (),
+    ) -> SymbolicTensor:
+        value = expression if isinstance(expression, Value) else Value(expression)
+        if twin is None:
+            twin = torch.empty(value.expression.shape, dtype=value.expression.dtype, device="meta")
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU, requires_grad=False
+        )
+        tensor.value, tensor.views, tensor.twin, tensor.read_whole = value, views, twin, read_whole
+        return tensor
+
+    @property
+    def expression(self) -> Expression:
+        """What the value is made of now."""
+        expression = self.value.expression
+        for view in self.views:
+            expression = view.describe(expression)
+        return expression
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor: an alias without gradients; assigning to it replaces the value."""
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise UnsupportedError(
+                f"a weight of shape {tuple(self.shape)} and {self.dtype} that is still being loaded was given data of "
+                f"shape {tuple(tensor.shape)} and {tensor.dtype}; load this model without lowmem_load"
+            )
+        if isinstance(tensor, SymbolicTensor) and not self.views:
+            self.value.replace(tensor.expression)
+            return
+        with torch.no_grad():
+            self.detach().copy_(tensor)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"SymbolicTensor({tuple(self.shape)}, {self.dtype})"
+
+    def data_ptr(self) -> int:
+        """Tell ties apart as addresses do: equal for two names of the same value (transformers 5.0 to 5.4 asks)."""
+        return id(self.value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
+        copied = SymbolicTensor(self.expression, self.read_whole, self.twin)
+        copied.requires_grad_(self.requires_grad)
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = func.overloadpacket
+        if operation is aten.equal:
+            return _equal(args[0], args[1])
+        if func._schema.is_mutable:
+            return _write(func, args, kwargs)
+        if operation in _FACTORIES:
+            return func(_twin(args[0]), *args[1:], **{**kwargs, "device": CPU})
+        try:
+            twins = func(*tree_map(_twin, args), **{key: _twin(v) for key, v in kwargs.items() if key != "device"})
+        except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
+            return _run_now(func, args, kwargs)
+        args, kwargs = tree_map(_snapshot, (args, kwargs))
+        if func._schema.returns and func._schema.returns[0].alias_info is not None:
+            return _view(func, args, kwargs, twins)
+        expression = _pointwise(func, args, kwargs, twins) or describe(operation, tree_map(_expressed, args), twins)
+        if expression is None:
+            return _compute(func, args, kwargs, twins)
+        return _made(expression, args, twins)
+
+
+def expression_of(tensor: torch.Tensor) -> Expression:
+    """Return what `tensor` is made of; a real tensor is held in memory."""
+    return tensor.expression if isinstance(tensor, SymbolicTensor) else held(tensor)
+
+
+def uninitialised(like: torch.Tensor, read_whole: ReadWhole) -> SymbolicTensor:
+    """Return a tensor of the shape and dtype of `like`, as `torch.empty_like` does, that allocates nothing.
+
+    What is never written is zero: then it is at least the same on all ranks and in every run.
+    """
+    shape, dtype = tuple(like.shape), like.dtype
+    nothing = Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype), (), shape, dtype)
+    return SymbolicTensor(nothing, read_whole)
+
+
+def own(tensor: SymbolicTensor, scratch: Scratch, *, stays_whole: bool) -> None:
+    """From now on writes into `tensor` and its views are done in `scratch`."""
+    tensor.value.scratch, tensor.value.stays_whole = scratch, stays_whole
+
+
+def kept_of(tensor: SymbolicTensor) -> Held | None:
+    """Return what this rank keeps of a parameter that was written into; None for one that is read from files."""
+    return None if tensor.views else tensor.value.kept
+
+
+def forget(tensor: SymbolicTensor) -> None:
+    """Free what is held in memory for `tensor`, whose value has been used.
+
+    Its log refers to it, so that without this it would live until the next garbage collection.
+    """
+    tensor.value.kept, tensor.value.log, tensor.value.before = None, [], None
+
+
+def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTensor:
+    """Return a new value that was computed from `args`."""
+    sources = [value for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor)]
+    made = SymbolicTensor(expression, sources[0].read_whole, twin)
+    made.value.near = next((near for s in sources if (near := s.value.scratch or s.value.near)), None)
+    return made
+
+
+def _snapshot(value: Any) -> Any:
+    """Copy a real tensor that an operation uses later: its owner may write into it meanwhile."""
+    real = isinstance(value, torch.Tensor) and not isinstance(value, SymbolicTensor)
+    return value.clone() if real and not value.is_meta else value
+
+
+def _expressed(value: Any) -> Any:
+    return expression_of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _twin(value: Any) -> Any:
+    if isinstance(value, SymbolicTensor):
+        return value.twin
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _reader_of(args: Any) -> ReadWhole:
+    return next(value.read_whole for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor))
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: Any) -> Expression | None:
+    """Return an operation on each element by itself, such as a dequantizing product, as one on flat ranges."""
+    flat, spec = tree_flatten((args, kwargs))
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    # a scalar tensor takes part in type promotion in another way than a flat range of it would
+    if not pointwise or is_described(func.overloadpacket) or not isinstance(twin, torch.Tensor):
+        return None
+    if any(tensor.dim() == 0 for tensor in tensors):
+        return None
+    shape = tuple(twin.shape)
+
+    def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        supply = iter(values)
+        ranges = [next(supply) if isinstance(value, torch.Tensor) else value for value in flat]
+        real_args, real_kwargs = spec.unflatten(ranges)
+        result: torch.Tensor = func(*real_args, **real_kwargs)
+        return result
+
+    parts = tuple(expand(expression_of(tensor), shape) for tensor in tensors)
+    return Elementwise(str(func), compute, parts, shape, twin.dtype)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
+    """Return the view, or views, of `args[0]` that `func` gives: same value, one more step."""
+    base: SymbolicTensor = args[0]
+    if func.overloadpacket in (aten.detach, aten.alias):
+        return SymbolicTensor(base.value, base.read_whole, twins, base.views)
+    base_strides = base.stride()
+    several = not isinstance(twins, torch.Tensor)
+
+    def step(position: int, twin: torch.Tensor) -> _View:
+        def apply(real: torch.Tensor) -> torch.Tensor:
+            result = func(real, *args[1:], **kwargs)
+            view: torch.Tensor = result[position] if several else result
+            return view
+
+        def describe_step(part: Expression) -> Expression:
+            described = describe(func.overloadpacket, (part, *args[1:]), twins)
+            if described is not None:
+                found: Expression = described[position] if several else described
+                return found
+            shape, dtype = tuple(twin.shape), twin.dtype
+            return Computed(str(func), lambda real: apply(_with_strides(real[0], base_strides)), (part,), shape, dtype)
+
+        return _View(describe_step, apply)
+
+    views = [
+        SymbolicTensor(base.value, base.read_whole, twin, (*base.views, step(position, twin)))
+        for position, twin in enumerate(twins if several else [twins])
+    ]
+    return views if several else views[0]
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place operation. See [Note: writes]."""
+    positions = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
+    named = [kwargs[name] for i in positions if (name := func._schema.arguments[i].name) in kwargs]
+    targets = tree_flatten([[args[i] for i in positions if i < len(args)], named])[0]
+    if positions and not any(isinstance(target, SymbolicTensor) for target in targets):
+        return _run_now(func, args, kwargs)
+    if positions != [0] or not isinstance(args[0], SymbolicTensor):
+        raise UnsupportedError(f"{func} writes into weights in a way that lowmem_load does not know; report its model")
+    written: SymbolicTensor = args[0]
+    args, kwargs = tree_map(_snapshot, (args, kwargs))
+    inputs, run = _on_values(func, args, kwargs)
+    value, views, others = written.value, written.views, inputs[1:]
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+
+    def change(whole: torch.Tensor, other_values: Sequence[torch.Tensor]) -> torch.Tensor:
+        target = whole
+        for view in views:
+            target = view.apply(target)
+        run([target, *other_values])
+        return whole
+
+    if value.scratch is None:
+        before = value.expression
+        state = torch.get_rng_state() if draws else None
+        if value.near is not None and draws:
+            value.near.skip(lambda: change(torch.empty(before.shape, dtype=before.dtype), ()))
+        value.expression = Computed(
+            str(func),
+            lambda values: with_random_state(state, lambda: change(values[0].clone(), values[1:])),
+            (before, *others),
+            before.shape,
+            before.dtype,
+        )
+        return written
+    read_whole = written.read_whole
+    value.scratch.write(
+        value,
+        lambda whole: change(whole, [read_whole(other) for other in others]),
+        draws,
+    )
+    return written
+
+
+def _on_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Expression, ...], Callable[[Sequence[torch.Tensor]], Any]]:
+    """Return what `func` needs, and a function that runs it once that has been read."""
+    flat, spec = tree_flatten((args, kwargs))
+    tensors = [value for value in flat if isinstance(value, SymbolicTensor)]
+    strides = [tensor.stride() for tensor in tensors]
+    writes = func._schema.is_mutable
+
+    def run(values: Sequence[torch.Tensor]) -> Any:
+        supply = iter(values if writes else map(_with_strides, values, strides))
+        real_args, real_kwargs = spec.unflatten(
+            [next(supply) if isinstance(value, SymbolicTensor) else value for value in flat]
+        )
+        return func(*real_args, **real_kwargs)
+
+    return tuple(tensor.expression for tensor in tensors), run
+
+
+def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on what its arguments hold; reads them whole."""
+    read_whole = _reader_of((args, kwargs))
+    inputs, run = _on_values(func, args, kwargs)
+    return run([read_whole(part) for part in inputs])
+
+
+def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Give `value` the strides that the caller saw: as_strided and its like depend on them."""
+    if value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
+    """Defer `func` to one `Computed` node per tensor it returns.
+
+    Run it now when it returns something else, or draws random numbers, which come in order.
+    """
+    results, result_spec = tree_flatten(twins)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    if draws or not all(isinstance(result, torch.Tensor) for result in results):
+        return _run_now(func, args, kwargs)
+    inputs, run = _on_values(func, args, kwargs)
+
+    def node(position: int, twin: torch.Tensor) -> SymbolicTensor:
+        def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
+            result: torch.Tensor = tree_flatten(run(values))[0][position]
+            return result
+
+        return _made(Computed(str(func), compute, inputs, tuple(twin.shape), twin.dtype), (args, kwargs), twin)
+
+    return result_spec.unflatten([node(position, twin) for position, twin in enumerate(results)])
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Compare in pieces; two names for the same bytes of the same file are equal unread."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    a, b = expression_of(left), expression_of(right)
+    while isinstance(a, Cast) and isinstance(b, Cast) and a.dtype == b.dtype:
+        a, b = a.part, b.part
+    if a is b or (isinstance(left, SymbolicTensor) and isinstance(right, SymbolicTensor) and _same_view(left, right)):
+        return True
+    read_whole = _reader_of((left, right))
+    flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
+    for start in range(0, numel(a), EQUAL_NUMEL):
+        size = min(EQUAL_NUMEL, numel(a) - start)
+        pieces = (read_whole(slice_dim(flat, 0, start, 1, size)) for flat in (flat_a, flat_b))
+        if not torch.equal(*pieces):
+            return False
+    return True
+
+
+def _same_view(left: SymbolicTensor, right: SymbolicTensor) -> bool:
+    return left.value is right.value and not left.views and not right.views

@@ -1,0 +1,341 @@
+"""The DeepSpeed seam of partial ZeRO-3: a real ZeRO-3 engine over the chosen modules of a model, and only those.
+
+[Note: the shell] The engine is given a shell: empty containers, named as in the model, that hold the chosen modules.
+So it partitions, hooks, reduces and saves these under their own names, and its collectives depend on nothing else. The
+shell's forward is the whole model's, so that the engine's bookkeeping around forward and backward happens as always.
+
+[Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups; a group whose
+norm is not finite makes it skip the step and lower the loss scale. The whole part joins as one more group. Global
+norm, clipping, overflow and loss scale are thereby shared by both parts, in DeepSpeed's own code.
+
+[Note: the same graph on all ranks] A module's parameters are gathered in the backward pass when gradients pass through
+it. Through frozen layers they pass only if their input needs a gradient, which depends on the encoders that ran on this
+rank. So every tensor that enters the chosen part is made to need one, at whichever of its modules it enters: a model
+may call a submodule of a chosen module directly. What a backward pass recomputes has to treat the same modules alike,
+so those that were entered are remembered.
+
+Written for deepspeed 0.19.8: `runtime/engine.py`, `runtime/zero/stage3.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from lowmem_load.ds.partition import SUPPORTED
+from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
+from lowmem_load.targets.choice import WHOLE_MODEL, entry_modules
+
+PLACEHOLDER = "lowmem_load_placeholder"
+"""A parameter of one element that no forward uses: DeepSpeed makes no ZeRO-3 optimizer without a trainable one."""
+
+
+def _check_contract() -> None:
+    """Raise when a private name that this module relies on is absent."""
+    try:
+        from deepspeed.runtime import lr_schedules
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+        missing = [
+            f"{owner.__name__}.{name}"
+            for owner, names in (
+                (DeepSpeedEngine, ("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict")),
+                (DeepSpeedZeroOptimizer_Stage3, ("_get_norm_groups", "step")),
+                (DeepSpeedZeRoOffload, ("get_param_coordinator",)),
+                (PartitionedParameterCoordinator, ("reset_step",)),
+            )
+            for name in names
+            if not callable(getattr(owner, name, None))
+        ]
+        missing += [] if hasattr(lr_schedules, "VALID_LR_SCHEDULES") else ["lr_schedules.VALID_LR_SCHEDULES"]
+    except ImportError as error:
+        missing = [str(error)]
+    if missing:
+        raise IncompatibleVersionError(
+            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}; lowmem_load was written for {SUPPORTED}"
+        )
+
+
+_check_contract()
+
+from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
+
+
+class _Shell(nn.Module):
+    """See [Note: the shell]."""
+
+    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
+        super().__init__()
+        self.__dict__[WHOLE_MODEL] = model  # not a child: its other modules are none of the engine's business
+        for name, module in chosen.items():
+            *path, last = name.split(".")
+            container: nn.Module = self
+            for part in path:
+                if part not in container._modules:
+                    container.add_module(part, nn.Module())
+                container = container.get_submodule(part)
+            container.add_module(last, module)
+        if placeholder is not None:
+            self.register_parameter(PLACEHOLDER, placeholder)
+        # Checkpoints are the same with and without it: what was frozen may be trained later.
+        self.register_state_dict_post_hook(_drop_placeholder)
+        self.register_load_state_dict_pre_hook(_drop_placeholder)
+        self.register_load_state_dict_post_hook(_miss_no_placeholder)
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[WHOLE_MODEL](*args, **kwargs)
+
+
+def _drop_placeholder(shell: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
+    state_dict.pop(PLACEHOLDER, None)
+
+
+def _miss_no_placeholder(shell: nn.Module, keys: Any) -> None:
+    if PLACEHOLDER in keys.missing_keys:
+        keys.missing_keys.remove(PLACEHOLDER)
+
+
+class _NeedsGradient(torch.autograd.Function):
+    """Returns a copy that needs a gradient, of which nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:  # noqa: ARG004
+        return None, None
+
+
+class PartitionedPart:
+    """The chosen modules of a model under a DeepSpeed ZeRO-3 engine.
+
+    Args:
+        model: the whole model; its forward is what the engine runs.
+        chosen: its topmost partitioned modules by name, not the model itself. Those not partitioned yet are now.
+        ds_config: resolved, stage 3; read only.
+        make_optimizer: makes the optimizer from the chosen part's trainable parameters; None for the ds_config's.
+
+    Attributes:
+        engine: the `DeepSpeedEngine`. It has no lr scheduler; `scheduler_of` makes one.
+        frozen: whether the chosen part has no trainable parameter.
+
+    Collective: all ranks.
+
+    Raises:
+        UnsupportedError: a variant of ZeRO-3 whose optimizer works differently.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: Mapping[str, nn.Module],
+        ds_config: Mapping[str, Any],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+    ) -> None:
+        _refuse(ds_config)
+        config = {key: value for key, value in ds_config.items() if key != "scheduler"}
+        trainable = [p for module in chosen.values() for p in module.parameters() if p.requires_grad]
+        self.frozen = not trainable
+        placeholder = None
+        if self.frozen:
+            first = next(p for module in chosen.values() for p in module.parameters() if p.is_floating_point())
+            placeholder = nn.Parameter(torch.zeros(1, dtype=first.dtype, device=first.device))
+            config["zero_force_ds_cpu_optimizer"] = False  # the ds_config's optimizer is for the whole part alone
+            optimizer: torch.optim.Optimizer | None = torch.optim.AdamW([placeholder], lr=0.0, weight_decay=0.0)
+        elif make_optimizer is not None:
+            optimizer = make_optimizer(list(dict.fromkeys(trainable)))
+        else:
+            optimizer = None
+        self._shell = _Shell(model, chosen, placeholder)
+        self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
+        if self.frozen:
+            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the whole part
+        zero = self.engine.optimizer
+        if type(zero) is not DeepSpeedZeroOptimizer_Stage3:
+            raise UnsupportedError(
+                f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(zero).__name__}"
+            )
+        if zero.torch_autocast_gradscaler is not None:
+            raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
+        self._whole_norm = 0.0
+        ordinary = zero._get_norm_groups
+        zero._get_norm_groups = lambda: [*ordinary(), self._whole_norm_group()]
+        self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
+        self._inside, self._depth = False, 0
+        self._entered = set(entry_modules(dict(chosen)))
+        self._hooks = [model.register_forward_pre_hook(self._enter_model)]
+        for module in dict.fromkeys(module for top in chosen.values() for module in top.modules()):
+            self._hooks.append(module.register_forward_pre_hook(self._enter_chosen, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave_chosen, always_call=True))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The basic optimizer, whose `param_groups` hold the learning rates that the ZeRO-3 step uses."""
+        basic: torch.optim.Optimizer = self.engine.basic_optimizer
+        return basic
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before the backward pass; 1 unless fp16."""
+        return float(self.engine.optimizer.loss_scale)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped."""
+        return bool(self.engine.optimizer.overflow)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the whole model's forward as the engine's. Collective."""
+        self._inside, self._depth = True, 0
+        try:
+            return self.engine(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
+        """Run the engine's backward. Collective, also where `loss` depends on no trainable parameter."""
+        if not loss.requires_grad:
+            loss = _NeedsGradient.apply(self._anchor, loss)
+        return self.engine.backward(loss, **kwargs)
+
+    def is_boundary(self) -> bool:
+        """Whether the next `step` updates parameters."""
+        return bool(self.engine.is_gradient_accumulation_boundary() or not self.engine.managed_gradient_accumulation())
+
+    def step(self, whole_norm: float) -> float | None:
+        """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.
+
+        Args:
+            whole_norm: norm of the whole part's gradients, loss scale included; not finite on overflow.
+
+        Returns:
+            The factor that turns the whole part's gradients into unscaled, clipped ones; None if the step is skipped.
+        """
+        scale = self.loss_scale  # before a step that overflows lowers it
+        self._whole_norm = whole_norm
+        self.engine.step()
+        if self.overflowed:
+            return None
+        limit = self.engine.gradient_clipping()
+        # The arithmetic of stage3.py's unscale_and_clip_grads, so that both parts are clipped alike.
+        clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
+        return 1.0 / (scale * max(clip, 1.0))
+
+    def whole_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the ds_config's optimizer over other parameters, which live on the engine's device.
+
+        DeepSpeed's CPU Adam steps parameters in host memory; where offload_optimizer asks for it, these get torch's.
+        """
+        name, params = str(self.engine.optimizer_name()).lower(), dict(self.engine.optimizer_params() or {})
+        if self.engine.zero_use_cpu_optimizer() and name in ("adam", "adamw"):
+            decoupled = name == "adamw" or params.get("adam_w_mode", True)
+            kept = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **kept)
+        made: torch.optim.Optimizer = self.engine._configure_basic_optimizer(parameters)
+        return made
+
+    def consolidated(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+        """Return the chosen part's state dict on rank 0, named as in the model; None on other ranks. Collective."""
+        state = self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
+        if state is not None:
+            state.pop(PLACEHOLDER, None)  # DeepSpeed goes by parameters, not by state_dict()
+        return None if state is None else dict(state)
+
+    def destroy(self) -> None:
+        """Remove all hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self.engine.destroy()
+
+    def _whole_norm_group(self) -> torch.Tensor:
+        return torch.tensor(self._whole_norm, dtype=torch.float32, device=self.engine.device)
+
+    def _enter_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # Evaluation calls the model itself: what the engine does at the start of a forward must happen all the same.
+        if not self._inside:
+            self.engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
+
+    def _enter_chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See [Note: the same graph on all ranks]."""
+        self._depth += 1
+        if self._inside and self._depth == 1:
+            self._entered.add(module)
+        if not torch.is_grad_enabled() or (self._inside and self._depth > 1) or module not in self._entered:
+            return None
+        return tuple(self._anchored(value) for value in args), self._anchored(kwargs)
+
+    def _leave_chosen(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._depth -= 1
+
+    def _anchored(self, value: Any, name: str = "") -> Any:
+        if "mask" in name or "position" in name:
+            return value  # depends on no parameter, and attention kernels want it without a gradient
+        if isinstance(value, torch.Tensor):
+            lacks = value.is_floating_point() and not value.requires_grad
+            return _NeedsGradient.apply(self._anchor, value) if lacks else value
+        if isinstance(value, MutableMapping):  # a copy keeps its class: ModelOutput, BatchFeature
+            mapping = copy.copy(value)
+            for key, item in value.items():
+                mapping[key] = self._anchored(item, str(key))
+            return mapping
+        if type(value) in (list, tuple):
+            return type(value)(self._anchored(item) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
+            return dataclasses.replace(value, **{key: self._anchored(getattr(value, key), key) for key in fields})
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._anchored(item, key) for key, item in zip(value._fields, value, strict=True)))
+        return value
+
+
+def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's; None without one.
+
+    Raises:
+        ConfigError: there is no such scheduler.
+    """
+    return scheduler_class(section)(optimizer, **section.get("params", {})) if section else None
+
+
+def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the class of the lr scheduler that a ds_config's "scheduler" section names.
+
+    Raises:
+        ConfigError: there is no such scheduler.
+    """
+    name = section.get("type")
+    owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
+    found: Callable[..., Any] | None = getattr(owner, str(name), None)
+    if found is None:
+        raise ConfigError(f"ds_config scheduler.type: no lr scheduler {name!r} in DeepSpeed or torch")
+    return found
+
+
+def _refuse(ds_config: Mapping[str, Any]) -> None:
+    zero = ds_config["zero_optimization"]
+    refused = {
+        "sequence_parallel_size": ds_config.get("sequence_parallel_size", 1) > 1,
+        "tensor_parallel": ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
+        "zero_optimization.zenflow": bool(zero.get("zenflow")),
+        "zero_optimization.mics_shard_size": zero.get("mics_shard_size", -1) > 0,
+        "zero_optimization.offload_optimizer.super_offload": bool(
+            (zero.get("offload_optimizer") or {}).get("super_offload")
+        ),
+        "hybrid_engine": bool(ds_config.get("hybrid_engine", {}).get("enabled")),
+        "optimizer.type Muon": str(ds_config.get("optimizer", {}).get("type")).lower() == "muon",
+    }
+    found = [key for key, on in refused.items() if on]
+    if found:
+        raise UnsupportedError(f"partial ZeRO-3 does not support {', '.join(found)}; remove it from the ds_config")

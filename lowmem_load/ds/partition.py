@@ -1,0 +1,429 @@
+"""The DeepSpeed seam: the only module that touches DeepSpeed's private names and the `ds_*` attributes of parameters.
+
+Written for deepspeed 0.19.8, `runtime/zero/partition_parameters.py`. What stock `zero.Init` does to a parameter is:
+allocate it whole, broadcast it from rank 0, attach the ZeRO methods (`_convert_to_deepspeed_param`), allocate
+`ds_tensor` (this rank's partition, padded to the same size on all ranks), copy the partition, free the whole. Here
+the parameter starts with no elements, the same methods are attached, and `ds_tensor` is allocated to be filled
+directly; `zero.Init` is constructed for its settings but never entered as a context, so none of its patches of
+`torch` and `nn.Module` happen.
+
+Glossary: `ds_numel` of a parameter is the unpadded count, `ds_tensor.ds_numel` the padded partition count,
+`ds_numel_aligned` the padded count of the whole; `ds_status` says whether the whole is available on this rank,
+`ds_tensor.status` whether the partition is.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
+from lowmem_load.planning.copies import FlatRange, partition_range
+
+SUPPORTED = "deepspeed >=0.19.8,<0.20"
+
+
+_INIT_ARGUMENTS = ("module", "config_dict_or_path", "data_parallel_group", "zero_param_parallel_group", "mpu")
+
+
+def _check_contract() -> None:
+    """Raise when a private name that this module relies on is absent or has another form."""
+    try:
+        from deepspeed.runtime import keep_in_fp32
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
+        from deepspeed.runtime.zero import partition_parameters as pp
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+        from deepspeed.runtime.zero.utils import is_zero_param
+        from deepspeed.utils import groups
+
+        names = (
+            *("_convert_to_deepspeed_param", "_aligned_size", "_partition_world_size", "_partition_rank"),
+            *("_enable_mem_efficient_linear", "get_partition_dp_group"),
+        )
+        missing = [f"zero.Init.{name}" for name in names if not callable(getattr(pp.Init, name, None))]
+        parameters = inspect.signature(pp.Init.__init__).parameters
+        missing += [f"zero.Init({name})" for name in _INIT_ARGUMENTS if name not in parameters]
+        missing += [
+            f"keep_in_fp32.{name}"
+            for name in ("keep_in_fp32_pattern", "buffers_to_keep_in_fp32")
+            if not callable(getattr(keep_in_fp32, name, None))
+        ]
+        missing += [
+            f"AsyncPartitionedParameterSwapper.{name}"
+            for name in ("get_buffer", "swappable_tensor", "swap_out_and_release", "available_swap_in_buffers")
+            if not callable(getattr(Swapper, name, None))
+        ]
+        if not callable(getattr(groups, "_get_zero_param_intra_parallel_group", None)):
+            missing.append("groups._get_zero_param_intra_parallel_group")
+        missing += [name for name in ("param_id",) if not hasattr(pp.Init, name)]
+        assert pp.ZeroParamStatus.NOT_AVAILABLE and pp.PartitionedParamStatus.AVAILABLE
+        assert OffloadDeviceEnum.cpu and OffloadDeviceEnum.nvme and callable(is_zero_param)
+    except (ImportError, AttributeError) as error:
+        missing = [str(error)]
+    if missing:
+        raise IncompatibleVersionError(
+            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}; lowmem_load was written for {SUPPORTED}"
+        )
+
+
+_check_contract()
+
+import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern  # noqa: E402
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
+    Init,
+    PartitionedParamStatus,
+    ZeroParamStatus,
+)
+from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
+from deepspeed.utils import groups  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Memory of one partition: `tensor[i]` is element `flat_range.start + i`; what lies beyond the range is padding."""
+
+    tensor: torch.Tensor
+    flat_range: FlatRange
+
+
+class Partitioner:
+    """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
+
+    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `distributed.DistributedInterface`).
+
+    Args:
+        ds_config: resolved (no "auto" that ZeRO-3 reads), stage 3.
+        group: the ranks among which parameters are cut up; None for all.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the ds_config, or a setting contradicts an earlier model in this process.
+        UnsupportedError: names the setting that cannot be followed, and why.
+    """
+
+    def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
+        _refuse_settings(ds_config, group)
+        swap_key = _swap_key(ds_config)
+        section = ds_config["zero_optimization"]
+        sequence_parallel_size = ds_config.get("sequence_parallel_size", 1)
+        try:
+            self._init = Init(
+                module=None,
+                config_dict_or_path=dict(ds_config),
+                data_parallel_group=group,
+                zero_param_parallel_group=_secondary_group(section.get("zero_hpz_partition_size", 1)),
+                mpu=None if group is None else _Mpu(dist.get_world_size(group) // sequence_parallel_size),
+            )
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors()]
+            raise ConfigError(
+                f"deepspeed {deepspeed.__version__} refuses zero_optimization: " + "; ".join(problems)
+            ) from error
+        except RuntimeError as error:
+            if swap_key is None:
+                raise
+            raise ConfigError(
+                f"offload_param.device 'nvme': DeepSpeed cannot build its async_io op: {error}; install libaio "
+                "(libaio-dev on Debian) or use device 'cpu'"
+            ) from error
+        self._swapped: list[nn.Parameter] = []
+        if swap_key is not None:
+            _SWAPPERS[swap_key] = self._init.param_swapper
+        if self._init.mem_efficient_linear:
+            # entering zero.Init would do it; engines of stock and streamed models must run the same linear
+            self._init._enable_mem_efficient_linear()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which DeepSpeed will run: bfloat16, float16 or float32 as the ds_config says."""
+        dtype: torch.dtype = self._init.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where whole parameters are gathered and buffers live."""
+        device: torch.device = self._init.local_device
+        return device
+
+    def reserve_ids(self, module: nn.Module) -> dict[int, int]:
+        """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them.
+
+        zero.Init converts the parameters of a module when its `__init__` returns, so children come first.
+        """
+        ids: dict[int, int] = {}
+        for owner in _post_order(module, set()):
+            for parameter in owner.parameters(recurse=False):
+                if id(parameter) not in ids and not is_zero_param(parameter):
+                    ids[id(parameter)] = Init.param_id
+                    Init.param_id += 1
+        return ids
+
+    def ranges(self, numel: int) -> list[FlatRange]:
+        """Return the flat ranges that this rank holds of a parameter of `numel` elements, without padding.
+
+        The first is the partition; a second one is hpZ's secondary partition, shared within a node.
+        """
+        init = self._init
+        ranges = [partition_range(numel, init.rank, init.dp_world_size)]
+        if init.zero_param_process_group is not None:  # a whole number of partitions: padding is that of the first
+            first = -(-numel // init.dp_world_size) * init.num_param_groups * init.rank_in_group
+            size = -(-numel // init.dp_world_size) * init.num_param_groups
+            ranges.append(FlatRange(min(first, numel), min(first + size, numel)))
+        return ranges
+
+    def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, ds_id: int) -> nn.Parameter:
+        """Return a ZeRO-3 parameter of `shape` whose partition is not allocated yet. Allocates no element."""
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        parameter = nn.Parameter(empty, requires_grad=requires_grad)
+        next_id = Init.param_id
+        self._init._convert_to_deepspeed_param(parameter)
+        Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
+        parameter.ds_id = ds_id
+        parameter.ds_shape = shape
+        parameter.ds_numel = shape.numel()
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        return parameter
+
+    def allocate(self, parameter: nn.Parameter) -> list[Destination]:
+        """Allocate the partition(s) of `parameter`, padding zeroed; the rest is the caller's to fill.
+
+        Under offload_param to nvme the partition lies in one of the swapper's buffers: `settle` must follow once the
+        bytes are there, at the latest when `is_full`.
+
+        Memory: exactly the partitions. Stock leaves the padding uninitialised, so hashes of its partitions differ
+        from run to run; here they do not.
+        """
+        init = self._init
+        if not parameter.requires_grad and init.quantized_nontrainable_weights:
+            raise UnsupportedError(
+                "zero_quantized_nontrainable_weights: this model has frozen parameters when it is loaded, for which "
+                f"deepspeed {deepspeed.__version__} copies weights into int8 memory without quantizing them "
+                "(partition_parameters.py, _partition_param); freeze them after the load, or remove the setting"
+            )
+        aligned = init._aligned_size(parameter)
+        partition_numel = aligned // init._partition_world_size(parameter)
+        swapper = init.param_swapper
+        if swapper is not None and swapper.swappable_tensor(numel=partition_numel):
+            partition = self._swap_buffer(parameter, partition_numel)
+            self._swapped.append(parameter)
+        else:
+            partition = self._new_partition(partition_numel, parameter.dtype)
+        parameter.ds_tensor = partition
+        parameter.ds_numel_aligned = aligned
+        tensors = [partition]
+        if init.zero_param_process_group is not None:
+            secondary = self._new_partition(aligned // init.num_ranks_in_param_group, parameter.dtype)
+            parameter.ds_secondary_tensor = secondary
+            tensors.append(secondary)
+        return [
+            Destination(_zero_padding(tensor, flat_range.numel), flat_range)
+            for tensor, flat_range in zip(tensors, self.ranges(parameter.ds_numel), strict=True)
+        ]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the swapper has no free buffer for another partition."""
+        swapper = self._init.param_swapper
+        return swapper is not None and swapper.available_swap_in_buffers() == 0
+
+    def settle(self) -> None:
+        """Write the partitions that lie in the swapper's buffers to their files, and free the buffers.
+
+        Raises:
+            OSError: the files could not be written.
+        """
+        if self._swapped:
+            self._init.param_swapper.swap_out_and_release(self._swapped)
+            self._swapped.clear()
+
+    def fp32_buffers(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
+        pattern = keep_in_fp32_pattern(module, self._init.keep_in_fp32_modules, self.dtype)
+        return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
+
+    def _swap_buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
+        swapper = self._init.param_swapper
+        if numel > swapper.elements_per_buffer:
+            raise ConfigError(
+                f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, but a partition of a parameter "
+                f"of shape {tuple(parameter.ds_shape)} has {numel}; raise it to at least that"
+            )
+        partition = torch.empty(0, dtype=parameter.dtype)
+        partition.data = swapper.get_buffer(parameter, numel).data
+        return _described(partition, numel, OffloadDeviceEnum.nvme)
+
+    def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        device = self._init.remote_device
+        if device == OffloadDeviceEnum.nvme:  # too small for the swapper
+            device = OffloadDeviceEnum.cpu
+        partition = torch.empty(numel, dtype=dtype, device=str(getattr(device, "value", device)))
+        if device == OffloadDeviceEnum.cpu and self._init.pin_memory:
+            partition = get_accelerator().pin_memory(partition)
+        return _described(partition, numel, None)
+
+
+def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> tuple[int, int]:
+    """Return how many parameters, and elements of them, an engine will keep whole on every rank between steps.
+
+    Source: deepspeed 0.19.8 `parameter_offload.py`, `mark_persistent_parameters`.
+
+    Args:
+        ds_config: resolved.
+        module: those of its parameters count that are ZeRO-3 parameters.
+    """
+    config = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
+    count = elements = 0
+    for size in [parameter.ds_numel for parameter in module.parameters() if is_zero_param(parameter)]:
+        if size <= config.param_persistence_threshold and elements + size <= config.model_persistence_threshold:
+            count, elements = count + 1, elements + size
+    return count, elements
+
+
+class _Mpu:
+    """What DeepSpeedConfig asks a model-parallel unit: among how many ranks a batch is divided."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._world_size
+
+
+def _refuse_settings(ds_config: Mapping[str, Any], group: Any) -> None:
+    """Raise for what DeepSpeed itself cannot do, and for what would have to be ignored."""
+    section = ds_config["zero_optimization"]
+    device = (section.get("offload_param") or {}).get("device")
+    has_secondary = section.get("zero_hpz_partition_size", 1) > 1
+    if ds_config.get("weight_quantization", {}).get("quantized_initialization"):
+        raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")
+    if section.get("mics_shard_size", -1) > 0:
+        raise UnsupportedError(
+            f"mics_shard_size: deepspeed {deepspeed.__version__} has no MiCS any more; zero_hpz_partition_size keeps "
+            "a second copy of the weights within a node"
+        )
+    if has_secondary and device == "nvme":
+        raise UnsupportedError(
+            "zero_hpz_partition_size with offload_param.device 'nvme': DeepSpeed has no swapper for secondary "
+            "partitions; remove one of them"
+        )
+    if has_secondary and group is not None:
+        raise UnsupportedError(
+            "zero_hpz_partition_size with data_parallel_group: DeepSpeed cuts secondary groups out of all ranks; "
+            "remove one of them"
+        )
+    quantized = [
+        name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if section.get(name)
+    ]
+    if quantized and get_accelerator().device_name() == "cpu":
+        raise UnsupportedError(f"{', '.join(quantized)}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
+
+
+def _secondary_group(size: int) -> Any:
+    """Return the hpZ group of this process if there is one; DeepSpeed makes it once and cannot make another."""
+    group = groups._get_zero_param_intra_parallel_group() if size > 1 else None
+    if group is not None and dist.get_world_size(group) != min(size, dist.get_world_size()):
+        raise ConfigError(
+            f"zero_hpz_partition_size {size}: an earlier model in this process has {dist.get_world_size(group)}, and "
+            "DeepSpeed knows one size per process; use the same"
+        )
+    return group
+
+
+def _swap_key(ds_config: Mapping[str, Any]) -> str | None:
+    """Return what names the folder of the swapper that zero.Init will make; None if it makes none.
+
+    Raises:
+        ConfigError: the folder is that of a live model, and DeepSpeed empties it for each swapper
+            (deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`); or there is no nvme_path.
+    """
+    offload = ds_config["zero_optimization"].get("offload_param") or {}
+    if offload.get("device") != OffloadDeviceEnum.nvme:
+        return None
+    if not offload.get("nvme_path"):
+        raise ConfigError("offload_param.device is 'nvme', but there is no offload_param.nvme_path; name a folder")
+    enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
+    key = f"{os.path.realpath(offload['nvme_path'])}:{enabled}"
+    if key in _SWAPPERS:
+        gc.collect()  # parameters and their methods refer to each other
+    if key in _SWAPPERS:
+        raise ConfigError(
+            f"offload_param.nvme_path {offload['nvme_path']} holds the weights of another model of this process, and "
+            "DeepSpeed would delete them; give each model a folder of its own"
+        )
+    return key
+
+
+_SWAPPERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""Live parameter swappers, by folder."""
+
+
+def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:
+    """Return `partition` with the attributes that DeepSpeed reads."""
+    partition.requires_grad = False
+    partition.ds_numel = numel
+    partition.status = PartitionedParamStatus.AVAILABLE
+    partition.final_location = final_location
+    return partition
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Return whether `parameter` is a ZeRO-3 parameter."""
+    return bool(is_zero_param(parameter))
+
+
+def whole_numel(parameter: torch.Tensor) -> int:
+    """Return how many elements `parameter` has in all, partitioned or not."""
+    numel: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
+    return numel
+
+
+def partition_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's partition of a ZeRO-3 parameter, flat, padding included; shares its memory."""
+    partition: torch.Tensor = parameter.ds_tensor
+    return partition
+
+
+def group_size_of(parameter: torch.Tensor) -> int:
+    """Return among how many ranks a ZeRO-3 parameter is cut up."""
+    size: int = dist.get_world_size(parameter.ds_process_group)
+    return size
+
+
+def reset_comm() -> None:
+    """Forget DeepSpeed's `comm` and groups so that they can be brought up again on a new process group.
+
+    Source: deepspeed 0.19.8 keeps the backend in the global `cdb` of `comm/comm.py`, and clones of the world group and
+    of all others in `utils/groups.py`; a clone that outlives its group breaks the next `deepspeed.initialize`.
+    """
+    import deepspeed.comm.comm
+    from deepspeed.utils import groups
+
+    deepspeed.comm.comm.cdb = None
+    groups._release_process_group_references()
+
+
+def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+    tensor[numel:].zero_()
+    return tensor
+
+
+def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _post_order(child, seen)
+    yield module

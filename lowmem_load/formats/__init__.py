@@ -1,0 +1,1 @@
+"""Checkpoint files as named tensors: safetensors, torch zip, and the index files beside them. Untrusted input."""

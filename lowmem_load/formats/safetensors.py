@@ -1,0 +1,186 @@
+"""Safetensors headers: untrusted bytes in, validated tensor descriptions out. Pure, no I/O.
+
+Layout of a file (safetensors 0.8.0, `safetensors/src/tensor.rs`): 8 bytes little-endian header length, the header as
+a JSON object, then the data. The data offsets of the tensors must tile the data exactly: no hole, no overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowmem_load.errors import HeaderError, TruncatedFileError
+
+PREFIX_NBYTES = 8
+MAX_HEADER_NBYTES = 100_000_000
+"""Bytes. The limit of safetensors itself (`MAX_HEADER_SIZE`): a forged length must not allocate gigabytes."""
+
+MAX_SIZE, MAX_DIMS = 1 << 60, 64
+"""Of a shape: what torch can hold, with room to multiply."""
+
+MIN_NBYTES_PER_BRACKET = 12
+"""A tensor has an object and two lists in no less than 48 bytes. More brackets than that only cost memory to parse."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of one shard file.
+
+    Attributes:
+        dtype_code: the dtype as the file spells it, such as "BF16".
+        shape: sizes in elements; () for a scalar.
+        start: first byte of the data, absolute in the file.
+    """
+
+    dtype_code: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        return DTYPES[self.dtype_code]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A validated header: tensors by name, and the free-form string metadata (None when the file has none)."""
+
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str] | None
+
+
+def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
+    """Return the byte length of the JSON header that follows the 8 bytes of `prefix`.
+
+    Raises:
+        HeaderError: the length is absurd.
+        TruncatedFileError: the file ends inside the header.
+    """
+    if len(prefix) < PREFIX_NBYTES:
+        raise TruncatedFileError(f"{file_name}: {file_nbytes} bytes are too few for a safetensors file")
+    (nbytes,) = struct.unpack("<Q", prefix)
+    if nbytes > MAX_HEADER_NBYTES:
+        raise HeaderError(
+            f"{file_name}: header length {nbytes} exceeds {MAX_HEADER_NBYTES} bytes; not a safetensors file?"
+        )
+    if PREFIX_NBYTES + nbytes > file_nbytes:
+        raise TruncatedFileError(
+            f"{file_name}: the header needs {PREFIX_NBYTES + nbytes} bytes, the file has {file_nbytes}; "
+            "download it again"
+        )
+    return int(nbytes)
+
+
+def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
+    """Parse and validate the JSON `header` of a file of `file_nbytes` bytes.
+
+    Raises:
+        HeaderError: malformed JSON, duplicate or ill-formed entries, or offsets that do not tile the data.
+        TruncatedFileError: the file is shorter than the tensors need.
+    """
+    if header.count(b"{") + header.count(b"[") > 16 + len(header) // MIN_NBYTES_PER_BRACKET:
+        raise HeaderError(f"{file_name}: header is not one of tensors: too many brackets for its {len(header)} bytes")
+    try:
+        decoded = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:  # also of an integer with thousands of digits
+        raise HeaderError(f"{file_name}: header is not valid JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise HeaderError(f"{file_name}: header is a JSON {type(decoded).__name__}, expected an object")
+    metadata = _metadata(decoded.pop("__metadata__", None), file_name)
+    data_start = PREFIX_NBYTES + len(header)
+    entries = {name: _entry(name, fields, data_start, file_name) for name, fields in decoded.items()}
+    _check_tiling(entries, data_start, file_name, file_nbytes)
+    return Header(entries, metadata)
+
+
+class _DuplicateKey(ValueError):
+    pass
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in unique:
+            raise _DuplicateKey(f"duplicate key {name!r}")
+        unique[name] = value
+    return unique
+
+
+def _metadata(metadata: Any, file_name: str) -> Mapping[str, str] | None:
+    if metadata is None:
+        return None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderError(f"{file_name}: __metadata__ must map strings to strings")
+    return metadata
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
+
+
+def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEntry:
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise HeaderError(f"{file_name}: tensor {name!r} lacks dtype, shape or data_offsets")
+    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise HeaderError(f"{file_name}: tensor {name!r} has unknown dtype {code!r}; known are {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
+        raise HeaderError(f"{file_name}: tensor {name!r} has shape {shape!r}, expected a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise HeaderError(f"{file_name}: tensor {name!r} has data_offsets {offsets!r}, expected [start, end)")
+    entry = TensorEntry(code, tuple(shape), data_start + offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
+        raise HeaderError(
+            f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} needs {entry.nbytes} bytes, "
+            f"its data_offsets {offsets} hold {offsets[1] - offsets[0]}"
+        )
+    return entry
+
+
+def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_name: str, file_nbytes: int) -> None:
+    end = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != end:
+            raise HeaderError(
+                f"{file_name}: tensor {name!r} starts at byte {entry.start}, the one before it ends at {end}; "
+                "safetensors allows neither holes nor overlaps"
+            )
+        end += entry.nbytes
+    if file_nbytes < end:
+        raise TruncatedFileError(
+            f"{file_name}: the header promises {end} bytes, the file has {file_nbytes}; download it again"
+        )
+    if file_nbytes > end:
+        raise HeaderError(f"{file_name}: {file_nbytes - end} bytes follow the last tensor; the file is corrupt")

@@ -1,0 +1,212 @@
+"""Opens legacy torch files (`pytorch_model*.bin`): tensors become byte ranges of the file, and no pickle code is run.
+
+Layout (torch 2.13 `torch/serialization.py`, `_save`): a zip of stored, never compressed entries. `<prefix>/data.pkl`
+is a pickle of the state dict in which each storage is a persistent id, and `<prefix>/data/<key>` holds its bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.formats.inert_pickle import Tensor, state_dict
+from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
+
+MAX_PICKLE_NBYTES = 32 << 20
+"""Bytes of `data.pkl`. A tensor takes about 200, so this is 150 000 tensors in one file; more would cost gigabytes."""
+
+MAX_DIRECTORY_NBYTES = 32 << 20
+"""Bytes of the zip directory, for the same reason: about 75 for each storage."""
+
+_CONVERT = (
+    "convert it once: state = torch.load(path, weights_only=True), then "
+    'safetensors.torch.save_file(state, "model.safetensors", metadata={"format": "pt"}), '
+    "or load the model without lowmem_load and call its save_pretrained(new_folder)"
+)
+
+_FOREIGN: Sequence[tuple[int, bytes, str]] = (
+    (0, b"\x80", f"is in the old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"),
+    (257, b"ustar", f"is in the oldest torch format (a tar), which cannot be streamed; {_CONVERT}"),
+    (0, b"version https://git-lfs", "is a git-lfs pointer and not the weights; run `git lfs pull` in its folder"),
+)
+"""Offset, bytes found there, and what such a file is."""
+
+
+def read_torch_zip(path: str) -> dict[str, Expression]:
+    """Return what each tensor of the torch file at `path` is made of. Reads the directory and `data.pkl`, no weights.
+
+    Equal views of one storage, such as tied weights, are the same expression object.
+
+    Raises:
+        CheckpointError: the file cannot be read, is not such a zip, or holds anything but tensors.
+        TruncatedFileError: the file ends early.
+    """
+    try:
+        with open(path, "rb") as file:
+            entries = _read_directory(file, path)
+            prefix = _prefix(entries, path)
+            byte_order = _read_entry(file, entries.get(f"{prefix}/byteorder"), path, 16)
+            if byte_order not in (b"", b"little"):
+                raise CheckpointError(
+                    f"{path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM"
+                )
+            pickled = _read_entry(file, entries[f"{prefix}/data.pkl"], path, MAX_PICKLE_NBYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    expressions: dict[Tensor, Expression] = {}
+    named: dict[str, Expression] = {}
+    for name, tensor in state_dict(pickled, path).items():
+        if tensor not in expressions:
+            entry = entries.get(f"{prefix}/data/{tensor.storage.key}")
+            expressions[tensor] = _expression(tensor, entry, path, name)
+        named[name] = expressions[tensor]
+    return named
+
+
+# -- the zip ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where an entry's data lies: first byte, absolute in the file, and bytes."""
+
+    start: int
+    nbytes: int
+
+
+def _read_directory(file: BinaryIO, path: str) -> dict[str, _Entry]:
+    """Return the entries by name: stored, inside the file and apart from each other."""
+    directory_start = _directory_start(file, path)
+    try:
+        infos = zipfile.ZipFile(file).infolist()
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
+        raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
+    entries: dict[str, _Entry] = {}
+    end = 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        name = info.orig_filename
+        if name in entries:
+            raise CheckpointError(f"{path}: two zip entries are named {name!r}")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
+            raise CheckpointError(
+                f"{path}: zip entry {name!r} is compressed or encrypted, torch stores it plainly; {_CONVERT}"
+            )
+        if info.header_offset < end:
+            raise CheckpointError(f"{path}: zip entry {name!r} overlaps the one before it, which ends at byte {end}")
+        entries[name] = _Entry(_data_start(file, info, path), info.file_size)
+        end = entries[name].start + info.file_size
+        if end > directory_start:
+            raise CheckpointError(f"{path}: zip entry {name!r} ends at byte {end}, the data at {directory_start}")
+    return entries
+
+
+def _directory_start(file: BinaryIO, path: str) -> int:
+    """Return where the zip directory begins. Checked before it is parsed, as a forged one could be huge."""
+    file_nbytes = os.fstat(file.fileno()).st_size
+    head = os.pread(file.fileno(), 512, 0)
+    if not head.startswith(b"PK\x03\x04"):
+        what = next((what for at, magic, what in _FOREIGN if head[at : at + len(magic)] == magic), None)
+        raise CheckpointError(f"{path}: {what or 'is not a torch file: it does not begin as a zip does'}")
+    last_nbytes, directory_nbytes, start = 22, 0, -1
+    last = os.pread(file.fileno(), 98, max(0, file_nbytes - 98))
+    if len(last) == 98 and last[-22:-18] == b"PK\x05\x06":
+        directory_nbytes, start = struct.unpack_from("<2L", last, 98 - 10)
+        if last[-42:-38] == b"PK\x06\x07" and last[:4] == b"PK\x06\x06":  # zip64
+            directory_nbytes, start = struct.unpack_from("<2Q", last, 40)
+            last_nbytes = 98
+    if start + directory_nbytes + last_nbytes != file_nbytes:
+        raise TruncatedFileError(f"{path}: no zip directory at its end, byte {file_nbytes}; download it again")
+    if directory_nbytes > MAX_DIRECTORY_NBYTES:
+        raise CheckpointError(f"{path}: zip directory of {directory_nbytes} bytes, at most {MAX_DIRECTORY_NBYTES}")
+    return int(start)
+
+
+def _data_start(file: BinaryIO, info: zipfile.ZipInfo, path: str) -> int:
+    """Return the first byte of an entry's data: its own header tells, as torch pads there to align the data."""
+    name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+    header = os.pread(file.fileno(), 30 + len(name), info.header_offset)
+    if len(header) < 30 + len(name) or header[:4] != b"PK\x03\x04" or header[30:] != name:
+        raise CheckpointError(f"{path}: no header of zip entry {info.orig_filename!r} at byte {info.header_offset}")
+    method, *_, stored, size, name_nbytes, extra_nbytes = struct.unpack("<4x2xxxH2H3L2H", header[:30])
+    follows = bool(info.flag_bits & 8)  # sizes may be left to a descriptor behind the data
+    known = {info.file_size, 0xFFFFFFFF} | ({0} if follows else set())
+    if method != zipfile.ZIP_STORED or name_nbytes != len(name) or not {stored, size} <= known:
+        raise CheckpointError(f"{path}: header and directory disagree on zip entry {info.orig_filename!r}")
+    return int(info.header_offset + 30 + name_nbytes + extra_nbytes)
+
+
+def _prefix(entries: Mapping[str, _Entry], path: str) -> str:
+    """Return the folder inside the zip that holds `data.pkl`."""
+    prefixes = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(prefixes) != 1:
+        raise CheckpointError(f"{path}: a zip with {len(prefixes)} data.pkl, expected one; not a torch checkpoint")
+    if f"{prefixes[0]}/constants.pkl" in entries:
+        raise CheckpointError(f"{path}: is a TorchScript program; save its state dict with torch.save instead")
+    return prefixes[0]
+
+
+def _read_entry(file: BinaryIO, entry: _Entry | None, path: str, max_nbytes: int) -> bytes:
+    if entry is None:
+        return b""
+    if entry.nbytes > max_nbytes:
+        raise CheckpointError(f"{path}: a zip entry for metadata has {entry.nbytes} bytes, at most {max_nbytes}")
+    file.seek(entry.start)
+    return file.read(entry.nbytes)
+
+
+# -- the tensors -----------------------------------------------------------------------------------------------------
+
+
+def _expression(tensor: Tensor, entry: _Entry | None, path: str, name: str) -> Expression:
+    """Return what a view of the storage in `entry` is made of: the bytes that it spans, with its dims in place."""
+    storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
+    storage_nbytes = storage.numel * storage.dtype.itemsize
+    if entry is None or entry.nbytes != storage_nbytes:
+        held = "is absent" if entry is None else f"has {entry.nbytes} bytes"
+        raise CheckpointError(
+            f"{path}: tensor {name!r} needs data/{storage.key} of {storage_nbytes} bytes, which {held}"
+        )
+    if math.prod(max(1, n) for n in size) * itemsize >= 1 << 63:
+        raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {size}")
+    span = 1 + sum((n - 1) * stride for n, stride in zip(size, tensor.strides, strict=True)) if 0 not in size else 0
+    if (tensor.offset + span) * itemsize > storage_nbytes:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} ends at element {tensor.offset + span} of data/{storage.key}, "
+            f"which has {storage_nbytes // itemsize}"
+        )
+    start = entry.start + tensor.offset * itemsize
+    order = _dense_order(size, tensor.strides)
+    if order is None:
+        region = Source(path, name, start, (span,), tensor.dtype)
+        return Computed("as_strided", functools.partial(_strided, tensor), (region,), size, tensor.dtype)
+    stored = Source(path, name, start, tuple(size[dim] for dim in order), tensor.dtype)
+    return permute(stored, sorted(range(len(size)), key=lambda place: order[place]))
+
+
+def _strided(tensor: Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return values[0].as_strided(tensor.size, tensor.strides).contiguous()
+
+
+def _dense_order(size: Shape, strides: Shape) -> list[int] | None:
+    """Return the dims from outermost to innermost if the elements fill one run of memory, else None."""
+    if 0 in size:
+        return list(range(len(size)))
+    wide = [dim for dim, n in enumerate(size) if n > 1]
+    order = sorted(wide, key=lambda dim: strides[dim], reverse=True)
+    stride = 1
+    for dim in reversed(order):
+        if strides[dim] != stride:
+            return None
+        stride *= size[dim]
+    if order == wide:
+        return list(range(len(size)))
+    return [dim for dim in range(len(size)) if size[dim] == 1] + order

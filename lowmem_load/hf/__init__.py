@@ -1,0 +1,1 @@
+"""The transformers seam: the only folder that touches what is private to transformers."""

@@ -1,0 +1,380 @@
+"""The transformers seam: the only module that touches private names of transformers, and each of them once.
+
+[Note: the seam] transformers' own ordinary loader does the work: it builds the skeleton on meta, renames and converts
+checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only the reading of
+files is replaced while it runs: `safe_open` and `load_state_dict`, as `modeling_utils` sees them, hand out symbolic
+tensors (`symbolic.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile no
+DeepSpeed configuration is visible to transformers, which keeps it, and modelling code that asks, off the ZeRO-3 path.
+Nothing here knows what happens to the expressions afterwards.
+
+Written for transformers 4.57 to 5.23.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from lowmem_load.describe.initialise import Scratch
+from lowmem_load.describe.tensor import ReadWhole, SymbolicTensor, own, uninitialised
+from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
+from lowmem_load.formats.index import check_indexes, read_header, source
+from lowmem_load.formats.safetensors import Header
+from lowmem_load.formats.torch_zip import read_torch_zip
+from lowmem_load.hf.names import refuse_foreign
+
+SUPPORTED = "transformers >=4.57,<6"
+
+
+def _check_contract() -> None:
+    """Raise when a name that this module relies on is absent or has another form."""
+    try:
+        import transformers.integrations.deepspeed as integration
+        import transformers.modeling_utils as modeling
+
+        names = ("safe_open", "load_state_dict")
+        missing = [f"modeling_utils.{name}" for name in names if not hasattr(modeling, name)]
+        missing += [
+            f"integrations.deepspeed.{name}"
+            for name in ("_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config", "HfDeepSpeedConfig")
+            if not hasattr(integration, name)
+        ]
+        missing += [
+            f"PreTrainedModel.{name}"
+            for name in ("initialize_weights", "load_adapter")
+            if not callable(getattr(transformers.PreTrainedModel, name, None))
+        ]
+        missing += [
+            f"PreTrainedModel.{name} as a classmethod"
+            for name in ("from_pretrained", "_from_config")
+            if not isinstance(transformers.PreTrainedModel.__dict__.get(name), classmethod)
+        ]
+        if not missing and "safe_open" not in inspect.getsource(modeling):
+            missing.append("a from_pretrained that reads through safe_open")
+    except (ImportError, AttributeError, OSError) as error:
+        missing = [str(error)]
+    if missing:
+        raise IncompatibleVersionError(
+            f"transformers {transformers.__version__} lacks {', '.join(missing)}; "
+            f"lowmem_load was written for {SUPPORTED}"
+        )
+
+
+_check_contract()
+
+import transformers.integrations.deepspeed as hf_deepspeed  # noqa: E402  the contract gives the better error
+import transformers.modeling_utils as modeling_utils  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+from transformers.integrations.deepspeed import HfDeepSpeedConfig  # noqa: E402
+from transformers.utils import logging as hf_logging  # noqa: E402
+
+# -- the global DeepSpeed configuration ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
+    """Make `config` the DeepSpeed configuration that transformers sees; None hides any. Restores the one before.
+
+    transformers keeps only a weak reference (`integrations/deepspeed.py`), so the object lives as long as the block.
+    """
+    before = hf_deepspeed._hf_deepspeed_config_weak_ref
+    alive: HfDeepSpeedConfig | None = None
+    try:
+        if config is None:
+            hf_deepspeed._hf_deepspeed_config_weak_ref = None
+        elif isinstance(config, Mapping):
+            alive = HfDeepSpeedConfig(dict(config))
+        else:
+            alive = config
+            hf_deepspeed.set_hf_deepspeed_config(config)
+        yield alive
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+# -- from_pretrained -------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """One call of `from_pretrained` that somebody made, not yet run."""
+
+    def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        self.name = cls.__name__ if name is None else str(name)
+        self.kwargs = kwargs
+        self._ordinary, self._cls, self._args = ordinary, cls, args
+
+    def run(self) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it as transformers would; return the model and the loading info."""
+        model, info = self._ordinary(self._cls, *self._args, **{**self.kwargs, "output_loading_info": True})
+        return model, info
+
+    def describe(
+        self,
+        read_whole: ReadWhole,
+        scratch: Scratch,
+        stays_whole: Callable[[nn.Module], Callable[[torch.Tensor], bool]],
+        before_adapter: Callable[[nn.Module], None],
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it with symbolic tensors in place of those in files; see [Note: the seam].
+
+        Args:
+            read_whole: reads an expression for code that needs its value at once.
+            scratch: where parameters that are not in the files are initialised, one at a time.
+            stays_whole: for a model, tells which of its parameters this rank will keep whole.
+            before_adapter: called with the base model when a PEFT adapter is about to be put on it, since PEFT needs
+                parameters and not descriptions of them.
+
+        Returns:
+            The model, some of whose parameters and buffers are symbolic, and the loading info.
+
+        Raises:
+            UnsupportedError: the call asks for a format that cannot be streamed.
+        """
+        refuse_foreign(self.name, self.kwargs)
+        folder = os.path.join(self.name, self.kwargs.get("subfolder") or "")
+        if os.path.isdir(folder):
+            check_indexes(folder)
+        self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
+        with deepspeed_config(None), _quiet(), contextlib.ExitStack() as hooks:
+            hooks.enter_context(_symbolic_files(read_whole))
+            hooks.enter_context(_initialised_in(scratch, read_whole, stays_whole))
+            hooks.enter_context(_adapter_hook(before_adapter))
+            return self.run()
+
+
+Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
+
+
+def _always() -> bool:
+    return True
+
+
+@contextlib.contextmanager
+def intercepted(handler: Handler, wanted: Callable[[], bool] = _always) -> Iterator[None]:
+    """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`.
+
+    So is `from_config`, as a `from_pretrained` from no file at all: then every parameter is a missing one. Calls at
+    which `wanted()` is false run as if nothing were intercepted.
+    """
+    ordinary = _ordinary("from_pretrained")
+    ordinary_from_config = _ordinary("_from_config")
+    busy = False  # a from_pretrained that the model's own code makes while it is loaded is part of that load
+
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        nonlocal busy
+        if busy or not wanted():
+            return ordinary(cls, *args, **kwargs)
+        busy = True
+        try:
+            wants_info = kwargs.pop("output_loading_info", False)
+            model, info = handler(Call(ordinary, cls, args, kwargs))
+            return (model, info) if wants_info else model
+        finally:
+            busy = False
+
+    def from_config(cls: type, /, config: Any, **kwargs: Any) -> Any:
+        if busy or not wanted():
+            return ordinary_from_config(cls, config, **kwargs)
+        with _errors_only():  # that parameters are missing is no news here
+            model = from_pretrained(cls, None, config=config, state_dict={}, **kwargs)
+        model.config.name_or_path = getattr(config, "name_or_path", "")
+        return model.train()
+
+    functools.update_wrapper(from_pretrained, ordinary)
+    functools.update_wrapper(from_config, ordinary_from_config)
+    from_pretrained.lowmem_load_ordinary = ordinary
+    from_config.lowmem_load_ordinary = ordinary_from_config
+    with (
+        _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
+        _replaced(PreTrainedModel, "_from_config", classmethod(from_config)),
+    ):
+        yield
+
+
+def interceptor() -> object:
+    """Return what stands for `from_pretrained` now: another object within each `intercepted`."""
+    return PreTrainedModel.__dict__["from_pretrained"].__func__
+
+
+def is_intercepted() -> bool:
+    """Return whether this is inside an `intercepted`."""
+    return interceptor() is not _ordinary("from_pretrained")
+
+
+def _ordinary(name: str) -> Callable[..., Any]:
+    """Return transformers' own class method, also where an outer `intercepted` has replaced it."""
+    function = PreTrainedModel.__dict__[name].__func__
+    ordinary: Callable[..., Any] = getattr(function, "lowmem_load_ordinary", function)
+    return ordinary
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide transformers' progress bar: it would show the naming of tensors as the loading of weights."""
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            hf_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]:
+    ordinary = PreTrainedModel.load_adapter
+
+    def load_adapter(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before_adapter(model)
+        info = ordinary(model, *args, **kwargs)
+        if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use it
+            raise UnsupportedError(
+                f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
+                "base model, then peft.PeftModel.from_pretrained(model, adapter), or use a newer transformers"
+            )
+        return info
+
+    with _replaced(PreTrainedModel, "load_adapter", load_adapter):
+        yield
+
+
+@contextlib.contextmanager
+def _initialised_in(
+    scratch: Scratch, read_whole: ReadWhole, stays_whole: Callable[[nn.Module], Callable[[torch.Tensor], bool]]
+) -> Iterator[None]:
+    """Let what `initialize_weights` writes into parameters go through `scratch`.
+
+    transformers has given the missing ones `torch.empty` memory by then; they give it back untouched.
+    """
+    ordinary = PreTrainedModel.initialize_weights
+
+    def initialize_weights(model: nn.Module) -> None:
+        replaced: dict[int, nn.Parameter] = {}
+        is_whole = stays_whole(model)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if isinstance(parameter, SymbolicTensor):
+                    own(parameter, scratch, stays_whole=is_whole(parameter))
+                elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+                    if id(parameter) not in replaced:
+                        empty = uninitialised(parameter, read_whole)
+                        own(empty, scratch, stays_whole=is_whole(parameter))
+                        replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    setattr(module, name, replaced[id(parameter)])
+        ordinary(model)
+        scratch.release()
+
+    with _replaced(PreTrainedModel, "initialize_weights", initialize_weights):
+        yield
+
+
+@contextlib.contextmanager
+def _symbolic_files(read_whole: ReadWhole) -> Iterator[None]:
+    def symbolic_open(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> _SymbolicFile:
+        return _SymbolicFile(os.fspath(path), read_whole)
+
+    ordinary = modeling_utils.load_state_dict
+    opened = functools.cache(read_torch_zip)  # 4.57 asks for the same file up to three times
+
+    def symbolic_state_dict(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        if os.fspath(path).endswith(".safetensors"):
+            return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
+        described = opened(os.fspath(path))
+        tensors = {id(node): SymbolicTensor(node, read_whole) for node in described.values()}
+        return {name: tensors[id(node)].detach() for name, node in described.items()}  # tied names share one value
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(modeling_utils, "safe_open", symbolic_open))
+        stack.enter_context(_replaced(modeling_utils, "load_state_dict", symbolic_state_dict))
+        if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
+            stack.enter_context(_replaced(modeling_utils, "_is_on_hf_mount", _never))
+        yield
+
+
+def _never(path: object) -> bool:
+    return False
+
+
+class _SymbolicFile:
+    """What `safetensors.safe_open` returns, with symbolic tensors. Reads the header and nothing else."""
+
+    def __init__(self, path: str, read_whole: ReadWhole) -> None:
+        self._path, self._read_whole = path, read_whole
+        self._header: Header = read_header(path)
+
+    def __enter__(self) -> _SymbolicFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return list(self._header.tensors)
+
+    def metadata(self) -> Mapping[str, str] | None:
+        return self._header.metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return SymbolicTensor(source(self._path, self._header, name), self._read_whole)
+
+    def get_slice(self, name: str) -> _SymbolicSlice:
+        return _SymbolicSlice(self, name)
+
+    def entry(self, name: str) -> Any:
+        return self._header.tensors[name]
+
+
+class _SymbolicSlice:
+    """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed."""
+
+    def __init__(self, file: _SymbolicFile, name: str) -> None:
+        self._file, self._name = file, name
+
+    def get_shape(self) -> list[int]:
+        return list(self._file.entry(self._name).shape)
+
+    def get_dtype(self) -> str:
+        return str(self._file.entry(self._name).dtype_code)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._file.get_tensor(self._name)
+        return tensor if index is Ellipsis else tensor[index]
+
+
+def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
+    """Carry over transformers' mark that keeps a loaded parameter from being initialised again later."""
+    if getattr(loaded, "_is_hf_initialized", False):
+        made._is_hf_initialized = True

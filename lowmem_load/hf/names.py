@@ -1,0 +1,236 @@
+"""What a name stands for: files, configuration, class, processor. Public names of transformers and the Hub only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import huggingface_hub
+import transformers
+from huggingface_hub.errors import EntryNotFoundError
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.formats.index import base_of_adapter
+
+HUB_KEYWORDS = (
+    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "code_revision"),
+    *("subfolder", "trust_remote_code"),
+)
+"""Keywords of `from_pretrained` that say where files come from; the configuration is resolved with the same ones."""
+
+
+_DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
+
+
+def check_name(name: str, subfolder: str) -> None:
+    """Refuse a name that is meant as a local folder but cannot be loaded from, before anything asks the Hub.
+
+    Raises:
+        CheckpointError: says what is missing.
+    """
+    looks_local = name.startswith((".", "~", os.sep)) or os.path.isabs(name) or name.count("/") > 1
+    if not os.path.isdir(name):
+        if os.path.isfile(name):
+            raise CheckpointError(f"{name}: is a file; pass the folder that holds it and its config.json")
+        if looks_local:
+            raise CheckpointError(f"{name}: no such folder")
+        return
+    folder = os.path.join(name, subfolder)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder}: no such subfolder")
+    if not os.listdir(folder):
+        raise CheckpointError(f"{folder}: the folder is empty")
+
+
+_FOREIGN_FILES: Mapping[str, str] = {
+    ".gguf": 'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)',
+    ".h5": "model_class.from_pretrained(folder, from_tf=True).save_pretrained(new_folder), with transformers 4",
+    ".ckpt.index": "model_class.from_pretrained(folder, from_tf=True).save_pretrained(new_folder), with transformers 4",
+    ".msgpack": "model_class.from_pretrained(folder, from_flax=True).save_pretrained(new_folder), with transformers 4",
+    ".pth": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
+    ".pt": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
+}
+"""Weights that cannot be streamed, by the end of their file names, and what converts them."""
+
+
+def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
+    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`, naming what it holds instead.
+
+    Raises:
+        CheckpointError: says how to convert.
+    """
+    folder = os.path.join(name, subfolder)
+    if not os.path.isdir(folder):  # a Hub id: transformers picks the files
+        return
+    files = sorted(os.listdir(folder))
+    safe = any(file.endswith(".safetensors") for file in files)
+    torch_files = any(file.startswith("pytorch_model") and file.endswith(".bin") for file in files)
+    if (safe and use_safetensors is not False) or (torch_files and not use_safetensors):
+        return
+    if safe or torch_files:
+        there = "safetensors" if safe else "pytorch_model*.bin"
+        raise CheckpointError(f"{folder}: use_safetensors={use_safetensors}, but it holds only {there}; drop it")
+    foreign = {file: end for file in files for end in _FOREIGN_FILES if file.endswith(end)}
+    if not foreign:
+        raise CheckpointError(f"{folder}: no pytorch_model*.bin and no safetensors files; it holds no weights at all")
+    file, end = next(iter(foreign.items()))
+    raise CheckpointError(
+        f"{folder}: no pytorch_model*.bin and no safetensors files to stream from; it holds "
+        f"{', '.join(list(foreign)[:5])}. Convert once with {_FOREIGN_FILES[end].format(file=file)}"
+    )
+
+
+def refuse_foreign(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise when the caller asks for a format of which every rank would have to hold the whole model.
+
+    Raises:
+        UnsupportedError: says how to convert.
+    """
+    for keyword, end in {"gguf_file": ".gguf", "from_tf": ".h5", "from_flax": ".msgpack"}.items():
+        if kwargs.get(keyword):
+            convert = _FOREIGN_FILES[end].format(file=kwargs[keyword])
+            raise UnsupportedError(
+                f"{name}: {keyword} cannot be streamed; convert once, without lowmem_load, by {convert}"
+            )
+
+
+def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the transformers configuration that `from_pretrained(name, **kwargs)` will use.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+    """
+    given = kwargs.get("config")
+    if given is not None and not isinstance(given, str | os.PathLike):
+        return given
+    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
+    try:
+        adapter = find_adapter_config_file(name, **{key: hub[key] for key in _DOWNLOAD_KEYWORDS if key in hub})
+        if given is None and adapter is not None:
+            return AutoConfig.from_pretrained(base_of_adapter(adapter))
+        return AutoConfig.from_pretrained(name if given is None else given, **hub)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{name}: no usable model configuration: {error}") from error
+
+
+def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:
+    """Return the class whose `from_pretrained` to call.
+
+    Args:
+        auto_class: a class, the name of a transformers class, or None for the one that `config.architectures` names.
+        config: the model's configuration.
+        trust_remote_code: whether `config.auto_map` may name a class that comes with the checkpoint.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    if isinstance(auto_class, type):
+        if not callable(getattr(auto_class, "from_pretrained", None)):
+            raise ConfigError(f"auto_class {auto_class.__name__} has no from_pretrained; pass a transformers class")
+        return auto_class
+    if auto_class is not None:
+        return _class_named(auto_class, "auto_class")
+    architectures = getattr(config, "architectures", None) or []
+    if not architectures:
+        raise ConfigError("the model's config names no architectures; pass auto_class, such as 'AutoModelForCausalLM'")
+    remote = getattr(config, "auto_map", None) or {}
+    if trust_remote_code:
+        for auto_name, reference in remote.items():
+            if auto_name.startswith("AutoModel") and str(reference).rpartition(".")[2] == architectures[0]:
+                return _class_named(auto_name, "auto_map of the model's config")
+    return _class_named(architectures[0], "architectures of the model's config")
+
+
+def _class_named(name: str, where: str) -> Any:
+    found = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and (issubclass(found, PreTrainedModel) or name.startswith("AutoModel"))
+    if not is_model:
+        raise ConfigError(
+            f"{where}: transformers {transformers.__version__} has no model class {name!r}; "
+            "pass a class, or trust_remote_code=True for code that comes with the checkpoint"
+        )
+    return found
+
+
+def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise for a quantized model, unless it is to be dequantized: ZeRO-3 partitions floating-point parameters.
+
+    Raises:
+        UnsupportedError: names the method.
+    """
+    quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    if quantization is not None:
+        fields = quantization if isinstance(quantization, Mapping) else vars(quantization)
+        if fields.get("dequantize") is True:
+            return
+        method = fields.get("quant_method", type(quantization).__name__)
+        raise UnsupportedError(
+            f"quantization {str(getattr(method, 'value', method))!r} cannot be partitioned by ZeRO-3: every rank "
+            "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
+            "dequantized checkpoint, or use ZeRO stage 0, 1 or 2"
+        )
+
+
+# -- what goes with a model ------------------------------------------------------------------------------------------
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json"),
+)
+"""Of either kind, one is enough to say that the checkpoint comes with a processor, or with a tokenizer."""
+
+
+def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the processor that comes with a checkpoint, else its tokenizer; None if it comes with neither.
+
+    Which of these holds is read off the names of its files, so that one that is there but broken is an error.
+
+    Raises:
+        CheckpointError: there is one, but it cannot be loaded.
+    """
+    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
+    for kind, files in (("AutoProcessor", PROCESSOR_FILES), ("AutoTokenizer", TOKENIZER_FILES)):
+        if any(_has_file(name, file, hub) for file in files):
+            try:
+                return getattr(transformers, kind).from_pretrained(name, **hub)
+            except Exception as error:  # the tokenizers library raises no class of its own
+                raise CheckpointError(
+                    f"{name}: its {kind.removeprefix('Auto').lower()} cannot be loaded: {error}; "
+                    "repair its files, or remove all of them to load the model alone"
+                ) from error
+    return None
+
+
+def _has_file(name: str, file: str, hub: Mapping[str, Any]) -> bool:
+    """Return whether the folder, or the Hub (offline: the cache), has the file. It is fetched with that."""
+    if os.path.isdir(name):
+        return os.path.isfile(os.path.join(name, hub.get("subfolder") or "", file))
+    where = {key: value for key, value in hub.items() if key in _DOWNLOAD_KEYWORDS}
+    try:
+        huggingface_hub.hf_hub_download(name, file, **where)
+    except EntryNotFoundError:  # also that it is not in the cache, when offline
+        return False
+    return True
+
+
+def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> None:
+    """Make the model recompute activations in the backward pass, and keep no key-value cache.
+
+    Raises:
+        UnsupportedError: this model cannot.
+    """
+    # 5.23 renamed it and warns about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    keyword = "gradient_checkpointing_kwargs" if enable is None else "activation_checkpointing_kwargs"
+    try:
+        (enable or model.gradient_checkpointing_enable)(**{keyword: dict(checkpoint_kwargs)})
+    except ValueError as error:
+        raise UnsupportedError(f"{type(model).__name__}: no gradient checkpointing: {error}") from error
+    configs: list[Any] = [model.config, getattr(model.config, "text_config", None)]
+    for config in configs:
+        if hasattr(config, "use_cache"):
+            config.use_cache = False

@@ -1,0 +1,77 @@
+"""What a checkpoint of partial ZeRO-3 holds beside DeepSpeed's own files: one file with the whole part."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowmem_load.errors import CheckpointError
+
+WHOLE_FILE = "lowmem_load_whole_states.pt"
+"""Lies in the folder of the tag, next to DeepSpeed's files."""
+
+FORMAT = 1
+
+
+def save_whole(folder: str, state: Mapping[str, Any]) -> None:
+    """Write the whole part's state; the file appears complete and readable or not at all.
+
+    Raises:
+        CheckpointError: the state holds objects that `load_whole` would refuse, such as a scheduler's own class.
+    """
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, WHOLE_FILE)
+    unfinished = f"{path}.{socket.gethostname()}.{os.getpid()}"
+    torch.save(_plain({"format": FORMAT, **state}), unfinished)
+    try:
+        torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
+    except Exception as error:
+        os.unlink(unfinished)
+        raise CheckpointError(f"{path}: what is to be saved could not be read again: {error}") from error
+    os.replace(unfinished, path)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with Python numbers for numpy's, which schedulers' functions like to return."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def find_checkpoint(load_dir: str, tag: str | None) -> str | None:
+    """Return the folder of a tag, or of the one that the file `latest` names; None where there is none."""
+    if tag is None:
+        latest = os.path.join(load_dir, "latest")
+        if not os.path.isfile(latest):
+            return None
+        with open(latest) as file:
+            tag = file.read().strip()
+    folder = os.path.join(load_dir, tag)
+    return folder if os.path.isdir(folder) else None
+
+
+def load_whole(folder: str) -> dict[str, Any]:
+    """Return what `save_whole` wrote, in host memory. No pickled code is run.
+
+    Raises:
+        CheckpointError: the file is absent, damaged or of another format.
+    """
+    path = os.path.join(folder, WHOLE_FILE)
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{folder}: no {WHOLE_FILE}; this is not a checkpoint that partial ZeRO-3 has saved")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a dozen classes for damaged files
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not of format {FORMAT}; it was written by another version of lowmem_load")
+    return state

@@ -1,0 +1,393 @@
+"""The engine of partial ZeRO-3: trains chosen modules under ZeRO-3 and keeps the rest whole on every rank.
+
+For models of which not every rank runs all parts in every step (encoders of several modalities before one language
+model): ZeRO-3's collectives would not match across ranks there. Here they cover only what all ranks run alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.ds.engine import PartitionedPart, scheduler_of
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.partial.checkpoint import find_checkpoint, load_whole, save_whole
+from lowmem_load.partial.replicated import Average, Split, Unused, WholePart, broadcast, follow, options_of
+from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.settings.precision import precision_of
+from lowmem_load.targets.choice import chosen_parameters, mark
+
+
+class PartialOptimizer:
+    """What an engine shows as its optimizer: learning rates to read and write, and whether a step was skipped.
+
+    Attributes:
+        param_groups: the user's, else those of the ds_config's optimizer; both parts follow them.
+    """
+
+    def __init__(self, part: PartitionedPart, whole: WholePart, face: torch.optim.Optimizer) -> None:
+        self._part, self._whole, self._face = part, whole, face
+        self.defaults = face.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups with their options; see the class."""
+        return self._face.param_groups
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because gradients of either part overflowed."""
+        return self._part.overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 unless fp16."""
+        return self._part.loss_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole part's state; the partitioned part's is in the engine's checkpoints only."""
+        return self._whole.state_dict()
+
+
+class PartialEngine(nn.Module):
+    """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize`.
+
+    What is not defined here (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) is answered by the
+    ZeRO-3 engine of the partitioned part, whose counters are those of both.
+
+    Attributes:
+        module: the whole model.
+        optimizer: see `PartialOptimizer`.
+        lr_scheduler: steps with the engine; None without one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: dict[str, nn.Module],
+        ds_config: Mapping[str, Any],
+        split: Split | None,
+        *,
+        cast: bool,
+        average: Average,
+        unused: Unused,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        inside = chosen_parameters(chosen)
+        make = None if split is None else _half_maker(split)
+        part = PartitionedPart(model, chosen, ds_config, make)
+        mark(chosen)
+        self._part, self._split = part, split
+        self.lr_scheduler: Any = None
+        self._outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
+        self._outside_buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
+        dtype = getattr(torch, precision_of(ds_config, absent="disabled").value) if cast else None
+        self._place(part.engine.device, dtype)
+        trained = {name: p for name, p in self._outside.items() if p.requires_grad}
+        if split is not None:
+            held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
+            trained = {name: p for name, p in trained.items() if id(p) in held}
+        self._whole = WholePart(trained, part.engine.device, average=average, unused=unused)
+        if trained and split is not None:
+            masters = {id(p): self._whole.masters[name] for name, p in trained.items()}
+            self._whole.optimizer = split.half(masters)
+        elif trained:
+            self._whole.optimizer = part.whole_optimizer(list(self._whole.masters.values()))
+        self.optimizer = PartialOptimizer(part, self._whole, self._face)
+
+    @property
+    def zero3(self) -> Any:
+        """The `DeepSpeedEngine` of the partitioned part; not a child of this module, whose model has all of it."""
+        return self._part.engine
+
+    @property
+    def _face(self) -> torch.optim.Optimizer:
+        """The optimizer whose groups say the learning rates of both parts."""
+        if self._split is not None:
+            return self._split.optimizer
+        if self._part.frozen and self._whole.optimizer is not None:
+            return self._whole.optimizer
+        return self._part.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "_part" not in self.__dict__:
+                raise
+            return getattr(self.zero3, name)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward. Collective: all ranks.
+
+        Raises:
+            ConfigError: a parameter that was frozen when the engine was made is to be trained now.
+        """
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise ConfigError(
+                f"{', '.join(thawed[:8])} did not require a gradient when this engine was made, so it would not be "
+                "trained; call destroy(), then initialize again"
+            )
+        self._whole.end_micro_batch()  # for those who call loss.backward() by themselves
+        return self._part.forward(args, kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
+        """Accumulate the gradients of `loss`, as `DeepSpeedEngine.backward`. Collective: all ranks."""
+        result = self._part.backward(loss, **kwargs)
+        self._whole.end_micro_batch()
+        return result
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the accumulation boundary update both parts; else only count. Collective: all ranks."""
+        if not self._part.is_boundary():
+            self.zero3.step()
+            return
+        if self._split is not None:
+            self._split.sync()
+        factor = self._part.step(self._whole.reduce(self.zero3.gradient_accumulation_steps()))
+        for parameter in self._outside.values():
+            parameter.grad = None  # of those that no optimizer holds; the others' are in the whole part
+        if factor is None:
+            self._whole.clear()
+            return
+        if self._face is self._part.optimizer and self._whole.optimizer is not None:
+            follow(self._face, self._whole.optimizer)
+        self._whole.step(factor)
+        if self._split is not None:
+            self._split.optimizer.step()  # with no gradient anywhere: this tells schedulers that it stepped
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  torch's signature
+        """Do what `DeepSpeedEngine.zero_grad` does: what was accumulated for this step stays. Local."""
+        self.zero3.zero_grad()
+
+    def train(self, mode: bool = True) -> PartialEngine:
+        """Put the model and the ZeRO-3 engine into train or eval mode."""
+        super().train(mode)
+        self.zero3.train(mode)
+        return self
+
+    def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None = None) -> None:
+        """Have a scheduler step with the engine: one on the engine's learning rates, a maker of one, or a section's.
+
+        Raises:
+            ConfigError: the section names no scheduler.
+        """
+        if lr_scheduler is None:
+            lr_scheduler = scheduler_of(section, self._face)
+        elif not hasattr(lr_scheduler, "step"):
+            lr_scheduler = lr_scheduler(self._face)
+        self.lr_scheduler = lr_scheduler
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group of `optimizer`."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def destroy(self) -> None:
+        """Remove all hooks from the model and free what the ZeRO-3 engine holds."""
+        self._whole.destroy()
+        self._part.destroy()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as `DeepSpeedEngine.save_checkpoint` does, the whole part in one file more. Collective: all ranks.
+
+        A run resumes from it on as many ranks.
+        """
+        save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
+        distributed = DistributedInterface()
+        writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
+        with distributed.agreed(f"saving {save_dir}"):
+            if writes:  # before DeepSpeed names this checkpoint the latest
+                save_whole(os.path.join(save_dir, tag), self._whole_state(exclude_frozen_parameters))
+        return bool(
+            self.zero3.save_checkpoint(
+                save_dir,
+                tag,
+                dict(client_state or {}),
+                save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) where there is nothing.
+
+        `load_module_only` leaves optimizers, schedulers and step counts as they are. It is also for a model that trains
+        parameters that were frozen when it was saved; DeepSpeed cannot do the reverse.
+
+        Collective: all ranks.
+
+        Raises:
+            CheckpointError: the folder lacks the whole part.
+            ConfigError: it is of other parameters.
+            RankError: only some ranks find a checkpoint.
+        """
+        load_dir = os.fspath(load_dir)
+        load_optimizer_states = load_optimizer_states and not load_module_only
+        distributed = DistributedInterface()
+        with distributed.agreed(f"checking {load_dir}") as digest:  # all of it, before anything is changed
+            folder = find_checkpoint(load_dir, tag)
+            if folder is not None and not load_optimizer_states and folder != find_checkpoint(load_dir, None):
+                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
+                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
+                )
+            digest.append("no checkpoint" if folder is None else os.path.basename(folder))
+            state = None if folder is None else load_whole(folder)
+            if state is not None:
+                self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)
+        if state is None:
+            return None, None
+        path, client_state = self.zero3.load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
+            load_module_only=load_module_only,
+        )
+        with distributed.agreed(f"loading {load_dir}"):
+            self._load_tensors(state)
+            if load_optimizer_states:
+                self._whole.load_state_dict(state["whole"])
+                for group, options in zip(self._face.param_groups, state["groups"], strict=True):
+                    group.update(options)
+            else:
+                self._whole.refresh_masters()
+            if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
+                self.lr_scheduler.load_state_dict(state["schedule"])
+        return path, client_state
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Return the model's full state dict in host memory on rank 0, None on the others. Collective: all ranks."""
+        gathered = self._part.consolidated(exclude_frozen_parameters)
+        if gathered is None:
+            return None
+        gathered_as = {id(p): name for name, p in self.module.named_parameters() if name not in self._outside}
+        everything = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            source = gathered_as.get(id(value), name)  # a module of the chosen part may have names outside of it too
+            if source in gathered:
+                everything[name] = gathered[source]
+            elif id(value) not in gathered_as and (not exclude_frozen_parameters or name not in self._frozen):
+                everything[name] = value.detach().to("cpu", copy=True)
+        return everything
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Answer under the name by which accelerate asks a DeepSpeed engine."""
+        return self.consolidated_state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write `consolidated_state_dict` as one torch file, on rank 0. Collective: all ranks."""
+        state = self.consolidated_state_dict(exclude_frozen_parameters)
+        with DistributedInterface().agreed(f"saving {save_dir}"):
+            if state is not None:
+                os.makedirs(save_dir, exist_ok=True)
+                torch.save(state, os.path.join(save_dir, save_filename))
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Refuse: the ZeRO-3 engine would answer for its part alone, with empty tensors."""
+        raise UnsupportedError("module_state_dict has no whole parameters under ZeRO-3; call consolidated_state_dict()")
+
+    def _whole_state(self, exclude_frozen: bool) -> dict[str, Any]:
+        return {
+            "buffers": {name: buffer.detach() for name, buffer in self._persistent()["buffers"].items()},
+            "parameters": {
+                name: p.detach() for name, p in self._outside.items() if p.requires_grad or not exclude_frozen
+            },
+            "frozen": list(self._frozen),
+            "excluded": [name for name, p in self._outside.items() if exclude_frozen and not p.requires_grad],
+            "whole": self._whole.state_dict(),
+            "groups": [options_of(group) for group in self._face.param_groups],
+            "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+        }
+
+    def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the whole part's tensors that checkpoints hold, by kind and name."""
+        names = self.module.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self._outside_buffers.items() if name in names}
+        return {"parameters": dict(self._outside), "buffers": buffers}
+
+    def _check_state(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
+        """Raise ConfigError where `_load_tensors` would not load all of a checkpoint into all of the model."""
+        for kind, held in self._persistent().items():
+            differ = sorted(set(state[kind]) ^ (set(held) - set(state["excluded"]))) if strict else []
+            shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
+            if differ or shapes:
+                raise ConfigError(
+                    f"the checkpoint's whole part has other {kind} than the model: {', '.join((differ + shapes)[:8])}"
+                )
+        frozen = [name for name in self._frozen if name not in state["frozen"] and name not in self._outside]
+        if frozen:
+            raise ConfigError(
+                f"{', '.join(frozen[:8])} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
+                "cannot load; freeze it after loading, or go by way of save_16bit_model"
+            )
+        if optimizer:
+            self._whole.check_state(state["whole"])
+            if len(state["groups"]) != len(self._face.param_groups):
+                raise ConfigError(
+                    f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one "
+                    f"{len(self._face.param_groups)}"
+                )
+
+    @torch.no_grad()
+    def _load_tensors(self, state: Mapping[str, Any]) -> None:
+        for kind, held in self._persistent().items():
+            for name, value in state[kind].items():
+                if name in held:
+                    held[name].copy_(value)
+
+    def _place(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Move the whole part to the device, cast it if told to, and give all ranks rank 0's values."""
+        for parameter in self._outside.values():
+            parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
+        for name in self._outside_buffers:
+            owner, _, last = name.rpartition(".")
+            module = self.module.get_submodule(owner)
+            setattr(module, last, getattr(module, last).to(device))
+            self._outside_buffers[name] = getattr(module, last)
+        broadcast([*self._outside.values(), *self._outside_buffers.values()])
+
+
+def _half_maker(split: Split) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        half = split.half({id(parameter): parameter for parameter in parameters})
+        assert half is not None  # _split has seen to it
+        return half
+
+    return make

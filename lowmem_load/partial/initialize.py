@@ -1,0 +1,157 @@
+"""`initialize` of partial ZeRO-3: checks model, ds_config and optimizer on all ranks, then makes the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.ds.engine import scheduler_class
+from lowmem_load.ds.partition import group_size_of, is_partitioned, whole_numel
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.partial.engine import PartialEngine
+from lowmem_load.partial.replicated import Average, Split, Unused, check_options, options_of
+from lowmem_load.planning.copies import plan_digest
+from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.settings.ds_config import comparable, hidden_size_of, read_ds_config, resolve_auto, zero_stage
+from lowmem_load.settings.precision import AUTO, precision_of
+from lowmem_load.targets.choice import Partition, check_ties, choose, chosen_parameters, partitioned_modules
+
+
+def initialize(
+    model: nn.Module,
+    ds_config: Any,
+    *,
+    partition: Partition | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Any = None,
+    average: Average = "all",
+    unused: Unused = "skip",
+) -> PartialEngine:
+    """Return an engine that trains `model`, part of it under ZeRO-3 and the rest whole on every rank.
+
+    Every chosen module must run equally often and in the same order on all ranks, in every forward. The rest may run
+    or not as each rank's batch wants.
+
+    Args:
+        model: a model or composite of models; what was loaded with `partition`, or by `load_model` into partitions, is
+            under ZeRO-3. What is not partitioned may be any `nn.Module`.
+        ds_config: as for `load_model`, stage 3. Read only.
+        partition: what to partition of a model that was not loaded so. Such a model's parameters are cast to the
+            ds_config's precision, as DeepSpeed does; a loaded one keeps its dtypes.
+        optimizer: over parameters of `model`, in groups of any learning rates, or a function that makes one from a
+            list of parameters. It must not have stepped. Default: the ds_config's "optimizer" section, for both parts.
+        lr_scheduler: one of the user's on `optimizer`, or a function that makes one from an optimizer. It steps when
+            the engine does. Default: the ds_config's "scheduler" section, for both parts.
+        average: gradients of the whole part are the mean "all": over all micro-batches of all ranks, also those that
+            did not use the parameter, as DDP has it; "used": over those that did.
+        unused: what the optimizer does with a parameter of the whole part that no rank has used in this step. "skip":
+            nothing, as in a single process; "zero": a step with a gradient of zero, as ZeRO does.
+
+    Collective: all ranks.
+
+    Raises:
+        ConfigError: an argument or the ds_config cannot be used; nothing, or all, of the model is chosen.
+        UnsupportedError: a feature of DeepSpeed that does not go with partial ZeRO-3.
+        RankError: another rank failed, or has other arguments; the same error is raised on every rank.
+    """
+    distributed = DistributedInterface()
+    with distributed.agreed("preparing partial ZeRO-3") as digest:
+        check_options(average, unused)
+        config = _resolved(ds_config, model, distributed.world_size)
+        chosen, plain = _chosen(model, partition)
+        inside = chosen_parameters(chosen)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient, so there is nothing to train")
+        split = _split(model, optimizer, config, inside)
+        if config.get("scheduler"):
+            scheduler_class(config["scheduler"])
+        digest.append(_digest(model, chosen, config, split, (average, unused)))
+    engine = PartialEngine(model, chosen, config, split, cast=plain, average=average, unused=unused)
+    engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
+    return engine
+
+
+def _resolved(ds_config: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
+    config = read_ds_config(ds_config)
+    if zero_stage(config) != 3:
+        raise ConfigError(f"partial ZeRO-3 needs stage 3, the ds_config has stage {zero_stage(config)}")
+    resolved = resolve_auto(
+        config,
+        world_size=world_size,
+        hidden_size=hidden_size_of(getattr(model, "config", None)),
+        precision=precision_of(config, absent="disabled"),
+    )
+    for section in ("optimizer", "scheduler"):
+        open_keys = [key for key, value in (resolved.get(section) or {}).get("params", {}).items() if value == AUTO]
+        if open_keys:
+            raise ConfigError(f'ds_config {section}.params: {", ".join(open_keys)} is "auto"; write values')
+    return resolved
+
+
+def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn.Module], bool]:
+    """Return the chosen modules, and whether the model was wholly unpartitioned."""
+    already = partitioned_modules(model, is_partitioned)
+    chosen = already if partition is None else choose(model, partition)
+    if not chosen:
+        raise ConfigError(
+            f"{type(model).__name__} was not loaded into partitions; pass partition, such as the name of its language "
+            "model, to say what ZeRO-3 is to partition"
+        )
+    if "" in chosen:
+        raise ConfigError("all of the model is to be partitioned; that is what deepspeed.initialize does")
+    inside = chosen_parameters(chosen)
+    stray = [name for name, p in model.named_parameters() if is_partitioned(p) and id(p) not in inside]
+    if stray:
+        raise ConfigError(f"partition leaves out {', '.join(stray[:8])}, which is partitioned already; choose it too")
+    world_size = DistributedInterface().world_size
+    if any(is_partitioned(p) and group_size_of(p) != world_size for p in model.parameters()):
+        raise UnsupportedError(
+            "the model was loaded with data_parallel_group, but partial ZeRO-3 trains among all ranks; load it without"
+        )
+    check_ties(model, chosen)
+    return chosen, not already
+
+
+def _digest(
+    model: nn.Module, chosen: Mapping[str, nn.Module], config: Mapping[str, Any], split: Split | None, options: object
+) -> str:
+    """Return what must be equal on all ranks, a short hash for each topic, so that a difference says where it is."""
+    groups = [] if split is None else split.optimizer.param_groups
+    number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    topics = {
+        "partition": list(chosen),
+        "parameters": [f"{name} {whole_numel(p)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
+        "optimizer": [type(split and split.optimizer).__name__, *map(comparable, map(options_of, groups))],
+        "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
+        "ds_config": [comparable(config)],
+        "average and unused": [options],
+    }
+    return ", ".join(f"{topic} {plan_digest(map(str, lines))[:6]}" for topic, lines in topics.items())
+
+
+def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> Split | None:
+    if optimizer is None:
+        if not config.get("optimizer"):
+            raise ConfigError('no optimizer: write an "optimizer" section in the ds_config, or pass optimizer')
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    to_train = {id(p) for p in model.parameters() if p.requires_grad}
+    if not held & to_train:
+        raise ConfigError("optimizer holds no trainable parameter of this model; make it from model.parameters()")
+    if to_train & inside and not held & inside:
+        raise ConfigError(
+            "optimizer holds no parameter of the partitioned part, though some require a gradient; add them, or freeze "
+            "that part with requires_grad_(False)"
+        )
+    on_host = any(cls.__name__ == "DeepSpeedCPUAdam" for cls in type(optimizer).mro())
+    if on_host and to_train - inside and DistributedInterface().device.type != "cpu":
+        raise UnsupportedError(
+            "DeepSpeedCPUAdam steps parameters in host memory, and the whole part lives on the device; write an "
+            '"optimizer" section in the ds_config: its Adam is then torch\'s for the whole part'
+        )
+    return Split(optimizer)

@@ -1,0 +1,288 @@
+"""The part of a model that every rank holds whole: its gradients, their one reduction per step, and its optimizer.
+
+[Note: one reduction] Gradients are moved out of the parameters as soon as autograd has accumulated them, into one flat
+float32 buffer that is zero where a parameter was not used. At the accumulation boundary that buffer is summed over the
+ranks in one collective, whatever ran on which rank. Behind the gradients it carries, per parameter, the number of
+micro-batches that used it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from deepspeed import comm
+from torch import nn
+
+from lowmem_load.errors import ConfigError, UnsupportedError
+
+Average: TypeAlias = Literal["all", "used"]
+Unused: TypeAlias = Literal["skip", "zero"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_options(average: str, unused: str) -> None:
+    """Raise ConfigError unless both are among their values."""
+    if average not in ("all", "used") or unused not in ("skip", "zero"):
+        raise ConfigError(f"average is 'all' or 'used', unused is 'skip' or 'zero'; got {average!r} and {unused!r}")
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A trainable parameter.
+
+    Attributes:
+        parameter: what the model computes with.
+        master: what the optimizer updates: the parameter itself where that is float32, else a float32 copy.
+        gradient: its piece of the flat buffer, in the parameter's shape.
+        used: whether the current micro-batch has used it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    master: nn.Parameter
+    gradient: torch.Tensor
+    used: bool = False
+
+
+class WholePart:
+    """Keeps parameters that are whole on every rank in step.
+
+    Args:
+        parameters: those to train, by name; distinct, all on `device`.
+        device: where they are.
+        average: see `lowmem_load.initialize`.
+        unused: see `lowmem_load.initialize`.
+
+    Memory: a float32 gradient per element, and a float32 master copy of what is stored in less.
+
+    Raises:
+        ConfigError: a parameter has a dtype that cannot be trained, or an option is unknown.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
+        *,
+        average: Average,
+        unused: Unused,
+    ) -> None:
+        check_options(average, unused)
+        wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong[:8])}: whole parameters are trained in float32, bfloat16 or float16")
+        self._average, self._unused = average, unused
+        self._num_elements = sum(parameter.numel() for parameter in parameters.values())
+        self._flat = torch.zeros(self._num_elements + len(parameters), device=device)
+        self._gradients, self._counts = self._flat[: self._num_elements], self._flat[self._num_elements :]
+        pieces = torch.split(self._gradients, [parameter.numel() for parameter in parameters.values()])
+        self._slots = [
+            _Slot(name, parameter, _master_of(parameter), piece.view(parameter.shape))
+            for (name, parameter), piece in zip(parameters.items(), pieces, strict=True)
+        ]
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(_collector(slot))  # type: ignore[no-untyped-call]
+            for slot in self._slots
+        ]
+        self._used_counts: list[int] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trained parameters."""
+        return [slot.name for slot in self._slots]
+
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What an optimizer is to be made of, by name of the parameter."""
+        return {slot.name: slot.master for slot in self._slots}
+
+    def end_micro_batch(self) -> None:
+        """Count which parameters backward passes have used since the last call. Local; an idle call does no harm."""
+        used = [number for number, slot in enumerate(self._slots) if slot.used]
+        if used:
+            self._counts[used] += 1
+        for number in used:
+            self._slots[number].used = False
+
+    def reduce(self, micro_batches: int) -> float:
+        """Average the gradients over the ranks; return their norm, infinite or nan on overflow. Collective: all ranks.
+
+        Both are still multiplied by the loss scale.
+
+        Args:
+            micro_batches: what the loss of each micro-batch was divided by: the gradient accumulation steps.
+        """
+        if not self._slots:
+            return 0.0
+        self.end_micro_batch()
+        comm.all_reduce(self._flat)
+        ranks = comm.get_world_size()
+        self._used_counts = [int(count) for count in self._counts.tolist()]
+        self._gradients.div_(ranks)
+        if self._average == "used":
+            for slot, count in zip(self._slots, self._used_counts, strict=True):
+                slot.gradient.mul_(ranks * micro_batches / max(count, 1))
+        return float(torch.linalg.vector_norm(self._gradients))
+
+    def step(self, factor: float) -> None:
+        """Update the parameters with the reduced gradients, times `factor`, and clear them. Local."""
+        if not self._slots:
+            return
+        assert self.optimizer is not None
+        self._gradients.mul_(factor)
+        for slot, count in zip(self._slots, self._used_counts, strict=True):
+            slot.master.grad = slot.gradient if count or self._unused == "zero" else None
+        self.optimizer.step()
+        for slot in self._slots:
+            slot.master.grad = None
+        self._publish()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients of the current step. Local."""
+        self._flat.zero_()
+        for slot in self._slots:
+            slot.used = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters and optimizer state, sharing their memory."""
+        return {
+            "masters": {slot.name: slot.master.detach() for slot in self._slots},
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ConfigError: it is of other parameters.
+        """
+        self.check_state(state)
+        with torch.no_grad():
+            for slot in self._slots:
+                slot.master.copy_(state["masters"][slot.name])
+        self._publish()
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.clear()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless `load_state_dict` can take `state` over."""
+        different = sorted(set(state["masters"]) ^ set(self.names))
+        if different:
+            raise ConfigError(f"the checkpoint's whole part trains other parameters: {', '.join(different[:8])}")
+
+    def refresh_masters(self) -> None:
+        """Copy the parameters' values to the masters: somebody has changed the parameters."""
+        with torch.no_grad():
+            for slot in self._slots:
+                slot.master.copy_(slot.parameter)
+
+    def destroy(self) -> None:
+        """Remove the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        pairs = [(slot.parameter, slot.master) for slot in self._slots if slot.master is not slot.parameter]
+        if pairs:
+            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+
+
+def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return nn.Parameter(parameter.detach().float().clone())
+
+
+def _collector(slot: _Slot) -> Callable[[torch.Tensor], None]:
+    @torch.no_grad()
+    def collect(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            slot.gradient.add_(parameter.grad)
+            parameter.grad = None
+            slot.used = True
+
+    return collect
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    """Give every rank rank 0's values. Collective: all ranks, with tensors of the same shapes in the same order."""
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        comm.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
+        tensor.detach().copy_(whole)
+
+
+# -- splitting a user's optimizer ------------------------------------------------------------------------------------
+
+
+class Split:
+    """A user's optimizer, one half of which steps the partitioned part and the other the whole part.
+
+    The user's own object never steps: its groups are where learning rates are read and schedulers write. A half is an
+    optimizer of the same class with the same groups, less those that hold none of its parameters.
+
+    Args:
+        optimizer: over the model's parameters, in any groups; has not stepped yet.
+
+    Raises:
+        UnsupportedError: it has state already, which belongs to no half.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer.state:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} holds state already and cannot be split between the two parts; pass one "
+                'that has not stepped, or write an "optimizer" section in the ds_config'
+            )
+        self.optimizer = optimizer
+        self._halves: list[tuple[torch.optim.Optimizer, list[int]]] = []
+
+    def half(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
+        """Return the half over some parameters; None if the user's optimizer holds none of them.
+
+        Args:
+            stands_for: id of a model's parameter -> what the half steps in its place.
+        """
+        cls, held = type(self.optimizer), self.optimizer.__dict__
+        made = object.__new__(cls)
+        # "step" is there when an lr scheduler counts its calls; like the hooks, it is for the user's object alone.
+        made.__dict__.update({key: type(value)() if "_hooks" in key else value for key, value in held.items()})
+        made.__dict__.pop("step", None)
+        made.state, made.param_groups = defaultdict(dict), []
+        numbers = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            parameters = [stands_for[id(p)] for p in group["params"] if id(p) in stands_for]
+            if parameters:
+                made.add_param_group({**options_of(group), "params": parameters})
+                numbers.append(number)
+        if not numbers:
+            return None
+        self._halves.append((made, numbers))
+        return made
+
+    def sync(self) -> None:
+        """Give the halves the options that the user's groups have now. Local."""
+        for half, numbers in self._halves:
+            for group, number in zip(half.param_groups, numbers, strict=True):
+                group.update(options_of(self.optimizer.param_groups[number]))
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def follow(leader: torch.optim.Optimizer, follower: torch.optim.Optimizer) -> None:
+    """Give every group of `follower` the options of the first group of `leader`. Local."""
+    for group in follower.param_groups:
+        group.update({key: value for key, value in options_of(leader.param_groups[0]).items() if key in group})

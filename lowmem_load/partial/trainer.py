@@ -1,0 +1,192 @@
+"""Partial ZeRO-3 under Hugging Face Trainer and accelerate, which make their engine with `deepspeed.initialize`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from lowmem_load.ds.partition import is_partitioned
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.partial.initialize import initialize
+from lowmem_load.partial.replicated import Average, Unused
+from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.settings.ds_config import read_ds_config
+from lowmem_load.targets.choice import Partition, chosen_parameters, is_shell, partitioned_modules
+
+_ORDER = (
+    "args",
+    "model",
+    "optimizer",
+    "model_parameters",
+    "training_data",
+    "lr_scheduler",
+    "distributed_port",
+    "mpu",
+    "dist_init_required",
+    "collate_fn",
+    "config",
+    "mesh_param",
+    "config_params",
+)
+"""The parameters of `deepspeed.initialize`, for calls that do not name them."""
+
+_FOLLOWED = {
+    "args",
+    "model",
+    "optimizer",
+    "model_parameters",
+    "lr_scheduler",
+    "config",
+    "config_params",
+    "dist_init_required",  # `initialize` uses the process group that is there, and makes one where there is none
+}
+
+
+@contextlib.contextmanager
+def partial_zero3(
+    partition: Partition | None = None, *, average: Average = "all", unused: Unused = "skip"
+) -> Iterator[None]:
+    """Inside, `deepspeed.initialize` of a partly partitioned model makes a `PartialEngine`, whoever calls it.
+
+    So `with partial_zero3(): trainer.train()` trains with one. It follows `model`, `optimizer`, `model_parameters`
+    (parameters, or groups of them), `lr_scheduler` and the ds_config, also that of `args`; any other argument is
+    refused with an `UnsupportedError`. Models that are partitioned wholly, and those that are not at all where no
+    `partition` is given, get DeepSpeed's own engine. On exit everything is as it was; a `deepspeed.initialize` that
+    somebody kept from inside is the ordinary one from then on.
+
+    Args:
+        partition: as for `lowmem_load.initialize`: for models that were not loaded with one.
+        average: as for `lowmem_load.initialize`.
+        unused: as for `lowmem_load.initialize`.
+    """
+    ordinary, active = deepspeed.initialize, True
+
+    @functools.wraps(ordinary)
+    def initialize_either(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+        model = given.get("model")
+        if not active or not isinstance(model, nn.Module) or not _is_for_us(model, partition):
+            made: tuple[Any, Any, Any, Any] = ordinary(*args, **kwargs)
+            return made
+        with DistributedInterface().agreed("reading the arguments of deepspeed.initialize"):
+            ds_config, optimizer = _followed({name: value for name, value in given.items() if value is not None})
+        engine = initialize(
+            model,
+            ds_config,
+            partition=partition,
+            optimizer=optimizer,
+            lr_scheduler=given.get("lr_scheduler"),
+            average=average,
+            unused=unused,
+        )
+        return engine, engine.optimizer, None, engine.lr_scheduler
+
+    deepspeed.initialize = initialize_either
+    try:
+        yield
+    finally:
+        active = False
+        if deepspeed.initialize is initialize_either:  # else somebody has wrapped it since; what is left is inert
+            deepspeed.initialize = ordinary
+
+
+def _is_for_us(model: nn.Module, partition: Partition | None) -> bool:
+    if is_shell(model):  # a partial engine is being made, and this is its call
+        return False
+    chosen = partitioned_modules(model, is_partitioned)
+    inside = chosen_parameters(chosen)
+    in_part = bool(chosen) and any(id(p) not in inside for p in model.parameters())
+    return in_part or bool(partition and not chosen)
+
+
+# -- what deepspeed.initialize was given -----------------------------------------------------------------------------
+
+
+def _followed(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the ds_config, and the optimizer as `lowmem_load.initialize` takes it.
+
+    Raises:
+        ConfigError: arguments contradict each other.
+        UnsupportedError: there are arguments that cannot be followed.
+    """
+    args = given.get("args")
+    refused = [name for name in given if name not in _FOLLOWED]
+    refused += [f"args.{name}" for name in ("deepscale_config", "device_rank") if getattr(args, name, None) is not None]
+    if refused:
+        raise UnsupportedError(
+            f"partial ZeRO-3 cannot follow {', '.join(refused)} of deepspeed.initialize; leave it out (make a "
+            "DataLoader of training_data, for one)"
+        )
+    configs = [given.get("config"), given.get("config_params"), getattr(args, "deepspeed_config", None)]
+    configs = [config for config in configs if config is not None]
+    if len(configs) != 1:
+        raise ConfigError(f"deepspeed.initialize was given {len(configs)} ds_configs; give one, as config")
+    optimizer, parameters = given.get("optimizer"), given.get("model_parameters")
+    if parameters is None:
+        return configs[0], optimizer
+    return _over(_groups(parameters), given["model"], optimizer, configs[0])
+
+
+def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return `model_parameters` as groups, read once: they may be generators."""
+    entries = list(parameters)
+    if not entries or not isinstance(entries[0], Mapping):
+        entries = [{"params": entries}]
+    return [
+        {**group, "params": [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])}
+        for group in entries
+    ]
+
+
+def _over(groups: list[dict[str, Any]], model: nn.Module, optimizer: Any, ds_config: Any) -> tuple[Any, Any]:
+    """Return ds_config and optimizer such that the optimizer is over these groups."""
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    listed = {id(p) for group in groups for p in group["params"]} & trainable
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if listed != {id(p) for group in optimizer.param_groups for p in group["params"]} & trainable:
+            raise ConfigError("model_parameters are not the optimizer's parameters; leave out model_parameters")
+        return ds_config, optimizer
+    plain = len(groups) == 1 and groups[0].keys() == {"params"}
+    if optimizer is not None:
+        return ds_config, lambda _: optimizer(groups[0]["params"] if plain else groups)
+    if plain and listed == trainable:
+        return ds_config, None  # nothing but what the ds_config's optimizer is over in any case
+    config = read_ds_config(ds_config)
+    # An optimizer of torch, which DeepSpeed else refuses to step in host memory.
+    return {"zero_force_ds_cpu_optimizer": False, **config}, _maker(groups, config.get("optimizer"))
+
+
+def _maker(groups: list[dict[str, Any]], section: Any) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """Return what makes the optimizer of the ds_config's section over these groups; None without a section.
+
+    It is torch's: DeepSpeed's are made inside of an engine, of which each has but a part of the groups.
+    """
+    if not section:
+        return None
+
+    def make(_: Any) -> torch.optim.Optimizer:
+        name, params = str(section.get("type")), dict(section.get("params") or {})
+        if name.lower() in ("adam", "adamw"):
+            if not params.pop("torch_adam", False):
+                params.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has another
+            params.pop("fp32_optimizer_states", None)
+            adam_w_mode = params.pop("adam_w_mode", True)
+            name = "AdamW" if name.lower() == "adamw" or adam_w_mode else "Adam"
+        cls = getattr(torch.optim, name, None)
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise UnsupportedError(
+                f"model_parameters with the ds_config's optimizer {name}: torch has no such optimizer; pass an "
+                "optimizer over these groups"
+            )
+        try:
+            return cls(groups, **params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"ds_config optimizer.params or model_parameters: {error}") from error
+
+    return make

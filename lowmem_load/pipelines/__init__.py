@@ -1,0 +1,1 @@
+"""Ways in for training pipelines: the model engine, its arguments, and `install`."""

@@ -1,0 +1,128 @@
+"""install() and uninstall(): lowmem_load for a whole script, wherever ZeRO-3 is active in it.
+
+`streaming(None)` without the block, and a look at what `deepspeed.initialize` is given: a model that comes there whole
+under ZeRO-3 was loaded in the wrong order, which neither transformers nor DeepSpeed says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import deepspeed
+from torch import nn
+
+from lowmem_load.ds.partition import is_partitioned, whole_numel
+from lowmem_load.errors import ConfigError, LoadOrderWarning
+from lowmem_load.hf import loader
+from lowmem_load.hf.active import transformers_models
+from lowmem_load.load import streaming
+from lowmem_load.settings.ds_config import read_ds_config
+from lowmem_load.targets.choice import is_shell
+
+WHOLE_SHARE = 0.5
+"""Share of a model's elements that is whole from which on it counts as not partitioned.
+
+Far above what adapters and new heads, which are made after a load and rightly whole, come to."""
+
+
+def install(*, progress: bool | None = None) -> None:
+    """From now on every `from_pretrained` loads into ZeRO-3 partitions while ZeRO-3 is active in transformers.
+
+    It is active from `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch` or
+    an `HfDeepSpeedConfig` that is kept in a variable, if that names stage 3; the load follows that ds_config. All
+    other loads are the ordinary ones. Calling it again does nothing.
+
+    A transformers model that `deepspeed.initialize` gets whole under stage 3 raises a `LoadOrderWarning` on every
+    rank; so does a load after an `HfDeepSpeedConfig` was dropped. `warnings.simplefilter("error", LoadOrderWarning)`
+    makes errors of them. What `lowmem_load.initialize(partition=...)` partitions is whole on purpose, so it does not.
+
+    Local: no rank waits for another here. Call it before the first model is loaded.
+
+    Args:
+        progress: as for `load_model`.
+
+    Raises:
+        ConfigError: called inside a `streaming` block, which would undo it on its exit.
+    """
+    if _Installed.stack is not None:
+        return
+    if loader.is_intercepted():
+        raise ConfigError("install() inside a streaming() block: call it before or after the block")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(streaming(progress=progress))
+        _Installed.interceptor = loader.interceptor()
+        ordinary = deepspeed.initialize
+        deepspeed.initialize = checked = _checked(ordinary)
+        stack.callback(_restore, ordinary, checked)
+        _Installed.stack = stack.pop_all()
+
+
+def uninstall() -> None:
+    """Undo `install`: all loads are ordinary again. Does nothing where nothing is installed.
+
+    Raises:
+        ConfigError: called inside a `streaming` block, which would put `install` back on its exit.
+    """
+    if _Installed.stack is None:
+        return
+    if loader.interceptor() is not _Installed.interceptor:
+        raise ConfigError("uninstall() inside a streaming() block: call it after the block")
+    stack, _Installed.stack = _Installed.stack, None
+    stack.close()
+
+
+class _Installed:
+    """The only mutable state of the module: it stands for names in other packages, which are per process too."""
+
+    stack: ClassVar[contextlib.ExitStack | None] = None
+    interceptor: ClassVar[object] = None
+
+
+def _restore(ordinary: Callable[..., Any], checked: Callable[..., Any]) -> None:
+    if deepspeed.initialize is checked:  # else somebody has wrapped it since; what is left there is inert
+        deepspeed.initialize = ordinary
+
+
+def _checked(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(ordinary)
+    def initialize(args: Any = None, model: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        if _Installed.stack is not None and isinstance(model, nn.Module) and not is_shell(model):
+            config = kwargs.get("config") or kwargs.get("config_params") or getattr(args, "deepspeed_config", None)
+            _check_order(model, config)
+        return ordinary(args, model, *rest, **kwargs)
+
+    return initialize
+
+
+def _check_order(model: nn.Module, ds_config: Any) -> None:
+    """Warn for each transformers model in `model` that is about to be partitioned only now."""
+    if not _is_stage_3(ds_config):
+        return
+    for found in transformers_models(model):
+        parameters = list(found.parameters())
+        whole = [parameter for parameter in parameters if not is_partitioned(parameter)]
+        numel = sum(parameter.numel() for parameter in whole)
+        if numel > WHOLE_SHARE * sum(whole_numel(parameter) for parameter in parameters):
+            mib = sum(parameter.numel() * parameter.element_size() for parameter in whole) / 2**20
+            warnings.warn(
+                f"{type(found).__name__}: every rank holds {mib:.1f} MiB of it whole, and ZeRO-3 partitions it only "
+                "now: no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("
+                "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
+                "then call from_pretrained",
+                LoadOrderWarning,
+                stacklevel=4,  # the caller of deepspeed.initialize
+            )
+
+
+def _is_stage_3(ds_config: Any) -> bool:
+    if ds_config is None:
+        return False
+    try:
+        section = read_ds_config(ds_config).get("zero_optimization")
+    except ConfigError:  # DeepSpeed is about to say what is wrong with it
+        return False
+    return isinstance(section, Mapping) and section.get("stage") == 3

@@ -1,0 +1,407 @@
+"""From an expression and a flat range to a list of copies, proved to cover the range once. Pure, no I/O.
+
+[Note: loop nests] A piece of a destination is written as a loop nest: for every combination of the loop variables
+`t`, destination element `destination_start + sum(t * destination_stride)` takes the element of the expression whose
+index along each dim is `base + sum(t * coefficient)`. Walking down the tree rewrites the index until it is that of a
+leaf. A slice scales and shifts it, a permutation reorders it, a concatenation splits the loops at the borders of its
+parts, a reshape regroups them. Nothing ever counts elements one by one, so the cost of planning depends on the number
+of pieces and not on the number of elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from lowmem_load.errors import PlanError
+from lowmem_load.planning.expression import (
+    Cast,
+    Concat,
+    Elementwise,
+    Expression,
+    Leaf,
+    Permute,
+    Reshape,
+    Slice,
+    Source,
+    computed_below,
+    leaves,
+    numel,
+)
+from lowmem_load.planning.proof import prove_coverage
+
+MAX_COPIES = 1 << 20
+"""Copies of one target on one rank. Far above any known conversion; beyond it a plan costs more than the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements `[start, end)` of a row-major tensor."""
+
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the range."""
+        return self.end - self.start
+
+
+def partition_range(numel: int, rank: int, world_size: int) -> FlatRange:
+    """Return the flat range of a parameter of `numel` elements that `rank` of `world_size` owns, without padding.
+
+    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py`, `_padding_size` and `_partition_param`.
+    """
+    partition_numel = -(-numel // world_size)
+    return FlatRange(min(rank * partition_numel, numel), min((rank + 1) * partition_numel, numel))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One move of elements from a leaf into a destination.
+
+    For every combination of `t` below `sizes`, destination element `destination_start + sum(t * destination_strides)`
+    takes leaf element `leaf_start + sum(t * leaf_strides)`, cast through `casts` in order. All counts are in elements.
+    """
+
+    leaf: Leaf
+    leaf_start: int
+    destination_start: int
+    sizes: tuple[int, ...]
+    leaf_strides: tuple[int, ...]
+    destination_strides: tuple[int, ...]
+    casts: tuple[torch.dtype, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements moved."""
+        return math.prod(self.sizes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of shard files that the copy is made of; an element that it repeats counts once.
+
+        Of an `Elementwise` leaf that is taken with gaps, the gaps count too. A `Computed` counts with its plan.
+        """
+        if isinstance(self.leaf, Source):
+            loops = zip(self.sizes, self.leaf_strides, strict=True)
+            return math.prod(size for size, stride in loops if stride) * self.leaf.dtype.itemsize
+        if isinstance(self.leaf, Elementwise):
+            reach = sum((size - 1) * stride for size, stride in zip(self.sizes, self.leaf_strides, strict=True))
+            span = FlatRange(self.leaf_start, self.leaf_start + reach + 1)
+            return sum(copy.needed_bytes for part in self.leaf.parts for copy in plan_copies(part, span))
+        return 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether both sides are one run."""
+        return len(self.sizes) == 1 and self.leaf_strides == (1,) and self.destination_strides == (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlan:
+    """How one destination is filled.
+
+    Attributes:
+        name: the target parameter.
+        flat_range: elements of the target that the destination holds.
+        copies: what to move; covers the range exactly once.
+    """
+
+    name: str
+    flat_range: FlatRange
+    copies: tuple[Copy, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of shard files that the destination is made of: for a `Computed`, all that it is computed from."""
+        computed = {id(node): node for copy in self.copies for node in computed_below(copy.leaf)}
+        sources = {id(leaf): leaf for node in computed.values() for leaf in leaves(node) if isinstance(leaf, Source)}
+        whole = sum(numel(leaf) * leaf.dtype.itemsize for leaf in sources.values())
+        return whole + sum(copy.needed_bytes for copy in self.copies)
+
+
+def plan_target(name: str, expression: Expression, flat_range: FlatRange) -> TargetPlan:
+    """Plan the destination that holds `flat_range` of `expression`, and prove that every element is covered once.
+
+    Raises:
+        PlanError: the range leaves the target, needs more than `MAX_COPIES` copies, or is not covered exactly once.
+    """
+    if not 0 <= flat_range.start <= flat_range.end <= numel(expression):
+        raise PlanError(f"{name}: elements [{flat_range.start}, {flat_range.end}) of {numel(expression)}")
+    copies = []
+    for copy in plan_copies(expression, flat_range):
+        copies.append(copy)
+        if len(copies) > MAX_COPIES:
+            raise PlanError(f"{name}: more than {MAX_COPIES} copies are needed for {flat_range.numel} elements")
+    prove_coverage(name, copies, flat_range.numel)
+    return TargetPlan(name, flat_range, tuple(copies))
+
+
+def plan_digest(lines: Iterable[str]) -> str:
+    """Return a short digest of text lines; equal on ranks that planned the same model from the same files."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+# -- loop nests ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Index along one dim: `base + sum(t[i] * coefficients[i])`, all terms >= 0."""
+
+    base: int
+    coefficients: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Nest:
+    """A loop nest over the current expression. See [Note: loop nests]."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    index: tuple[_Index, ...]
+    casts: tuple[torch.dtype, ...]
+
+    def span(self, index: _Index) -> int:
+        """Largest value of `index` minus its base."""
+        return sum(c * (size - 1) for c, size in zip(index.coefficients, self.sizes, strict=True))
+
+    def split(self, loop: int, at: Sequence[int]) -> Iterator[_Nest]:
+        """Yield the nests of `loop` cut at the given iterations; empty pieces are left out."""
+        cuts = [0, *at, self.sizes[loop]]
+        for first, last in pairwise(cuts):
+            if last > first:
+                yield self._window(loop, first, last - first)
+
+    def _window(self, loop: int, first: int, size: int) -> _Nest:
+        index = tuple(_Index(i.base + first * i.coefficients[loop], i.coefficients) for i in self.index)
+        start = self.start + first * self.strides[loop]
+        return replace(self, sizes=_set(self.sizes, loop, size), start=start, index=index)
+
+    def tile(self, loop: int, inner: int) -> _Nest:
+        """Return the same nest with `loop` (a multiple of `inner` iterations) as an outer and an inner loop."""
+        return replace(
+            self,
+            sizes=(*_set(self.sizes, loop, self.sizes[loop] // inner), inner),
+            strides=(*_set(self.strides, loop, self.strides[loop] * inner), self.strides[loop]),
+            index=tuple(
+                _Index(i.base, (*_set(i.coefficients, loop, i.coefficients[loop] * inner), i.coefficients[loop]))
+                for i in self.index
+            ),
+        )
+
+
+def _set(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+    return (*values[:position], value, *values[position + 1 :])
+
+
+def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the boxes, in order, whose elements are `[start, end)` of a row-major tensor; per dim [first, last)."""
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield ((start, end),) if shape else ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if first > last:  # inside one row
+        for box in _boxes(shape[1:], start - last * row, end - last * row):
+            yield ((last, last + 1), *box)
+        return
+    if start < first * row:
+        for box in _boxes(shape[1:], start - (first - 1) * row, row):
+            yield ((first - 1, first), *box)
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    if last * row < end:
+        for box in _boxes(shape[1:], 0, end - last * row):
+            yield ((last, last + 1), *box)
+
+
+def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
+    """Yield the copies that fill a destination with `flat_range` of `expression`; `plan_target` proves them."""
+    casts: tuple[torch.dtype, ...] = ()
+    while isinstance(expression, Reshape | Cast):  # neither changes the flat order
+        if isinstance(expression, Cast):
+            casts = (expression.dtype, *casts)
+        expression = expression.part
+    if flat_range.numel == 0:
+        return
+    if isinstance(expression, Leaf):
+        yield Copy(expression, flat_range.start, 0, (flat_range.numel,), (1,), (1,), casts)
+        return
+    start = 0
+    for box in _boxes(expression.shape, flat_range.start, flat_range.end):
+        sizes = tuple(last - first for first, last in box)
+        index = tuple(_Index(first, _set((0,) * len(box), dim, 1)) for dim, (first, _) in enumerate(box))
+        yield from _walk(expression, _Nest(sizes, _row_major_strides(sizes), start, index, casts))
+        start += math.prod(sizes)
+
+
+def _walk(node: Expression, nest: _Nest) -> Iterator[Copy]:
+    if isinstance(node, Leaf):
+        yield _copy_of_leaf(node, nest)
+    elif isinstance(node, Cast):
+        yield from _walk(node.part, replace(nest, casts=(node.dtype, *nest.casts)))
+    elif isinstance(node, Slice):
+        index = tuple(
+            _Index(start + step * i.base, tuple(step * c for c in i.coefficients))
+            for i, start, step in zip(nest.index, node.starts, node.steps, strict=True)
+        )
+        yield from _walk(node.part, replace(nest, index=index))
+    elif isinstance(node, Permute):
+        order = sorted(range(len(node.dims)), key=lambda dim: node.dims[dim])
+        yield from _walk(node.part, replace(nest, index=tuple(nest.index[dim] for dim in order)))
+    elif isinstance(node, Concat):
+        yield from _walk_concat(node, nest)
+    else:
+        for piece in _regroup(nest, node.shape, node.part.shape):
+            yield from _walk(node.part, piece)
+
+
+def _copy_of_leaf(leaf: Leaf, nest: _Nest) -> Copy:
+    strides = _row_major_strides(leaf.shape)
+    leaf_start = sum(i.base * stride for i, stride in zip(nest.index, strides, strict=True))
+    loops = [
+        (
+            size,
+            sum(i.coefficients[loop] * stride for i, stride in zip(nest.index, strides, strict=True)),
+            nest.strides[loop],
+        )
+        for loop, size in enumerate(nest.sizes)
+        if size > 1
+    ]
+    merged: list[tuple[int, int, int]] = []
+    for size, leaf_stride, stride in sorted(loops, key=lambda loop: loop[2], reverse=True):
+        if merged and merged[-1][1] == size * leaf_stride and merged[-1][2] == size * stride:
+            merged[-1] = (merged[-1][0] * size, leaf_stride, stride)
+        else:
+            merged.append((size, leaf_stride, stride))
+    sizes, leaf_strides, strides_out = zip(*merged, strict=True) if merged else ((1,), (1,), (1,))
+    return Copy(leaf, leaf_start, nest.start, sizes, leaf_strides, strides_out, nest.casts)
+
+
+def _walk_concat(node: Concat, nest: _Nest) -> Iterator[Copy]:
+    """Send each piece of the nest to the part that holds it, cutting the widest loop at the borders."""
+    index = nest.index[node.dim]
+    part = next(number for number, end in _ends_after(node, index.base))
+    first, end = node.ends[part] - node.parts[part].shape[node.dim], node.ends[part]
+    if index.base + nest.span(index) < end:
+        moved = _Index(index.base - first, index.coefficients)
+        yield from _walk(
+            node.parts[part], replace(nest, index=(*nest.index[: node.dim], moved, *nest.index[node.dim + 1 :]))
+        )
+        return
+    for piece in _cut(nest, index, end):
+        yield from _walk_concat(node, piece)
+
+
+def _ends_after(node: Concat, position: int) -> Iterator[tuple[int, int]]:
+    for number, end in enumerate(node.ends):
+        if end > position:
+            yield number, end
+
+
+def _cut(nest: _Nest, index: _Index, border: int) -> Iterator[_Nest]:
+    """Yield pieces of `nest` such that all but the last lie on one side of `index < border`, or are thinner."""
+    loop = max((c, i) for i, c in enumerate(index.coefficients) if nest.sizes[i] > 1)[1]
+    step = index.coefficients[loop]
+    rest = nest.span(index) - step * (nest.sizes[loop] - 1)
+    below = max(0, (border - 1 - rest - index.base) // step + 1)
+    reach = min(nest.sizes[loop], -(-(border - index.base) // step))
+    yield from nest.split(loop, range(min(below, reach), reach + 1) if below < reach else [reach])
+
+
+def _regroup(nest: _Nest, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Nest]:
+    """Yield nests over `part_shape` that together are `nest` over `shape`; both have the same elements in order."""
+    pending = [nest]
+    while pending:
+        current = pending.pop()
+        index: list[_Index] = []
+        for dims, part_dims in _groups(shape, part_shape):
+            linear = _linear([current.index[dim] for dim in dims], [shape[dim] for dim in dims], current)
+            outcome = _delinearize(current, linear, [part_shape[dim] for dim in part_dims])
+            if not isinstance(outcome, tuple):
+                pending.extend(reversed(list(outcome)))
+                break
+            index.extend(outcome)
+        else:
+            yield replace(current, index=tuple(index))
+
+
+def _groups(shape: tuple[int, ...], part_shape: tuple[int, ...]) -> list[tuple[range, range]]:
+    """Return the smallest runs of dims of both shapes that hold the same number of elements."""
+    groups, i, j = [], 0, 0
+    while i < len(shape) or j < len(part_shape):
+        first_i, first_j, left, right = i, j, 1, 1
+        if i < len(shape):
+            left, i = shape[i], i + 1
+        if j < len(part_shape):
+            right, j = part_shape[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * shape[i], i + 1
+            else:
+                right, j = right * part_shape[j], j + 1
+        groups.append((range(first_i, i), range(first_j, j)))
+    return groups
+
+
+def _linear(index: list[_Index], shape: list[int], nest: _Nest) -> _Index:
+    strides = _row_major_strides(shape)
+    return _Index(
+        sum(i.base * stride for i, stride in zip(index, strides, strict=True)),
+        tuple(
+            sum(i.coefficients[loop] * stride for i, stride in zip(index, strides, strict=True))
+            for loop in range(len(nest.sizes))
+        ),
+    )
+
+
+def _delinearize(nest: _Nest, linear: _Index, shape: list[int]) -> tuple[_Index, ...] | Iterator[_Nest]:
+    """Return the index along each dim of `shape`, or finer nests to try instead when a loop wraps around a dim."""
+    index: list[_Index] = []
+    for dim in range(len(shape)):
+        inner = math.prod(shape[dim + 1 :])
+        carries = [c // inner if c % inner == 0 else 0 for c in linear.coefficients]
+        remainder = _Index(linear.base % inner, tuple(0 if c % inner == 0 else c for c in linear.coefficients))
+        if remainder.base + nest.span(remainder) >= inner:
+            return _unwrap(nest, remainder, inner)
+        index.append(_Index(linear.base // inner, tuple(carries)))
+        linear = remainder
+    return tuple(index)
+
+
+def _unwrap(nest: _Nest, remainder: _Index, inner: int) -> Iterator[_Nest]:
+    """Cut the widest loop of `remainder`, which runs over the end of a row of `inner` elements."""
+    loop = max((c, i) for i, c in enumerate(remainder.coefficients) if nest.sizes[i] > 1)[1]
+    step, size = remainder.coefficients[loop], nest.sizes[loop]
+    rest = nest.span(remainder) - step * (size - 1)
+    per_row = inner // step
+    if inner % step == 0 and remainder.base % step + rest < step:
+        head = -(-(inner - remainder.base) // step) % per_row
+        whole = (size - head) // per_row * per_row if size > head else 0
+        if whole > per_row or (whole == per_row and head + whole < size) or 0 < head < size:
+            for piece in nest.split(loop, [cut for cut in (head, head + whole) if 0 < cut < size]):
+                tiles = piece.sizes[loop] > per_row
+                yield piece.tile(loop, per_row) if tiles else piece
+            return
+    yield from nest.split(loop, range(1, size))

@@ -1,0 +1,1 @@
+"""The process group, and agreement among its ranks."""

@@ -1,0 +1,390 @@
+"""The process group: `DistributedInterface` alone makes, adopts and destroys it.
+
+Everything else in the package asks here, and so should callers: two owners of the initialization are two calls of
+`init_process_group`, the second of which fails, or two groups of different sizes, of which ZeRO-3 takes the wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.ranks.group import RankGroup, require_live
+
+if TYPE_CHECKING:
+    # torch.distributed has it too, but does not export it to type checkers.
+    from torch._C._distributed_c10d import Store
+
+# What torchrun, deepspeed and accelerate launch set, and what torch's env:// and DeepSpeed read.
+_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# Launchers that start several processes and set none of the above. Taking such a process for a lone one would make
+# every rank load the whole model, silently. SLURM_NTASKS is not among them: it is set in shells of salloc too.
+_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# Nobody listens there: a lone process needs no rendezvous, but DeepSpeed reads both names. 29500 is torch's default.
+_ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+# Minutes. torch's own default for gloo. DeepSpeed's and NCCL's 10 are too few: after reading, fast ranks wait in
+# `agree` for the slowest one, and that one may sit behind a slow file system.
+_DEFAULT_TIMEOUT_MIN = 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What was done here for one group. It says nothing once that group is no longer the live one."""
+
+    group: weakref.ref[dist.ProcessGroup]
+    made: bool  # False: adopted, somebody else's to destroy
+    timeout: timedelta | None  # the one set here; None for an adopted group
+    env_set: dict[str, str]  # variables set here, to be removed with the group
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Where the ranks of a launcher meet.
+
+    [Note: the store outlives the group] A group made after `destroy` must not meet through a store of its own: the
+    first rank to come back would reach rank 0's old store just before it goes, or, under torchrun, whose agent keeps
+    one store for all, read the addresses of the old group. Either way all ranks hang. So the store is kept, and each
+    group has its own prefix in it; torch lets others in this process open a store on the same port.
+    """
+
+    address: tuple[str, ...]  # values of _LAUNCHER_NAMES it belongs to
+    store: Store
+    num_groups: int = 0
+
+
+class DistributedInterface(RankGroup):
+    """A handle on the default process group, which is made or adopted when the first handle is.
+
+    The truth is torch.distributed's own: a handle holds nothing, so that any number of them agree, and all are stale
+    together when the group is destroyed.
+
+    A live group (of torch, accelerate or DeepSpeed) is adopted. Else, under torchrun, deepspeed or accelerate launch,
+    one is made through env://. Else this is a lone process: a group of size 1 that needs no port, and the variables
+    that DeepSpeed insists on are set until `destroy`. DeepSpeed's comm is live afterwards in all cases, so
+    `deepspeed.zero.Init` and `deepspeed.initialize` initialize nothing. Not thread-safe.
+
+    Collective:
+        Making a group is. Adopting one of several ranks is where LOCAL_RANK is unset (on all ranks or none): host
+        names are gathered to derive it.
+
+    Args:
+        backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "fake" is torch's fake
+            backend: any rank of any world size in one process, without communication.
+        timeout: Of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
+            timeout of an adopted group is read from torch's backend object; where that has none (fake), it is not
+            compared.
+        world_size: Number of ranks. Default: the launcher's.
+        rank: Of this process. Default: the launcher's.
+
+    Raises:
+        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing.
+    """
+
+    __slots__ = ()
+
+    # The only mutable state of the module, per process as the group itself: which variables to remove, and whether
+    # the group is ours to destroy, is known to nobody else.
+    _record: ClassVar[_Record | None] = None
+    _meeting: ClassVar[_Meeting | None] = None
+
+    def __init__(
+        self,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(None)
+        self._forget_if_gone()
+        if dist.is_initialized():
+            self._check_agrees(backend=backend, timeout=timeout, world_size=world_size, rank=rank)
+            if DistributedInterface._record is None:
+                self._adopt()
+        else:
+            backend = backend or str(_accelerator().communication_backend_name())
+            self._make(backend, timeout or _default_timeout(), world_size, rank)
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this machine; chooses the device, never the data."""
+        require_live()
+        return _int_from_env("LOCAL_RANK")
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator's device of this rank; plain `cpu` on CPU."""
+        name = _accelerator().device_name()
+        return torch.device("cpu") if name == "cpu" else torch.device(name, self.local_rank)
+
+    @property
+    def backend(self) -> str:
+        """Backend that serves this rank's device, e.g. `nccl` where the group is `cpu:gloo,cuda:nccl`."""
+        require_live()
+        return _backends_by_device().get(_accelerator().device_name(), dist.get_backend())
+
+    def barrier(self) -> None:
+        """Waits for all ranks. Collective."""
+        # NCCL guesses a device from the rank, unless told: wrong where ranks do not fill machines in order.
+        dist.barrier(device_ids=[self.local_rank] if self.backend == "nccl" else None)
+
+    def subgroup(self, group: dist.ProcessGroup | None) -> RankGroup:
+        """Returns the ranks of a group that the caller made; all ranks for None.
+
+        Raises:
+            ConfigError: this rank is not in it.
+        """
+        if group is None:
+            return self
+        if dist.get_rank(group) < 0:
+            raise ConfigError(
+                f"data_parallel_group: rank {self.rank} is not in it; call this on the ranks of the group only"
+            )
+        return RankGroup(group)
+
+    def destroy(self, *, force: bool = False) -> None:
+        """Tears down torch's group and DeepSpeed's comm, so that the next `DistributedInterface()` starts afresh.
+
+        Does nothing where no group is live or, unless `force`, where it was adopted. Variables set here are removed.
+        """
+        self._forget_if_gone()
+        record = DistributedInterface._record
+        if dist.is_initialized() and (force or (record is not None and record.made)):
+            dist.destroy_process_group()
+            self._forget_if_gone()
+
+    @staticmethod
+    def _forget_if_gone() -> None:
+        """Drops the record of a group that was destroyed, or replaced, perhaps behind our back."""
+        record = DistributedInterface._record
+        if record is not None and not (dist.is_initialized() and record.group() is dist.group.WORLD):
+            DistributedInterface._record = None
+            _undo(record.env_set)
+
+    @staticmethod
+    def _remember(*, made: bool, timeout: timedelta | None, env_set: dict[str, str]) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        # Weak: a strong reference would keep sockets and device memory of a group that its owner destroyed.
+        DistributedInterface._record = _Record(weakref.ref(group), made, timeout, env_set)
+
+    def _check_agrees(
+        self, *, backend: str | None, timeout: timedelta | None, world_size: int | None, rank: int | None
+    ) -> None:
+        """Raises one ConfigError that names every argument the live group contradicts."""
+        spellings = (self.backend, dist.get_backend(), dist.get_backend_config())
+        record = DistributedInterface._record
+        live_timeout = _live_timeout() or (record.timeout if record else None)
+        compared = (
+            ("backend", backend, backend if backend in spellings else self.backend),
+            ("timeout", timeout, live_timeout or timeout),
+            ("world_size", world_size, self.world_size),
+            ("rank", rank, self.rank),
+        )
+        wrong = [
+            f"{name}: asked for {asked}, live group has {live}"
+            for name, asked, live in compared
+            if asked not in (None, live)
+        ]
+        if wrong:
+            raise ConfigError(
+                "DistributedInterface: the live process group contradicts the arguments: "
+                + "; ".join(wrong)
+                + ". Drop these arguments, or destroy that group first."
+            )
+
+    def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
+        """Makes the default group and DeepSpeed's comm on it; leaves nothing behind if that fails."""
+        launched = any(os.environ.get(name) for name in _LAUNCHER_NAMES)
+        alone = not launched and (world_size in (None, 1) or backend == "fake")
+        env_set = _set_env(_alone_env(world_size, rank) if alone else _launched_env(world_size, rank))
+        try:
+            # Before NCCL starts, which would else put all ranks of a machine on its first device.
+            _accelerator().set_device(_int_from_env("LOCAL_RANK"))
+            # A lone process, and a fake one, has nobody to meet: the store lives in this process.
+            lone = alone or backend == "fake"
+            store = dist.HashStore() if lone else self._meet(timeout)  # type: ignore[attr-defined]
+            _init_process_group(backend, timeout, store)
+            _bring_up_deepspeed(backend, timeout)
+        except BaseException:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _undo(env_set)
+            raise
+        self._remember(made=True, timeout=timeout, env_set=env_set)
+
+    @staticmethod
+    def _meet(timeout: timedelta) -> Store:
+        """The launcher's store, under a prefix of the group to be made. [Note: the store outlives the group]."""
+        address = tuple(os.environ[name] for name in _LAUNCHER_NAMES)
+        meeting = DistributedInterface._meeting
+        if meeting is None or meeting.address != address:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+            meeting = DistributedInterface._meeting = _Meeting(address, store)
+        meeting.store.set_timeout(timeout)
+        meeting.num_groups += 1
+        prefix = f"lowmem_load/{meeting.num_groups}"
+        return dist.PrefixStore(prefix, meeting.store)  # type: ignore[attr-defined]
+
+    def _adopt(self) -> None:
+        """Takes over a group that somebody else made, and brings up on it what they may have left out."""
+        local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
+        env_set = _set_env({"LOCAL_RANK": local_rank})
+        self._remember(made=False, timeout=None, env_set=env_set)
+        _accelerator().set_device(self.local_rank)
+        _bring_up_deepspeed(dist.get_backend(), _live_timeout() or _default_timeout())
+
+    def _derive_local_rank(self) -> int:
+        """Number of lower ranks on this machine. Collective."""
+        if self.world_size == 1 or self.is_fake:
+            return 0
+        host = socket.gethostname()
+        hosts: list[Any] = [None] * self.world_size
+        # A group without a CPU backend would gather through a device, and which one is what is being asked.
+        group = None if "cpu" in _backends_by_device() else dist.new_group(backend="gloo")
+        dist.all_gather_object(hosts, host, group=group)
+        if group is not None:
+            dist.destroy_process_group(group)
+        return hosts[: self.rank].count(host)
+
+
+def _alone_env(world_size: int | None, rank: int | None) -> dict[str, str]:
+    """The variables a launcher would have set for a lone process (or one of the fake backend)."""
+    size, rank = world_size or 1, rank or 0
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {size}")
+    foreign = [name for name in _FOREIGN_SIZES if os.environ.get(name, "1") != "1"]
+    if world_size is None and foreign:
+        raise ConfigError(
+            f"{foreign[0]} is {os.environ[foreign[0]]}, so this is one of several processes, but none of "
+            f"{', '.join(_LAUNCHER_NAMES)} is set. Set them from that launcher's variables, use torchrun, or pass "
+            "world_size=1 to run alone."
+        )
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", **_ALONE_ADDRESS}
+
+
+def _launched_env(world_size: int | None, rank: int | None) -> dict[str, str]:
+    """RANK and WORLD_SIZE as given by arguments, where the launcher set neither; everything else must be there."""
+    asked = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
+    found = {name: os.environ[name] for name in _LAUNCHER_NAMES if os.environ.get(name)}
+    wrong = [f"{n.lower()}: asked for {v}, launcher set {found[n]}" for n, v in asked.items() if found.get(n, v) != v]
+    if wrong:
+        raise ConfigError("DistributedInterface: the launcher contradicts the arguments: " + "; ".join(wrong))
+    missing = [name for name in _LAUNCHER_NAMES if name not in found and name not in asked]
+    if missing:
+        raise ConfigError(
+            f"environment: {', '.join(missing)} missing, while "
+            f"{', '.join(sorted(found)) or 'arguments'} ask for a launched process group. Start with torchrun, "
+            "deepspeed or accelerate launch (whose --cpu starts one process only), or unset all to run as a single "
+            "process."
+        )
+    return asked
+
+
+def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
+    if backend == "fake":
+        # Registers the backend with torch.
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    world_size = _int_from_env("WORLD_SIZE")
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=_int_from_env("RANK"),
+        world_size=world_size,
+        timeout=timeout,
+        device_id=_device_to_bind(world_size),
+    )
+
+
+def _device_to_bind(world_size: int) -> torch.device | None:
+    """The device to tell NCCL at once, so that no barrier has to guess it; None where that is no use or hangs.
+
+    Source: deepspeed 0.19.8 comm/torch.py:264, whose rule this is (pytorch issue 153960; deepspeed issue 8248).
+    """
+    hangs = torch.__version__ > "2.6.0" and torch.__version__ < "2.7.1"
+    if _accelerator().device_name() != "cuda" or world_size == 1 or hangs:
+        return None
+    return torch.device("cuda", _int_from_env("LOCAL_RANK"))
+
+
+def _bring_up_deepspeed(backend: str, timeout: timedelta) -> None:
+    """Makes DeepSpeed's comm live on torch's live group.
+
+    Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group if there is one, without another init.
+    """
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        # MPI discovery would overwrite the launcher variables, and needs mpi4py.
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def _undo(env_set: dict[str, str]) -> None:
+    """Removes what was set for a group that is gone, and what DeepSpeed keeps about it."""
+    from lowmem_load.ds.partition import reset_comm
+
+    for name, value in env_set.items():
+        # Whoever changed it since owns it.
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    # If a successor is live already, DeepSpeed's state may be the successor's.
+    if not dist.is_initialized():
+        reset_comm()
+
+
+def _live_timeout() -> timedelta | None:
+    """Timeout of the live group as torch keeps it; None if its backend keeps none.
+
+    Source: torch 2.13 ProcessGroup._get_backend, Backend.options._timeout. The fake backend has no options.
+    """
+    group = dist.group.WORLD
+    device = _accelerator().device_name()
+    if group is not None and device in _backends_by_device():
+        options = getattr(group._get_backend(torch.device(device)), "options", None)  # noqa: SLF001
+        timeout = getattr(options, "_timeout", None)
+        return timeout if isinstance(timeout, timedelta) else None
+    return None
+
+
+def _backends_by_device() -> dict[str, str]:
+    """Device type to backend of the live group: torch spells it `cpu:gloo,cuda:nccl`."""
+    pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def _default_timeout() -> timedelta:
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    return timedelta(minutes=_int_from_env("DEEPSPEED_TIMEOUT") if minutes else _DEFAULT_TIMEOUT_MIN)
+
+
+def _set_env(wanted: dict[str, str]) -> dict[str, str]:
+    """Sets those variables that are unset or empty; returns the ones it set."""
+    added = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    os.environ.update(added)
+    return added
+
+
+def _int_from_env(name: str) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: the environment has {text!r}, expected an integer") from error
+
+
+def _accelerator() -> Any:
+    # Imported late: DeepSpeed takes seconds, and decides on the accelerator when it is imported.
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

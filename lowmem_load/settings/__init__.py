@@ -1,0 +1,1 @@
+"""What a ds_config asks for: read once, resolved once, passed down."""
