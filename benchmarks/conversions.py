@@ -31,7 +31,7 @@ from benchmarks.measure import MemorySampler
 from benchmarks.table import aligned
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.copies import partition_range, plan_target
+from lowmem_load.planning.ranges import partition_range, plan_target
 from lowmem_load.read.executor import Reader
 
 MIB = 2**20

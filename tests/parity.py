@@ -11,7 +11,7 @@ from torch import nn
 
 from lowmem_load import load_model, load_report
 from lowmem_load.ds.partition import partition_of
-from lowmem_load.planning.copies import partition_range
+from lowmem_load.planning.ranges import partition_range
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 FP32 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
-from lowmem_load.planning.copies import FlatRange, partition_range
+from lowmem_load.planning.ranges import FlatRange, partition_range
 
 SUPPORTED = "deepspeed >=0.19.8,<0.20"
 
@@ -158,6 +158,18 @@ class Partitioner:
         device: torch.device = self._init.local_device
         return device
 
+    @property
+    def rank(self) -> int:
+        """Rank in the partition group."""
+        rank: int = self._init.rank
+        return rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks among which parameters are cut up."""
+        size: int = self._init.dp_world_size
+        return size
+
     def reserve_ids(self, module: nn.Module) -> dict[int, int]:
         """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them.
 
@@ -249,11 +261,6 @@ class Partitioner:
             self._init.param_swapper.swap_out_and_release(self._swapped)
             self._swapped.clear()
 
-    def fp32_buffers(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
-        pattern = keep_in_fp32_pattern(module, self._init.keep_in_fp32_modules, self.dtype)
-        return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
-
     def _swap_buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
         swapper = self._init.param_swapper
         if numel > swapper.elements_per_buffer:
@@ -275,8 +282,20 @@ class Partitioner:
         return _described(partition, numel, None)
 
 
-def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> tuple[int, int]:
-    """Return how many parameters, and elements of them, an engine will keep whole on every rank between steps.
+def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
+
+    Args:
+        module: whose class may name some.
+        setting: data_types.keep_in_fp32_modules of the ds_config; None where it is absent.
+        dtype: in which DeepSpeed runs.
+    """
+    pattern = keep_in_fp32_pattern(module, setting, dtype)
+    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
+
+
+def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
+    """Return the parameters, by name, that an engine will keep whole on every rank between steps, with their elements.
 
     Source: deepspeed 0.19.8 `parameter_offload.py`, `mark_persistent_parameters`.
 
@@ -285,11 +304,15 @@ def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> tuple[int, in
         module: those of its parameters count that are ZeRO-3 parameters.
     """
     config = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
-    count = elements = 0
-    for size in [parameter.ds_numel for parameter in module.parameters() if is_zero_param(parameter)]:
-        if size <= config.param_persistence_threshold and elements + size <= config.model_persistence_threshold:
-            count, elements = count + 1, elements + size
-    return count, elements
+    kept: dict[str, int] = {}
+    elements = 0
+    for name, parameter in module.named_parameters():
+        size = parameter.ds_numel if is_zero_param(parameter) else None
+        if size is None or size > config.param_persistence_threshold:
+            continue
+        if elements + size <= config.model_persistence_threshold:
+            kept[name], elements = size, elements + size
+    return kept
 
 
 class _Mpu:

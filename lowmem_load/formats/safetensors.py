@@ -1,4 +1,4 @@
-"""Safetensors headers: untrusted bytes in, validated tensor descriptions out. Pure, no I/O.
+"""Safetensors files: untrusted headers in, validated tensor descriptions out.
 
 Layout of a file (safetensors 0.8.0, `safetensors/src/tensor.rs`): 8 bytes little-endian header length, the header as
 a JSON object, then the data. The data offsets of the tensors must tile the data exactly: no hole, no overlap.
@@ -6,6 +6,7 @@ a JSON object, then the data. The data offsets of the tensors must tile the data
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import HeaderError, TruncatedFileError
+from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.planning.expression import Source
+from lowmem_load.read.source import ByteSource, read_bytes
 
 PREFIX_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
@@ -184,3 +188,31 @@ def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_name
         )
     if file_nbytes > end:
         raise HeaderError(f"{file_name}: {file_nbytes - end} bytes follow the last tensor; the file is corrupt")
+
+
+class Safetensors:
+    """The format of `.safetensors` files."""
+
+    def describe(self, source: ByteSource) -> CheckpointFile:
+        """See `CheckpointFormat`.
+
+        Raises:
+            HeaderError: the header is malformed.
+            TruncatedFileError: the file is shorter than its header promises.
+        """
+        path = source.path
+        prefix = read_bytes(source, 0, PREFIX_NBYTES)
+        raw = read_bytes(source, PREFIX_NBYTES, header_nbytes(prefix, path, source.nbytes))
+        header = parse_header(raw, path, source.nbytes)
+
+        def expression(name: str) -> Source:
+            entry = header.tensors[name]
+            return Source(path, name, entry.start, entry.shape, entry.dtype)
+
+        digest = hashlib.sha256(raw).hexdigest()[:16]
+        return CheckpointFile(path, source.nbytes, digest, tuple(header.tensors), header.metadata, expression)
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Return the name that safetensors has for a dtype of torch, such as "BF16"."""
+    return next(code for code, known in DTYPES.items() if known == dtype)

@@ -81,7 +81,7 @@ class PartialEngine(nn.Module):
         inside = chosen_parameters(chosen)
         make = None if split is None else _half_maker(split)
         part = PartitionedPart(model, chosen, ds_config, make)
-        mark(chosen)
+        mark(chosen.values())
         self._part, self._split = part, split
         self.lr_scheduler: Any = None
         self._outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}

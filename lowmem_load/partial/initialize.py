@@ -11,13 +11,14 @@ from torch import nn
 from lowmem_load.ds.engine import scheduler_class
 from lowmem_load.ds.partition import group_size_of, is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine
 from lowmem_load.partial.replicated import Average, Split, Unused, check_options, options_of
-from lowmem_load.planning.copies import plan_digest
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.ds_config import comparable, hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from lowmem_load.settings.precision import AUTO, precision_of
-from lowmem_load.targets.choice import Partition, check_ties, choose, chosen_parameters, partitioned_modules
+from lowmem_load.settings.settings import Partition
+from lowmem_load.targets.choice import check_ties, choose, chosen_parameters, partitioned_modules
 
 
 def initialize(
@@ -129,7 +130,7 @@ def _digest(
         "ds_config": [comparable(config)],
         "average and unused": [options],
     }
-    return ", ".join(f"{topic} {plan_digest(map(str, lines))[:6]}" for topic, lines in topics.items())
+    return ", ".join(f"{topic} {fingerprint(map(str, lines))[:6]}" for topic, lines in topics.items())
 
 
 def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> Split | None:

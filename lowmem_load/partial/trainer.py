@@ -17,7 +17,8 @@ from lowmem_load.partial.initialize import initialize
 from lowmem_load.partial.replicated import Average, Unused
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.ds_config import read_ds_config
-from lowmem_load.targets.choice import Partition, chosen_parameters, is_shell, partitioned_modules
+from lowmem_load.settings.settings import Partition
+from lowmem_load.targets.choice import chosen_parameters, is_shell, partitioned_modules
 
 _ORDER = (
     "args",

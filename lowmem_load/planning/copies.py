@@ -1,4 +1,4 @@
-"""From an expression and a flat range to a list of copies, proved to cover the range once. Pure, no I/O.
+"""From an expression and a flat range to a list of copies. Pure, no I/O.
 
 [Note: loop nests] A piece of a destination is written as a loop nest: for every combination of the loop variables
 `t`, destination element `destination_start + sum(t * destination_stride)` takes the element of the expression whose
@@ -10,55 +10,23 @@ of pieces and not on the number of elements.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from lowmem_load.errors import PlanError
 from lowmem_load.planning.expression import (
     Cast,
     Concat,
-    Elementwise,
     Expression,
     Leaf,
     Permute,
     Reshape,
     Slice,
-    Source,
-    computed_below,
-    leaves,
-    numel,
 )
-from lowmem_load.planning.proof import prove_coverage
-
-MAX_COPIES = 1 << 20
-"""Copies of one target on one rank. Far above any known conversion; beyond it a plan costs more than the data."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatRange:
-    """Elements `[start, end)` of a row-major tensor."""
-
-    start: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        """Elements in the range."""
-        return self.end - self.start
-
-
-def partition_range(numel: int, rank: int, world_size: int) -> FlatRange:
-    """Return the flat range of a parameter of `numel` elements that `rank` of `world_size` owns, without padding.
-
-    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py`, `_padding_size` and `_partition_param`.
-    """
-    partition_numel = -(-numel // world_size)
-    return FlatRange(min(rank * partition_numel, numel), min((rank + 1) * partition_numel, numel))
+from lowmem_load.planning.ranges import FlatRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,72 +51,9 @@ class Copy:
         return math.prod(self.sizes)
 
     @property
-    def needed_bytes(self) -> int:
-        """Bytes of shard files that the copy is made of; an element that it repeats counts once.
-
-        Of an `Elementwise` leaf that is taken with gaps, the gaps count too. A `Computed` counts with its plan.
-        """
-        if isinstance(self.leaf, Source):
-            loops = zip(self.sizes, self.leaf_strides, strict=True)
-            return math.prod(size for size, stride in loops if stride) * self.leaf.dtype.itemsize
-        if isinstance(self.leaf, Elementwise):
-            reach = sum((size - 1) * stride for size, stride in zip(self.sizes, self.leaf_strides, strict=True))
-            span = FlatRange(self.leaf_start, self.leaf_start + reach + 1)
-            return sum(copy.needed_bytes for part in self.leaf.parts for copy in plan_copies(part, span))
-        return 0
-
-    @property
     def is_contiguous(self) -> bool:
         """Whether both sides are one run."""
         return len(self.sizes) == 1 and self.leaf_strides == (1,) and self.destination_strides == (1,)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetPlan:
-    """How one destination is filled.
-
-    Attributes:
-        name: the target parameter.
-        flat_range: elements of the target that the destination holds.
-        copies: what to move; covers the range exactly once.
-    """
-
-    name: str
-    flat_range: FlatRange
-    copies: tuple[Copy, ...]
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes of shard files that the destination is made of: for a `Computed`, all that it is computed from."""
-        computed = {id(node): node for copy in self.copies for node in computed_below(copy.leaf)}
-        sources = {id(leaf): leaf for node in computed.values() for leaf in leaves(node) if isinstance(leaf, Source)}
-        whole = sum(numel(leaf) * leaf.dtype.itemsize for leaf in sources.values())
-        return whole + sum(copy.needed_bytes for copy in self.copies)
-
-
-def plan_target(name: str, expression: Expression, flat_range: FlatRange) -> TargetPlan:
-    """Plan the destination that holds `flat_range` of `expression`, and prove that every element is covered once.
-
-    Raises:
-        PlanError: the range leaves the target, needs more than `MAX_COPIES` copies, or is not covered exactly once.
-    """
-    if not 0 <= flat_range.start <= flat_range.end <= numel(expression):
-        raise PlanError(f"{name}: elements [{flat_range.start}, {flat_range.end}) of {numel(expression)}")
-    copies = []
-    for copy in plan_copies(expression, flat_range):
-        copies.append(copy)
-        if len(copies) > MAX_COPIES:
-            raise PlanError(f"{name}: more than {MAX_COPIES} copies are needed for {flat_range.numel} elements")
-    prove_coverage(name, copies, flat_range.numel)
-    return TargetPlan(name, flat_range, tuple(copies))
-
-
-def plan_digest(lines: Iterable[str]) -> str:
-    """Return a short digest of text lines; equal on ranks that planned the same model from the same files."""
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()[:16]
 
 
 # -- loop nests ------------------------------------------------------------------------------------------------------
@@ -237,7 +142,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
 
 
 def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
-    """Yield the copies that fill a destination with `flat_range` of `expression`; `plan_target` proves them."""
+    """Yield the copies that fill a destination with `flat_range` of `expression`; what is made of them is proved."""
     casts: tuple[torch.dtype, ...] = ()
     while isinstance(expression, Reshape | Cast):  # neither changes the flat order
         if isinstance(expression, Cast):

@@ -192,7 +192,7 @@ def leaks(path: str) -> dict[str, Any]:
 
     from lowmem_load import ModelEngine
     from lowmem_load.ds.partition import is_partitioned, partition_of
-    from lowmem_load.planning.copies import partition_range
+    from lowmem_load.planning.ranges import partition_range
 
     def visible() -> Any:
         return integration._hf_deepspeed_config_weak_ref
