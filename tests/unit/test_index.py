@@ -10,9 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.formats.index import check_indexes, read_header, source
-from lowmem_load.formats.safetensors import DTYPES
-from lowmem_load.read.executor import Reader
+from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.index import check_indexes
+from lowmem_load.formats.safetensors import DTYPES, Safetensors
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile
+
+
+def described(path: str) -> CheckpointFile:
+    return Safetensors().describe(LocalFile(path))
 
 
 def test_every_dtype_that_safetensors_writes(tmp_path: Path) -> None:
@@ -21,26 +27,26 @@ def test_every_dtype_that_safetensors_writes(tmp_path: Path) -> None:
     }
     path = str(tmp_path / "model.safetensors")
     save_file(tensors, path, metadata={"format": "pt"})
-    header = read_header(path)
-    assert header.metadata == {"format": "pt"}
-    with Reader() as reader:
+    file = described(path)
+    assert file.metadata == {"format": "pt"}
+    with Executor() as executor:
         for code, tensor in tensors.items():
-            assert header.tensors[code].dtype_code == code
-            whole = reader.read_whole(source(path, header, code))
+            whole = executor.read_whole(file.expression(code))
+            assert (whole.dtype, whole.shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(whole.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_bad_files(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read: No such file"):
-        read_header(str(path))
+        described(str(path))
     save_file({"a": torch.ones(10)}, str(path))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TruncatedFileError, match="the header promises"):
-        read_header(str(path))
+        described(str(path))
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
     with pytest.raises(CheckpointError, match="not a safetensors file"):
-        read_header(str(path))
+        described(str(path))
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/secret", "a/../../secret", 7, None])
