@@ -77,7 +77,7 @@ def load_model(
     """
     name = os.fspath(name)
     ranks = DistributedInterface().subgroup(data_parallel_group)
-    with ranks.agreed("checking the arguments") as digest:
+    with ranks.agreed("checking the ds_config") as digest:
         settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
         digest.append(f"ds_config {settings.fingerprint}")
     return load_with_settings(

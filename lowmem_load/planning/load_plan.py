@@ -420,9 +420,10 @@ class Planner:
             self._numbers[id(compute)] = len(self.material.functions) - 1
         return self._numbers[id(compute)]
 
-    def _needed(self, steps: Iterable[Step]) -> Iterator[int]:
+    @staticmethod
+    def _needed(steps: Iterable[Step]) -> Iterator[int]:
         for step in steps:
-            if isinstance(step, Move) and isinstance(self.values[step.value], ComputedValue):
+            if isinstance(step, Move):
                 yield step.value
             elif isinstance(step, Apply):
                 yield from (number for piece in step.pieces for fill in piece.inputs for number in fill.needs)

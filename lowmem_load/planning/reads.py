@@ -139,7 +139,7 @@ class Fill:
     """How flat memory of `numel` elements is filled: each of them by exactly one step.
 
     Attributes:
-        needs: numbers of the computed values that the steps move, in order of first use.
+        needs: numbers of the values that the steps move, in order of first use.
     """
 
     numel: int

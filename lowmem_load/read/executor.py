@@ -99,7 +99,7 @@ class Executor:
             values: of the plan.
             material: of the plan.
         """
-        known = {number: self._evaluate(number, values, material) for number in fill.needs}
+        known = {number: self._value(number, values, material) for number in fill.needs}
         for task in self._tasks(fill.steps, destination, known, material):
             self._run(task)
 
@@ -122,10 +122,11 @@ class Executor:
         self.finish()
         return whole.reshape(expression.shape)
 
-    def _evaluate(self, number: int, values: Sequence[Value], material: Material) -> torch.Tensor:
-        """Return a computed value, flat. The calling thread does it: a task would wait for itself."""
+    def _value(self, number: int, values: Sequence[Value], material: Material) -> torch.Tensor:
+        """Return a value, flat; one that has to be computed, by the calling thread: a task would wait for itself."""
         value = values[number]
-        assert isinstance(value, ComputedValue)
+        if not isinstance(value, ComputedValue):
+            return material.tensors[number]
         inputs = []
         for fill, shape in zip(value.inputs, value.input_shapes, strict=True):
             whole = torch.empty(fill.numel, dtype=fill.dtype, device=_CPU)
@@ -143,8 +144,7 @@ class Executor:
                 for first, shift in step.each():
                     yield self._read_task(step, first, shift, destination)
             elif isinstance(step, Move):
-                held = known[step.value] if step.value in known else material.tensors[step.value]
-                _scatter(step.scatter, held, destination, 0)
+                _scatter(step.scatter, known[step.value], destination, 0)
             else:
                 yield from self._apply_tasks(step, destination, known, material)
 
