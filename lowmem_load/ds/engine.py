@@ -28,8 +28,9 @@ import deepspeed
 import torch
 from torch import nn
 
-from lowmem_load.ds.partition import SUPPORTED
-from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
+from lowmem_load.contract import require, require_attributes
+from lowmem_load.ds.comm import SUPPORTED
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.targets.choice import WHOLE_MODEL, entry_modules
 
 PLACEHOLDER = "lowmem_load_placeholder"
@@ -37,32 +38,44 @@ PLACEHOLDER = "lowmem_load_placeholder"
 
 
 def _check_contract() -> None:
-    """Raise when a private name that this module relies on is absent."""
-    try:
-        from deepspeed.runtime import lr_schedules
-        from deepspeed.runtime.engine import DeepSpeedEngine
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    """Raise IncompatibleVersionError unless DeepSpeed has what partial ZeRO-3 relies on. The rest: `_check_made`."""
+    require(
+        SUPPORTED,
+        {
+            "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
+            "deepspeed.runtime.engine:DeepSpeedEngine": (
+                *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
+                *("get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
+                *("is_gradient_accumulation_boundary", "load_checkpoint", "managed_gradient_accumulation"),
+                *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "use_node_local_storage"),
+                *("zero_grad", "zero_use_cpu_optimizer"),
+            ),
+            "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
+            "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": ("reset_step",),
+            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups", "loss_scale", "step"),
+        },
+        arguments={
+            f"deepspeed.runtime.engine:DeepSpeedEngine.{name}": ("exclude_frozen_parameters",)
+            for name in ("_zero3_consolidated_16bit_state_dict", "save_checkpoint")
+        },
+    )
 
-        missing = [
-            f"{owner.__name__}.{name}"
-            for owner, names in (
-                (DeepSpeedEngine, ("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict")),
-                (DeepSpeedZeroOptimizer_Stage3, ("_get_norm_groups", "step")),
-                (DeepSpeedZeRoOffload, ("get_param_coordinator",)),
-                (PartitionedParameterCoordinator, ("reset_step",)),
-            )
-            for name in names
-            if not callable(getattr(owner, name, None))
-        ]
-        missing += [] if hasattr(lr_schedules, "VALID_LR_SCHEDULES") else ["lr_schedules.VALID_LR_SCHEDULES"]
-    except ImportError as error:
-        missing = [str(error)]
-    if missing:
-        raise IncompatibleVersionError(
-            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}; lowmem_load was written for {SUPPORTED}"
+
+def _check_made(engine: Any) -> None:
+    """Raise unless an engine is one of plain ZeRO-3, and it and its optimizer have set what is read of them.
+
+    Raises:
+        IncompatibleVersionError: an attribute is missing.
+        UnsupportedError: it is a variant of ZeRO-3 whose optimizer works differently.
+    """
+    require_attributes(
+        SUPPORTED, engine, ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")
+    )
+    if type(engine.optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+        raise UnsupportedError(
+            f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(engine.optimizer).__name__}"
         )
+    require_attributes(SUPPORTED, engine.optimizer, ("overflow", "parameter_offload", "torch_autocast_gradscaler"))
 
 
 _check_contract()
@@ -160,15 +173,12 @@ class PartitionedPart:
             optimizer = None
         self._shell = _Shell(model, chosen, placeholder)
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
-        if self.frozen:
-            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the whole part
+        _check_made(self.engine)
         zero = self.engine.optimizer
-        if type(zero) is not DeepSpeedZeroOptimizer_Stage3:
-            raise UnsupportedError(
-                f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(zero).__name__}"
-            )
         if zero.torch_autocast_gradscaler is not None:
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
+        if self.frozen:
+            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the whole part
         self._whole_norm = 0.0
         ordinary = zero._get_norm_groups
         zero._get_norm_groups = lambda: [*ordinary(), self._whole_norm_group()]
@@ -324,14 +334,14 @@ def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _refuse(ds_config: Mapping[str, Any]) -> None:
-    zero = ds_config["zero_optimization"]
+    section = ds_config["zero_optimization"]
     refused = {
         "sequence_parallel_size": ds_config.get("sequence_parallel_size", 1) > 1,
         "tensor_parallel": ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
-        "zero_optimization.zenflow": bool(zero.get("zenflow")),
-        "zero_optimization.mics_shard_size": zero.get("mics_shard_size", -1) > 0,
+        "zero_optimization.zenflow": bool(section.get("zenflow")),
+        "zero_optimization.mics_shard_size": section.get("mics_shard_size", -1) > 0,
         "zero_optimization.offload_optimizer.super_offload": bool(
-            (zero.get("offload_optimizer") or {}).get("super_offload")
+            (section.get("offload_optimizer") or {}).get("super_offload")
         ),
         "hybrid_engine": bool(ds_config.get("hybrid_engine", {}).get("enabled")),
         "optimizer.type Muon": str(ds_config.get("optimizer", {}).get("type")).lower() == "muon",

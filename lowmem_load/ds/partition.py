@@ -15,7 +15,6 @@ Glossary: `ds_numel` of a parameter is the unpadded count, `ds_tensor.ds_numel` 
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -27,53 +26,66 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
+from lowmem_load.contract import require, require_attributes
+from lowmem_load.ds.comm import SUPPORTED
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.copies import FlatRange, partition_range
 
-SUPPORTED = "deepspeed >=0.19.8,<0.20"
-
-
-_INIT_ARGUMENTS = ("module", "config_dict_or_path", "data_parallel_group", "zero_param_parallel_group", "mpu")
+_ZERO = "deepspeed.runtime.zero.partition_parameters"
+_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 
 
 def _check_contract() -> None:
-    """Raise when a private name that this module relies on is absent or has another form."""
-    try:
-        from deepspeed.runtime import keep_in_fp32
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
-        from deepspeed.runtime.zero import partition_parameters as pp
-        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-        from deepspeed.runtime.zero.utils import is_zero_param
-        from deepspeed.utils import groups
+    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on. The rest: `_check_made`."""
+    require(
+        SUPPORTED,
+        {
+            f"{_ZERO}:Init": (
+                *("_aligned_size", "_convert_to_deepspeed_param", "_enable_mem_efficient_linear"),
+                *("_partition_world_size", "param_id"),
+            ),
+            _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
+            "deepspeed.runtime.keep_in_fp32": ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"),
+            "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
+            "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
+            "deepspeed.runtime.zero.utils": ("is_zero_param",),
+            "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
+            _SWAPPER: ("available_swap_in_buffers", "get_buffer", "swap_out_and_release", "swappable_tensor"),
+        },
+        arguments={
+            f"{_ZERO}:Init.__init__": (
+                *("config_dict_or_path", "data_parallel_group", "module", "mpu", "zero_param_parallel_group"),
+            ),
+            f"{_SWAPPER}.swappable_tensor": ("numel",),
+        },
+    )
 
-        names = (
-            *("_convert_to_deepspeed_param", "_aligned_size", "_partition_world_size", "_partition_rank"),
-            *("_enable_mem_efficient_linear", "get_partition_dp_group"),
-        )
-        missing = [f"zero.Init.{name}" for name in names if not callable(getattr(pp.Init, name, None))]
-        parameters = inspect.signature(pp.Init.__init__).parameters
-        missing += [f"zero.Init({name})" for name in _INIT_ARGUMENTS if name not in parameters]
-        missing += [
-            f"keep_in_fp32.{name}"
-            for name in ("keep_in_fp32_pattern", "buffers_to_keep_in_fp32")
-            if not callable(getattr(keep_in_fp32, name, None))
-        ]
-        missing += [
-            f"AsyncPartitionedParameterSwapper.{name}"
-            for name in ("get_buffer", "swappable_tensor", "swap_out_and_release", "available_swap_in_buffers")
-            if not callable(getattr(Swapper, name, None))
-        ]
-        if not callable(getattr(groups, "_get_zero_param_intra_parallel_group", None)):
-            missing.append("groups._get_zero_param_intra_parallel_group")
-        missing += [name for name in ("param_id",) if not hasattr(pp.Init, name)]
-        assert pp.ZeroParamStatus.NOT_AVAILABLE and pp.PartitionedParamStatus.AVAILABLE
-        assert OffloadDeviceEnum.cpu and OffloadDeviceEnum.nvme and callable(is_zero_param)
-    except (ImportError, AttributeError) as error:
-        missing = [str(error)]
-    if missing:
-        raise IncompatibleVersionError(
-            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}; lowmem_load was written for {SUPPORTED}"
-        )
+
+def _check_made(init: Any) -> None:
+    """Raise IncompatibleVersionError unless zero.Init and its swapper have set what this module reads of them."""
+    require_attributes(
+        SUPPORTED,
+        init,
+        (
+            *("dp_world_size", "dtype", "keep_in_fp32_modules", "local_device", "mem_efficient_linear"),
+            *("num_param_groups", "num_ranks_in_param_group", "param_swapper", "pin_memory"),
+            *("quantized_nontrainable_weights", "rank", "rank_in_group", "remote_device", "zero_param_process_group"),
+        ),
+    )
+    if init.param_swapper is not None:
+        require_attributes(SUPPORTED, init.param_swapper, ("elements_per_buffer",))
+
+
+def _check_converted(parameter: nn.Parameter) -> None:
+    """Raise IncompatibleVersionError unless zero.Init has set what this module reads of a parameter or sets anew.
+
+    What it set under another name would keep the value of the empty parameter.
+    """
+    require_attributes(
+        SUPPORTED,
+        parameter,
+        ("ds_id", "ds_numel", "ds_process_group", "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor"),
+    )
 
 
 _check_contract()
@@ -139,6 +151,7 @@ class Partitioner:
                 f"offload_param.device 'nvme': DeepSpeed cannot build its async_io op: {error}; install libaio "
                 "(libaio-dev on Debian) or use device 'cpu'"
             ) from error
+        _check_made(self._init)
         self._swapped: list[nn.Parameter] = []
         if swap_key is not None:
             _SWAPPERS[swap_key] = self._init.param_swapper
@@ -190,6 +203,7 @@ class Partitioner:
         parameter = nn.Parameter(empty, requires_grad=requires_grad)
         next_id = Init.param_id
         self._init._convert_to_deepspeed_param(parameter)
+        _check_converted(parameter)
         Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
         parameter.ds_id = ds_id
         parameter.ds_shape = shape
@@ -285,6 +299,7 @@ def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> tuple[int, in
         module: those of its parameters count that are ZeRO-3 parameters.
     """
     config = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
+    require_attributes(SUPPORTED, config, ("model_persistence_threshold", "param_persistence_threshold"))
     count = elements = 0
     for size in [parameter.ds_numel for parameter in module.parameters() if is_zero_param(parameter)]:
         if size <= config.param_persistence_threshold and elements + size <= config.model_persistence_threshold:
@@ -400,19 +415,6 @@ def group_size_of(parameter: torch.Tensor) -> int:
     """Return among how many ranks a ZeRO-3 parameter is cut up."""
     size: int = dist.get_world_size(parameter.ds_process_group)
     return size
-
-
-def reset_comm() -> None:
-    """Forget DeepSpeed's `comm` and groups so that they can be brought up again on a new process group.
-
-    Source: deepspeed 0.19.8 keeps the backend in the global `cdb` of `comm/comm.py`, and clones of the world group and
-    of all others in `utils/groups.py`; a clone that outlives its group breaks the next `deepspeed.initialize`.
-    """
-    import deepspeed.comm.comm
-    from deepspeed.utils import groups
-
-    deepspeed.comm.comm.cdb = None
-    groups._release_process_group_references()
 
 
 def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:
