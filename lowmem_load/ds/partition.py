@@ -19,7 +19,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -45,6 +45,7 @@ def _check_contract() -> None:
                 *("_partition_world_size", "param_id"),
             ),
             _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
+            "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
             "deepspeed.runtime.keep_in_fp32": ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"),
             "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
             "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
@@ -92,6 +93,7 @@ _check_contract()
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
 from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
@@ -126,9 +128,16 @@ class Partitioner:
         UnsupportedError: names the setting that cannot be followed, and why.
     """
 
+    # Live parameter swappers, by `_swap_key`. Per process, as are the folders on disk that they stand for: DeepSpeed
+    # empties such a folder whenever it makes a swapper.
+    _swappers: ClassVar[weakref.WeakValueDictionary[tuple[str, str], Any]] = weakref.WeakValueDictionary()
+
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
         _refuse_settings(ds_config, group)
         swap_key = _swap_key(ds_config)
+        if swap_key is not None:
+            self._refuse_swapped(swap_key)
+            _load_async_io(ds_config)
         section = ds_config["zero_optimization"]
         sequence_parallel_size = ds_config.get("sequence_parallel_size", 1)
         try:
@@ -144,17 +153,10 @@ class Partitioner:
             raise ConfigError(
                 f"deepspeed {deepspeed.__version__} refuses zero_optimization: " + "; ".join(problems)
             ) from error
-        except RuntimeError as error:
-            if swap_key is None:
-                raise
-            raise ConfigError(
-                f"offload_param.device 'nvme': DeepSpeed cannot build its async_io op: {error}; install libaio "
-                "(libaio-dev on Debian) or use device 'cpu'"
-            ) from error
         _check_made(self._init)
         self._swapped: list[nn.Parameter] = []
         if swap_key is not None:
-            _SWAPPERS[swap_key] = self._init.param_swapper
+            Partitioner._swappers[swap_key] = self._init.param_swapper
         if self._init.mem_efficient_linear:
             # entering zero.Init would do it; engines of stock and streamed models must run the same linear
             self._init._enable_mem_efficient_linear()
@@ -268,6 +270,20 @@ class Partitioner:
         pattern = keep_in_fp32_pattern(module, self._init.keep_in_fp32_modules, self.dtype)
         return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
 
+    @classmethod
+    def _refuse_swapped(cls, swap_key: tuple[str, str]) -> None:
+        """Raise ConfigError if a live model's weights lie in the folder: DeepSpeed empties it for each swapper.
+
+        Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`.
+        """
+        if swap_key in cls._swappers:
+            gc.collect()  # parameters and their methods refer to each other
+        if swap_key in cls._swappers:
+            raise ConfigError(
+                f"offload_param.nvme_path {swap_key[0]} holds the weights of another model of this "
+                "process, and DeepSpeed would delete them; give each model a folder of its own"
+            )
+
     def _swap_buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
         swapper = self._init.param_swapper
         if numel > swapper.elements_per_buffer:
@@ -357,12 +373,11 @@ def _secondary_group(size: int) -> Any:
     return group
 
 
-def _swap_key(ds_config: Mapping[str, Any]) -> str | None:
-    """Return what names the folder of the swapper that zero.Init will make; None if it makes none.
+def _swap_key(ds_config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what tells apart the folders of swappers: nvme_path and precision; None if zero.Init will make none.
 
     Raises:
-        ConfigError: the folder is that of a live model, and DeepSpeed empties it for each swapper
-            (deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`); or there is no nvme_path.
+        ConfigError: there is no nvme_path.
     """
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     if offload.get("device") != OffloadDeviceEnum.nvme:
@@ -370,19 +385,26 @@ def _swap_key(ds_config: Mapping[str, Any]) -> str | None:
     if not offload.get("nvme_path"):
         raise ConfigError("offload_param.device is 'nvme', but there is no offload_param.nvme_path; name a folder")
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
-    key = f"{os.path.realpath(offload['nvme_path'])}:{enabled}"
-    if key in _SWAPPERS:
-        gc.collect()  # parameters and their methods refer to each other
-    if key in _SWAPPERS:
+    return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
+
+
+def _load_async_io(ds_config: Mapping[str, Any]) -> None:
+    """Build and load the op by which zero.Init's swapper will reach its files.
+
+    zero.Init would do so too, but raises RuntimeError for other reasons as well, which have nothing to do with libaio.
+
+    Raises:
+        ConfigError: it cannot be built, or not be loaded.
+    """
+    if (ds_config.get("aio") or {}).get("use_gds"):
+        return  # another op, which needs no libaio
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"offload_param.nvme_path {offload['nvme_path']} holds the weights of another model of this process, and "
-            "DeepSpeed would delete them; give each model a folder of its own"
-        )
-    return key
-
-
-_SWAPPERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""Live parameter swappers, by folder."""
+            f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
+            "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
+        ) from error
 
 
 def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from deepspeed.comm import comm as deepspeed_comm
+from deepspeed.ops import op_builder
 from deepspeed.runtime import keep_in_fp32, lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
@@ -56,6 +57,7 @@ def lone_process() -> Iterator[DistributedInterface]:
         (pp.Init, "param_id"),
         (pp, "ZeroParamStatus"),
         (pp, "PartitionedParamStatus"),
+        (op_builder, "AsyncIOBuilder"),
         (AsyncPartitionedParameterSwapper, "swap_out_and_release"),
         (keep_in_fp32, "buffers_to_keep_in_fp32"),
         (groups, "_get_zero_param_intra_parallel_group"),
