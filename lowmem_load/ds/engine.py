@@ -5,7 +5,7 @@ So it partitions, hooks, reduces and saves these under their own names, and its 
 shell's forward is the whole model's, so that the engine's bookkeeping around forward and backward happens as always.
 
 [Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups; a group whose
-norm is not finite makes it skip the step and lower the loss scale. The whole part joins as one more group. Global
+norm is not finite makes it skip the step and lower the loss scale. The replicated part joins as one more group. Global
 norm, clipping, overflow and loss scale are thereby shared by both parts, in DeepSpeed's own code.
 
 [Note: the same graph on all ranks] A module's parameters are gathered in the backward pass when gradients pass through
@@ -165,7 +165,7 @@ class PartitionedPart:
         if self.frozen:
             first = next(p for module in chosen.values() for p in module.parameters() if p.is_floating_point())
             placeholder = nn.Parameter(torch.zeros(1, dtype=first.dtype, device=first.device))
-            config["zero_force_ds_cpu_optimizer"] = False  # the ds_config's optimizer is for the whole part alone
+            config["zero_force_ds_cpu_optimizer"] = False  # the ds_config's optimizer is the replicated part's
             optimizer: torch.optim.Optimizer | None = torch.optim.AdamW([placeholder], lr=0.0, weight_decay=0.0)
         elif make_optimizer is not None:
             optimizer = make_optimizer(list(dict.fromkeys(trainable)))
@@ -178,10 +178,10 @@ class PartitionedPart:
         if zero.torch_autocast_gradscaler is not None:
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
         if self.frozen:
-            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the whole part
-        self._whole_norm = 0.0
+            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
+        self._replicated_norm = 0.0
         ordinary = zero._get_norm_groups
-        zero._get_norm_groups = lambda: [*ordinary(), self._whole_norm_group()]
+        zero._get_norm_groups = lambda: [*ordinary(), self._replicated_norm_group()]
         self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
         self._inside, self._depth = False, 0
         self._entered = set(entry_modules(dict(chosen)))
@@ -224,17 +224,18 @@ class PartitionedPart:
         """Whether the next `step` updates parameters."""
         return bool(self.engine.is_gradient_accumulation_boundary() or not self.engine.managed_gradient_accumulation())
 
-    def step(self, whole_norm: float) -> float | None:
+    def step(self, replicated_norm: float) -> float | None:
         """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.
 
         Args:
-            whole_norm: norm of the whole part's gradients, loss scale included; not finite on overflow.
+            replicated_norm: norm of the replicated part's gradients, loss scale included; not finite on overflow.
 
         Returns:
-            The factor that turns the whole part's gradients into unscaled, clipped ones; None if the step is skipped.
+            What the replicated part's gradients are to be multiplied by, to unscale and clip them; None if the step is
+            skipped.
         """
         scale = self.loss_scale  # before a step that overflows lowers it
-        self._whole_norm = whole_norm
+        self._replicated_norm = replicated_norm
         self.engine.step()
         if self.overflowed:
             return None
@@ -243,7 +244,7 @@ class PartitionedPart:
         clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
         return 1.0 / (scale * max(clip, 1.0))
 
-    def whole_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer_over(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the ds_config's optimizer over other parameters, which live on the engine's device.
 
         DeepSpeed's CPU Adam steps parameters in host memory; where offload_optimizer asks for it, these get torch's.
@@ -269,8 +270,8 @@ class PartitionedPart:
             hook.remove()
         self.engine.destroy()
 
-    def _whole_norm_group(self) -> torch.Tensor:
-        return torch.tensor(self._whole_norm, dtype=torch.float32, device=self.engine.device)
+    def _replicated_norm_group(self) -> torch.Tensor:
+        return torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
 
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # Evaluation calls the model itself: what the engine does at the start of a forward must happen all the same.
