@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
+from itertools import zip_longest
 from typing import Any
 
 import deepspeed
@@ -285,7 +287,8 @@ class PartitionedPart:
             self._entered.add(module)
         if not torch.is_grad_enabled() or (self._inside and self._depth > 1) or module not in self._entered:
             return None
-        return tuple(self._anchored(value) for value in args), self._anchored(kwargs)
+        named = zip_longest(args, _positional_names(module, len(args)), fillvalue="")
+        return tuple(self._anchored(value, name) for value, name in named), self._anchored(kwargs)
 
     def _leave_chosen(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._depth -= 1
@@ -309,6 +312,18 @@ class PartitionedPart:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._anchored(item, key) for key, item in zip(value._fields, value, strict=True)))
         return value
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    """Return the names of the first `count` parameters of `forward`: fewer where it takes more than it names."""
+    if not count:
+        return []
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional][:count]
 
 
 def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
