@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,10 +23,11 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lowmem_load.contract import require
 from lowmem_load.describe.context import Context
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
-from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.index import check_indexes
 from lowmem_load.formats.safetensors import Safetensors, code_of
@@ -38,37 +38,24 @@ SUPPORTED = "transformers >=4.57,<6"
 
 
 def _check_contract() -> None:
-    """Raise when a name that this module relies on is absent or has another form."""
-    try:
-        import transformers.integrations.deepspeed as integration
-        import transformers.modeling_utils as modeling
-
-        names = ("safe_open", "load_state_dict")
-        missing = [f"modeling_utils.{name}" for name in names if not hasattr(modeling, name)]
-        missing += [
-            f"integrations.deepspeed.{name}"
-            for name in ("_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config", "HfDeepSpeedConfig")
-            if not hasattr(integration, name)
-        ]
-        missing += [
-            f"PreTrainedModel.{name}"
-            for name in ("initialize_weights", "load_adapter")
-            if not callable(getattr(transformers.PreTrainedModel, name, None))
-        ]
-        missing += [
-            f"PreTrainedModel.{name} as a classmethod"
-            for name in ("from_pretrained", "_from_config")
-            if not isinstance(transformers.PreTrainedModel.__dict__.get(name), classmethod)
-        ]
-        if not missing and "safe_open" not in inspect.getsource(modeling):
-            missing.append("a from_pretrained that reads through safe_open")
-    except (ImportError, AttributeError, OSError) as error:
-        missing = [str(error)]
-    if missing:
-        raise IncompatibleVersionError(
-            f"transformers {transformers.__version__} lacks {', '.join(missing)}; "
-            f"lowmem_load was written for {SUPPORTED}"
-        )
+    """Raise IncompatibleVersionError unless transformers has what this module relies on."""
+    require(
+        SUPPORTED,
+        {
+            "transformers:PreTrainedModel": (
+                *("from_pretrained.__func__", "_from_config.__func__"),  # class methods, which are replaced by such
+                *("initialize_weights", "load_adapter"),
+            ),
+            "transformers.integrations.deepspeed": (
+                *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
+            ),
+            "transformers.modeling_utils": ("load_state_dict", "safe_open"),
+            "transformers.utils.logging": (
+                *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
+                *("get_verbosity", "set_verbosity", "set_verbosity_error"),
+            ),
+        },
+    )
 
 
 _check_contract()

@@ -13,7 +13,7 @@ from lowmem_load.ds.partition import group_size_of, is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine
-from lowmem_load.partial.replicated import Average, Split, Unused, check_options, options_of
+from lowmem_load.partial.replicated import Average, SplitOptimizer, Unused, check_options, options_of
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.ds_config import comparable, hidden_size_of, read_ds_config, resolve_auto, zero_stage
 from lowmem_load.settings.precision import AUTO, precision_of
@@ -46,10 +46,10 @@ def initialize(
             list of parameters. It must not have stepped. Default: the ds_config's "optimizer" section, for both parts.
         lr_scheduler: one of the user's on `optimizer`, or a function that makes one from an optimizer. It steps when
             the engine does. Default: the ds_config's "scheduler" section, for both parts.
-        average: gradients of the whole part are the mean "all": over all micro-batches of all ranks, also those that
-            did not use the parameter, as DDP has it; "used": over those that did.
-        unused: what the optimizer does with a parameter of the whole part that no rank has used in this step. "skip":
-            nothing, as in a single process; "zero": a step with a gradient of zero, as ZeRO does.
+        average: gradients of the replicated part are the mean "all": over all micro-batches of all ranks, also those
+            that did not use the parameter, as DDP has it; "used": over those that did.
+        unused: what the optimizer does with a parameter of the replicated part that no rank has used in this step.
+            "skip": nothing, as in a single process; "zero": a step with a gradient of zero, as ZeRO does.
 
     Collective: all ranks.
 
@@ -117,7 +117,11 @@ def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn
 
 
 def _digest(
-    model: nn.Module, chosen: Mapping[str, nn.Module], config: Mapping[str, Any], split: Split | None, options: object
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    config: Mapping[str, Any],
+    split: SplitOptimizer | None,
+    options: object,
 ) -> str:
     """Return what must be equal on all ranks, a short hash for each topic, so that a difference says where it is."""
     groups = [] if split is None else split.optimizer.param_groups
@@ -133,7 +137,7 @@ def _digest(
     return ", ".join(f"{topic} {fingerprint(map(str, lines))[:6]}" for topic, lines in topics.items())
 
 
-def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> Split | None:
+def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> SplitOptimizer | None:
     if optimizer is None:
         if not config.get("optimizer"):
             raise ConfigError('no optimizer: write an "optimizer" section in the ds_config, or pass optimizer')
@@ -152,7 +156,7 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
     on_host = any(cls.__name__ == "DeepSpeedCPUAdam" for cls in type(optimizer).mro())
     if on_host and to_train - inside and DistributedInterface().device.type != "cpu":
         raise UnsupportedError(
-            "DeepSpeedCPUAdam steps parameters in host memory, and the whole part lives on the device; write an "
-            '"optimizer" section in the ds_config: its Adam is then torch\'s for the whole part'
+            "DeepSpeedCPUAdam steps parameters in host memory, and the replicated part lives on the device; write an "
+            '"optimizer" section in the ds_config: its Adam is then torch\'s for the replicated part'
         )
-    return Split(optimizer)
+    return SplitOptimizer(optimizer)
