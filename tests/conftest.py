@@ -8,6 +8,8 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 
+pytest.register_assert_rewrite("tests.multimodal", "tests.parity")  # their asserts fail in tests
+
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:

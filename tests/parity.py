@@ -1,31 +1,66 @@
-"""Compares a streamed model with an ordinary load of the same checkpoint, on the rank that calls it."""
+"""Compares a streamed model with an ordinary load of the same checkpoint, on the rank that calls it.
+
+What a rank must hold is taken from DeepSpeed: stock `zero.Init` partitions copies of the ordinary parameters.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from lowmem_load import load_model, load_report
-from lowmem_load.ds.partition import partition_of
-from lowmem_load.planning.ranges import partition_range
+from lowmem_load import LoadReport, load_model, load_report
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 FP32 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 
 
-def differences(model: nn.Module, reference: nn.Module, rank: int, world_size: int) -> list[str]:
-    """Returns what differs between a streamed and an ordinary model: empty when nothing does."""
+def assert_loads_alike(
+    path: str,
+    ds_config: dict[str, Any],
+    auto_class: str | None,
+    dtype: torch.dtype,
+    from_pretrained_kwargs: dict[str, Any] | None = None,
+) -> LoadReport:
+    """Streams `path` and loads it ordinarily; returns the report of the streamed load. All ranks must call it."""
+    kwargs = from_pretrained_kwargs or {}
+    torch.manual_seed(int(os.environ["RANK"]))  # ranks of a training job have seeds of their own; rank 0's counts
+    model = load_model(path, ds_config, auto_class=auto_class, **kwargs)
+    cls = getattr(transformers, auto_class or transformers.AutoConfig.from_pretrained(path).architectures[0])
+    torch.manual_seed(0)
+    reference, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
+    report = load_report(model)
+    case = f"{cls.__name__} from {path}"
+    assert differences(model, reference) == [], case
+    assert report.missing_keys == sorted(info["missing_keys"]), case
+    assert report.unexpected_keys == sorted(info["unexpected_keys"]), case
+    mismatched = [sorted(str(key) for key in keys) for keys in (report.mismatched_keys, info["mismatched_keys"])]
+    assert mismatched[0] == mismatched[1], case
+    return report
+
+
+def differences(model: nn.Module, reference: nn.Module, group: Any = None) -> list[str]:
+    """Returns what differs between a streamed and an ordinary model: empty when nothing does.
+
+    Args:
+        model: partitioned.
+        reference: whole; stays as it is.
+        group: the ranks among which `model` is partitioned; all by default. They need not call this together.
+    """
     found: list[str] = []
     streamed = dict(model.named_parameters(remove_duplicate=False))
     ordinary = dict(reference.named_parameters(remove_duplicate=False))
     if list(streamed) != list(ordinary):
         found.append(f"parameter names: {set(streamed) ^ set(ordinary) or 'order'}")
-    for name in streamed.keys() & ordinary.keys():
-        found += _parameter_differences(name, streamed[name], ordinary[name], rank, world_size)
+    stock = _Stock(group)
+    for name, parameter in streamed.items():
+        if name in ordinary:
+            found += _parameter_differences(name, parameter, ordinary[name], stock)
     if _ties(streamed) != _ties(ordinary):
         found.append(f"ties: {_ties(streamed)} instead of {_ties(ordinary)}")
     found += _buffer_differences(dict(model.named_buffers()), dict(reference.named_buffers()))
@@ -36,60 +71,52 @@ def differences(model: nn.Module, reference: nn.Module, rank: int, world_size: i
     return found
 
 
-def compare_load(
-    path: str,
-    ds_config: dict[str, Any],
-    auto_class: str | None,
-    dtype: torch.dtype,
-    from_pretrained_kwargs: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Rank function: streams `path` and loads it ordinarily; returns the differences and the report's figures."""
-    import torch.distributed as dist
+class _Stock:
+    """Partitions copies of parameters as stock does, but for the broadcast from rank 0."""
 
-    kwargs = from_pretrained_kwargs or {}
-    torch.manual_seed(int(os.environ["RANK"]))  # ranks of a training job have seeds of their own; rank 0's counts
-    model = load_model(path, ds_config, auto_class=auto_class, **kwargs)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    cls = getattr(transformers, auto_class or transformers.AutoConfig.from_pretrained(path).architectures[0])
-    torch.manual_seed(0)
-    reference, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
-    report = load_report(model)
-    found = differences(model, reference, rank, world_size)
-    for key in ("missing_keys", "unexpected_keys"):
-        if getattr(report, key) != sorted(info[key]):
-            found.append(f"{key}: {getattr(report, key)} instead of {sorted(info[key])}")
-    mismatched = [sorted(str(key) for key in keys) for keys in (report.mismatched_keys, info["mismatched_keys"])]
-    if mismatched[0] != mismatched[1]:
-        found.append(f"mismatched_keys: {mismatched[0]} instead of {mismatched[1]}")
-    return {
-        "differences": found,
-        "needed_bytes": report.needed_bytes,
-        "read_bytes": report.read_bytes,
-        "num_reads": report.num_reads,
-        "num_parameters": report.num_parameters,
-        "missing_keys": report.missing_keys,
-        "slow_paths": [path.name for path in report.slow_paths],
-        "partition_bytes": report.partition_bytes,
-    }
+    def __init__(self, group: Any) -> None:
+        import deepspeed
+
+        self._init = deepspeed.zero.Init(data_parallel_group=group)
+
+    def partitioned(self, parameter: torch.Tensor) -> nn.Parameter:
+        """Returns a copy of `parameter` that is partitioned; the padding of its `ds_tensor` is NaN."""
+        copy = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+        self._init._convert_to_deepspeed_param(copy)
+        with _empty_is_nan():
+            copy.partition()
+        return copy
 
 
-def _parameter_differences(
-    name: str, streamed: nn.Parameter, ordinary: nn.Parameter, rank: int, world_size: int
-) -> list[str]:
+@contextmanager
+def _empty_is_nan() -> Iterator[None]:
+    """Has torch.empty fill its memory with NaN: what stock copies nothing into shows as that."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _parameter_differences(name: str, streamed: nn.Parameter, ordinary: nn.Parameter, stock: _Stock) -> list[str]:
     found = []
-    partition, span = partition_of(streamed), partition_range(ordinary.numel(), rank, world_size)
-    values = ordinary.detach().reshape(-1)[span.start : span.end]
-    if partition.dtype != ordinary.dtype:
-        found.append(f"{name}: dtype {partition.dtype} instead of {ordinary.dtype}")
-        values = values.to(partition.dtype)
-    if tuple(streamed.ds_shape) != tuple(ordinary.shape):
-        found.append(f"{name}: shape {tuple(streamed.ds_shape)} instead of {tuple(ordinary.shape)}")
-    elif not _same_bytes(partition[: span.numel], values):
+    if streamed.ds_tensor.dtype != ordinary.dtype:
+        found.append(f"{name}: dtype {streamed.ds_tensor.dtype} instead of {ordinary.dtype}")
+    expected = stock.partitioned(ordinary.to(streamed.ds_tensor.dtype))
+    ours, theirs = streamed.ds_tensor.cpu(), expected.ds_tensor.cpu()
+    padding = theirs.isnan()
+    if tuple(streamed.ds_shape) != tuple(expected.ds_shape):
+        found.append(f"{name}: shape {tuple(streamed.ds_shape)} instead of {tuple(expected.ds_shape)}")
+    elif ours.shape != theirs.shape:
+        found.append(f"{name}: partition of {ours.numel()} elements instead of {theirs.numel()}")
+    elif not _same_bytes(ours[~padding], theirs[~padding]):
         found.append(f"{name}: values differ")
-    elif partition[span.numel :].any():
+    elif ours[padding].any():
         found.append(f"{name}: padding is not zero")
-    if partition.numel() != -(-ordinary.numel() // world_size):
-        found.append(f"{name}: partition of {partition.numel()} elements")
+    sizes = [(p.ds_numel, p.ds_numel_aligned, p.ds_tensor.ds_numel) for p in (streamed, expected)]
+    if sizes[0] != sizes[1]:
+        found.append(f"{name}: {sizes[0]} elements in all, with padding, and here, instead of {sizes[1]}")
     if streamed.requires_grad != ordinary.requires_grad:
         found.append(f"{name}: requires_grad {streamed.requires_grad}")
     if streamed.numel() != 0:

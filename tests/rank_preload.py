@@ -12,7 +12,7 @@ from pathlib import Path
 
 import accelerate  # noqa: F401
 import deepspeed
-import pytest  # noqa: F401  test modules import it, and each rank imports its test module
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed
@@ -20,6 +20,7 @@ import transformers.integrations.deepspeed
 import transformers.modeling_utils
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401
+from _pytest.assertion import util as assertion
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: each engine asks for it
 
@@ -39,7 +40,14 @@ def load_shm_comm() -> None:
     builder.load(verbose=False)
 
 
+def rewrite_asserts() -> None:
+    """Has pytest rewrite the asserts of test modules, which each rank imports: a failure names the values, in full."""
+    options = ["-vv", "--capture=no", "-Wignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now
+    assertion._config = pytest.Config.fromdictargs({}, [*options, str(Path(__file__).parent)])
+
+
 torch.set_num_threads(1)
+rewrite_asserts()
 load_shm_comm()
 with contextlib.suppress(ImportError, RuntimeError):  # TRL's lazy imports raise the latter, on older transformers
     from datasets import Dataset  # noqa: F401

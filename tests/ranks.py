@@ -71,14 +71,15 @@ def run_ranks(
 ) -> list[Any]:
     """Returns [fn(*args) on rank 0, on rank 1, ...], each run in a fresh process.
 
-    `fn` is a module-level function, its arguments and result can be pickled. It finds RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, and `env` on top; no process group is made for it.
-    The first failure kills the other ranks. Starting the forkserver, and compiling shm_comm the first time, does not
-    count towards `timeout_s`.
+    `fn` is a module-level function, its arguments and result can be pickled. It asserts what holds on its rank, and
+    returns what has to be compared between ranks. It finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT in the environment, and `env` on top; no process group is made for it. The first failure kills the
+    other ranks. Starting the forkserver, and compiling shm_comm the first time, does not count towards `timeout_s`.
 
     Raises:
         RankFailure: A rank raised, died, or gave no result within `timeout_s`.
     """
+    __tracebackhide__ = True  # the rank's own traceback is in the message
     _start_forkserver()
     for _ in range(RENDEZVOUS_TRIES - 1):
         try:
@@ -127,6 +128,7 @@ def reserved_port() -> Iterator[int]:
 def _run_once(
     fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout_s: float, env: dict[str, str]
 ) -> list[Any]:
+    __tracebackhide__ = True
     ranks: list[_Rank] = []
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     with reserved_port() as port:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests import builders
-from tests.parity import BF16, FP32, compare_load
+from tests.parity import BF16, FP32, assert_loads_alike
 from tests.ranks import run_ranks
 
 QWEN2_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -21,7 +22,7 @@ BERT_TIES = {
 
 
 def _cases(checkpoints: Path) -> dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]:
-    """Arguments of `compare_load` by the name of the case."""
+    """Arguments of `assert_loads_alike` by the name of the case."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     llama = builders.tiny_llama(checkpoints)
     odd = builders.tiny_llama(checkpoints, float32, **builders.ODD_SIZES)
@@ -40,35 +41,34 @@ def _cases(checkpoints: Path) -> dict[str, tuple[str, dict[str, Any], str | None
     }
 
 
-def compare_all(cases: list[tuple[str, dict[str, Any], str | None, torch.dtype]]) -> list[dict[str, Any]]:
+def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]) -> None:
     """Rank function: one load after the other."""
-    return [compare_load(*case) for case in cases]
+    for name, case in cases.items():
+        report = assert_loads_alike(*case)
+        assert report.read_bytes == report.needed_bytes, name
+        assert sorted(path.name for path in report.slow_paths) == report.missing_keys, name
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_partitions_equal_the_ordinary_load(checkpoints: Path, world_size: int) -> None:
-    cases = _cases(checkpoints)
-    for results in run_ranks(compare_all, list(cases.values()), world_size=world_size, timeout_s=180):
-        for case, result in zip(cases, results, strict=True):
-            assert (case, result["differences"]) == (case, [])
-            assert (case, result["read_bytes"]) == (case, result["needed_bytes"])
-            assert (case, sorted(result["slow_paths"])) == (case, result["missing_keys"])
+    run_ranks(load_all, _cases(checkpoints), world_size=world_size, timeout_s=180)
 
 
-def test_sharded_bin_is_one_read_per_parameter(checkpoints: Path) -> None:
-    path = builders.as_torch_bin(builders.tiny_llama(checkpoints), 3)
-    for result in run_ranks(compare_load, str(path), BF16, None, torch.bfloat16, world_size=2):
-        assert result["num_reads"] == result["num_parameters"]
+def count_reads(sharded: str, tied: str) -> None:
+    """Rank function."""
+    report = assert_loads_alike(sharded, BF16, None, torch.bfloat16)
+    assert report.num_reads == report.num_parameters
+    report = assert_loads_alike(tied, BF16, None, torch.bfloat16)
+    assert report.read_bytes == report.needed_bytes
 
 
-def test_tied_weights_that_are_cast_are_read_once(checkpoints: Path) -> None:
-    path = builders.as_torch_bin(builders.tiny_qwen2_tied(checkpoints, torch.float32), ties=QWEN2_TIES)
-    for result in run_ranks(compare_load, str(path), BF16, None, torch.bfloat16, world_size=2):
-        assert result["differences"] == []
-        assert result["read_bytes"] == result["needed_bytes"]
+def test_sharded_bin_is_one_read_per_parameter_and_ties_that_are_cast_are_read_once(checkpoints: Path) -> None:
+    sharded = builders.as_torch_bin(builders.tiny_llama(checkpoints), 3)
+    tied = builders.as_torch_bin(builders.tiny_qwen2_tied(checkpoints, torch.float32), ties=QWEN2_TIES)
+    run_ranks(count_reads, str(sharded), str(tied))
 
 
-def load_without_dtype(path: str) -> dict[str, Any]:
+def find_dtype(path: str) -> None:
     """Rank function: dtype="auto" of a config that names none reads the dtype off the first file."""
     from transformers import AutoModelForCausalLM
 
@@ -78,11 +78,9 @@ def load_without_dtype(path: str) -> dict[str, Any]:
     before = modeling_utils.load_state_dict
     with streaming({"zero_optimization": {"stage": 2}}):
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    return {
-        "dtype": str(model.dtype),
-        "report": load_report(model).dtype,
-        "restored": before is modeling_utils.load_state_dict,
-    }
+    assert model.dtype == torch.bfloat16
+    assert load_report(model).dtype == "torch.bfloat16"
+    assert before is modeling_utils.load_state_dict
 
 
 def test_dtype_is_found_in_the_file(checkpoints: Path, tmp_path: Path) -> None:
@@ -91,22 +89,17 @@ def test_dtype_is_found_in_the_file(checkpoints: Path, tmp_path: Path) -> None:
     config = (path / "config.json").read_text()
     assert '"bfloat16"' in config
     (path / "config.json").write_text(config.replace('"bfloat16"', "null"))
-    for found in run_ranks(load_without_dtype, str(path), world_size=2):
-        assert found == {"dtype": "torch.bfloat16", "report": "torch.bfloat16", "restored": True}
+    run_ranks(find_dtype, str(path))
 
 
-def failures(paths: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """Rank function: the error of each load, by class name and text."""
+def refuse(cases: list[tuple[str, dict[str, Any], str, str]]) -> None:
+    """Rank function: the error of each load has the class name and a part of the text that are given."""
     from lowmem_load import load_model
 
-    found = []
-    for path, kwargs in paths.items():
-        try:
+    for path, kwargs, kind, text in cases:
+        with pytest.raises(Exception, match=re.escape(text)) as caught:
             load_model(path, BF16, **kwargs)
-            found.append(("nothing", ""))
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+        assert caught.typename == kind
 
 
 def test_what_cannot_be_streamed_is_one_clear_error(checkpoints: Path, tmp_path: Path) -> None:
@@ -121,19 +114,10 @@ def test_what_cannot_be_streamed_is_one_clear_error(checkpoints: Path, tmp_path:
     torch.save({**state, "extra": print}, evil / "pytorch_model.bin")
     data = (source / "pytorch_model.bin").read_bytes()
     (truncated / "pytorch_model.bin").write_bytes(data[:-100])
-    cases: dict[str, dict[str, Any]] = {
-        str(old): {},
-        str(evil): {},
-        str(truncated): {},
-        str(source): {"gguf_file": "x.gguf"},
-    }
-    expected = [
-        ("CheckpointError", "old torch format"),
-        ("CheckpointError", "names __builtin__.print"),
-        ("TruncatedFileError", "download it again"),
-        ("UnsupportedError", "gguf_file cannot be streamed"),
+    cases: list[tuple[str, dict[str, Any], str, str]] = [
+        (str(old), {}, "CheckpointError", "old torch format"),
+        (str(evil), {}, "CheckpointError", "names __builtin__.print"),
+        (str(truncated), {}, "TruncatedFileError", "download it again"),
+        (str(source), {"gguf_file": "x.gguf"}, "UnsupportedError", "gguf_file cannot be streamed"),
     ]
-    for found in run_ranks(failures, cases, world_size=2):
-        for (kind, text), (expected_kind, expected_text) in zip(found, expected, strict=True):
-            assert (kind, expected_text) == (expected_kind, expected_text), text
-            assert expected_text in text
+    run_ranks(refuse, cases)

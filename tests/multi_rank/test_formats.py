@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import builders
-from tests.parity import BF16, FP32, compare_load
+from tests.parity import BF16, FP32, assert_loads_alike
 from tests.ranks import run_ranks
 
 REMOTE_CODE = """
@@ -117,7 +117,9 @@ def with_remote_code(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str,
     return folder, {"trust_remote_code": True, "auto_class": "AutoModel"}
 
 
-def compare_format(path: str, ds_config: dict[str, Any], dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+def load_format(
+    path: str, ds_config: dict[str, Any], options: dict[str, Any], slow: list[str], reads_are_exact: bool
+) -> None:
     """Rank function."""
     from transformers import FineGrainedFP8Config
 
@@ -127,7 +129,11 @@ def compare_format(path: str, ds_config: dict[str, Any], dtype: torch.dtype, opt
     if quantization is not None:
         fields = {key: value for key, value in quantization.items() if key != "quant_method"}
         options["quantization_config"] = FineGrainedFP8Config(**fields)
-    return compare_load(path, ds_config, auto_class, dtype, options)
+    dtype = torch.bfloat16 if "bf16" in ds_config else torch.float32
+    report = assert_loads_alike(path, ds_config, auto_class, dtype, options)
+    assert [path.name for path in report.slow_paths] == slow
+    if reads_are_exact:
+        assert report.read_bytes == report.needed_bytes
 
 
 @pytest.mark.parametrize(
@@ -145,40 +151,32 @@ def test_loads_as_an_ordinary_load_does(
     build: Any, ds_config: dict[str, Any], slow: list[str], checkpoints: Path, tmp_path: Path
 ) -> None:
     folder, options = build(checkpoints, tmp_path)
-    dtype = torch.bfloat16 if ds_config is BF16 else torch.float32
-    for result in run_ranks(compare_format, str(folder), ds_config, dtype, options, world_size=2):
-        assert result["differences"] == []
-        assert result["slow_paths"] == slow
-        if build is not with_fp8:  # ranks share the scale of a block that their ranges cut
-            assert result["read_bytes"] == result["needed_bytes"]
+    exact = build is not with_fp8  # ranks share the scale of a block that their ranges cut
+    run_ranks(load_format, str(folder), ds_config, options, slow, exact)
 
 
-def refused(path: str) -> str:
+def refuse(path: str) -> None:
     """Rank function."""
     from lowmem_load import UnsupportedError, load_model
 
-    try:
+    with pytest.raises(UnsupportedError, match=r"quantization 'fp8' cannot be partitioned by ZeRO-3.*dequantize=True"):
         load_model(path, BF16)
-    except UnsupportedError as error:
-        return str(error)
-    return "nothing"
 
 
 def test_a_quantized_checkpoint_is_refused_unless_dequantized(checkpoints: Path, tmp_path: Path) -> None:
     folder, _ = with_fp8(checkpoints, tmp_path)
-    for text in run_ranks(refused, str(folder), world_size=2):
-        assert "quantization 'fp8' cannot be partitioned by ZeRO-3" in text
-        assert "dequantize=True" in text
+    run_ranks(refuse, str(folder))
 
 
-def fp32_buffer(path: str, names: list[str]) -> tuple[str, list[float]]:
-    """Rank function: the running mean of a batch norm under bf16, when the ds_config names it for fp32."""
+def load_running_mean(path: str, name: str, exact: torch.Tensor) -> None:
+    """Rank function: the running mean of a batch norm under bf16, when the ds_config names it for fp32 and when not."""
     from lowmem_load import load_model
 
-    config = {**BF16, "data_types": {"keep_in_fp32_modules": names}}
-    model = load_model(path, config, auto_class="ResNetModel")
-    buffer = next(buffer for name, buffer in model.named_buffers() if name.endswith("running_mean"))
-    return str(buffer.dtype), buffer.double().tolist()
+    for names, expected in (([name], exact), ([], exact.bfloat16())):
+        config = {**BF16, "data_types": {"keep_in_fp32_modules": names}}
+        buffer = dict(load_model(path, config, auto_class="ResNetModel").named_buffers())[name]
+        assert buffer.dtype == expected.dtype
+        assert torch.equal(buffer, expected)
 
 
 def test_a_buffer_that_deepspeed_keeps_in_fp32_keeps_its_digits(tmp_path: Path) -> None:
@@ -188,8 +186,4 @@ def test_a_buffer_that_deepspeed_keeps_in_fp32_keeps_its_digits(tmp_path: Path) 
     name, buffer = next((n, b) for n, b in model.named_buffers() if n.endswith("running_mean"))
     buffer.copy_(torch.tensor([0.1, 1.001, 10.01, 100.1]))
     model.save_pretrained(tmp_path)
-    exact, rounded = buffer.double().tolist(), buffer.bfloat16().double().tolist()
-    for dtype, values in run_ranks(fp32_buffer, str(tmp_path), [name], world_size=2):
-        assert (dtype, values) == ("torch.float32", exact)
-    for dtype, values in run_ranks(fp32_buffer, str(tmp_path), [], world_size=2):
-        assert (dtype, values) == ("torch.bfloat16", rounded)
+    run_ranks(load_running_mean, str(tmp_path), name, buffer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import builders
-from tests.parity import BF16, FP32, compare_load
+from tests.parity import BF16, FP32, assert_loads_alike
 from tests.ranks import run_ranks
 
 TINY = {"hidden_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 7}
@@ -17,7 +17,7 @@ TINY = {"hidden_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "h
 
 
 def _cases(checkpoints: Path, minilm: Path) -> dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]:
-    """Arguments of `compare_load` by the name of the case."""
+    """Arguments of `assert_loads_alike` by the name of the case."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     odd = builders.tiny_llama(checkpoints, float32, "20KB", **builders.ODD_SIZES)
     few = builders.tiny_llama(checkpoints, **TINY)
@@ -35,28 +35,34 @@ def _cases(checkpoints: Path, minilm: Path) -> dict[str, tuple[str, dict[str, An
     }
 
 
-def compare_all(cases: list[tuple[str, dict[str, Any], str | None, torch.dtype]]) -> list[dict[str, Any]]:
+def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]) -> None:
     """Rank function: one load after the other in one process, so a leak from one into the next shows, too."""
-    return [compare_load(*case) for case in cases]
+    for name, case in cases.items():
+        report = assert_loads_alike(*case)
+        assert report.read_bytes == report.needed_bytes, name
+        assert sorted(path.name for path in report.slow_paths) == report.missing_keys, name
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
-    cases = _cases(checkpoints, minilm)
-    for results in run_ranks(compare_all, list(cases.values()), world_size=world_size, timeout_s=180):
-        for case, result in zip(cases, results, strict=True):
-            assert (case, result["differences"]) == (case, [])
-            assert (case, result["read_bytes"]) == (case, result["needed_bytes"])
-            assert (case, sorted(result["slow_paths"])) == (case, result["missing_keys"])
+    run_ranks(load_all, _cases(checkpoints, minilm), world_size=world_size, timeout_s=180)
+
+
+def name_the_missing_head(path: str) -> None:
+    """Rank function."""
+    report = assert_loads_alike(path, FP32, "AutoModelForSequenceClassification", torch.float32)
+    assert report.missing_keys == ["classifier.bias", "classifier.weight"]
 
 
 def test_missing_head_is_named(minilm: Path) -> None:
-    case = (str(minilm), FP32, "AutoModelForSequenceClassification", torch.float32)
-    for result in run_ranks(compare_load, *case, world_size=2):
-        assert result["missing_keys"] == ["classifier.bias", "classifier.weight"]
+    run_ranks(name_the_missing_head, str(minilm))
+
+
+def read_each_parameter_at_once(path: str) -> None:
+    """Rank function."""
+    report = assert_loads_alike(path, BF16, None, torch.bfloat16)
+    assert report.num_reads == report.num_parameters
 
 
 def test_an_unconverted_parameter_is_one_read(checkpoints: Path) -> None:
-    path = builders.tiny_llama(checkpoints, max_shard_size="20KB")
-    for result in run_ranks(compare_load, str(path), BF16, None, torch.bfloat16, world_size=2):
-        assert result["num_reads"] == result["num_parameters"]
+    run_ranks(read_each_parameter_at_once, str(builders.tiny_llama(checkpoints, max_shard_size="20KB")))

@@ -29,6 +29,10 @@ def _fail_on_rank_1():
     time.sleep(600)
 
 
+def _assert_on_rank_1(read):
+    assert read == list(range(100)) or os.environ["RANK"] == "0", "what was read"
+
+
 def _die_on_rank_0():
     if os.environ["RANK"] == "0":
         os._exit(7)
@@ -77,6 +81,14 @@ def test_a_failing_rank_is_reported_with_its_traceback_and_ends_the_others():
     assert "ValueError: the cause is here" in message
     assert "said before failing" in message
     assert time.monotonic() - start < 30  # rank 0 sleeps 600 s
+
+
+def test_an_assertion_that_fails_in_a_rank_names_the_values_in_full():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(_assert_on_rank_1, [*range(99), "other"])
+    message = str(failure.value)
+    assert "AssertionError: what was read" in message
+    assert f"{[*range(99), 'other']} == {list(range(100))}" in message
 
 
 def test_a_dead_rank_is_reported_with_its_exit_code():

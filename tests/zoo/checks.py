@@ -211,11 +211,10 @@ def _compare(case: Case, method: str, precision: str) -> dict[str, Any]:
         reference, info = _ordinary(cls, case.path, dtype)
     except Exception as error:
         return {"unloadable": _where(error)}
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)  # ranks of a training job have seeds of their own; rank 0's counts
+    torch.manual_seed(dist.get_rank())  # ranks of a training job have seeds of their own; rank 0's counts
     ds_config = parity.BF16 if precision == "bf16" else parity.FP32
     model, keys = _LOADS[method](cls, case.path, ds_config, dtype)
-    found = parity.differences(model, reference, rank, world_size)
+    found = parity.differences(model, reference)
     if method == "stock":  # garbage by design; see docs of lowmem_load.zero3
         found = [line for line in found if not line.endswith("padding is not zero")]
     for key, names in keys.items():
