@@ -32,9 +32,10 @@ from benchmarks.table import aligned
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import plan_copies
-from lowmem_load.planning.load_plan import Planner
+from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import partition_range
 from lowmem_load.read.executor import Executor
+from lowmem_load.read.whole import read_whole
 
 MIB = 2**20
 TARGET_NUMEL = 128 * MIB  # 256 MiB in bfloat16
@@ -177,7 +178,7 @@ def measure(conversion: Conversion, path: str, world_size: int, rank: int) -> Re
 
     def described(start: int, shape: tuple[int, ...]) -> torch.Tensor:
         source = ex.Source(path, "w", start * itemsize, shape, conversion.file)
-        return SymbolicTensor(source, lambda node, _: executor.read_whole(node))
+        return SymbolicTensor(source, lambda node, _: read_whole(executor, node))
 
     with Executor() as executor, MemorySampler() as sampler:
         start_s = time.perf_counter()

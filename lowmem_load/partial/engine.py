@@ -27,7 +27,7 @@ from lowmem_load.partial.replicated import (
     options_of,
 )
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.precision import precision_of
+from lowmem_load.settings.settings import Settings
 from lowmem_load.targets.choice import chosen_parameters, mark
 
 
@@ -78,7 +78,7 @@ class PartialEngine(nn.Module):
         self,
         model: nn.Module,
         chosen: dict[str, nn.Module],
-        ds_config: Mapping[str, Any],
+        settings: Settings,
         split: SplitOptimizer | None,
         *,
         cast: bool,
@@ -89,7 +89,7 @@ class PartialEngine(nn.Module):
         self.module = model
         inside = chosen_parameters(chosen)
         derive = None if split is None else functools.partial(_derived, split)
-        part = PartitionedPart(model, chosen, ds_config, derive)
+        part = PartitionedPart(model, chosen, settings.ds_config, derive)
         mark(chosen.values())
         self._part, self._split = part, split
         self.lr_scheduler: Any = None
@@ -97,8 +97,7 @@ class PartialEngine(nn.Module):
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
         self._outside_buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
-        dtype = getattr(torch, precision_of(ds_config, absent="disabled").value) if cast else None
-        self._place(part.engine.device, dtype)
+        self._place(part.engine.device, settings.dtype if cast else None)
         trained = {name: p for name, p in self._outside.items() if p.requires_grad}
         if split is not None:
             held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}

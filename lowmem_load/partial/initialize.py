@@ -15,9 +15,9 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine
 from lowmem_load.partial.replicated import Average, SplitOptimizer, Unused, check_options, options_of
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.ds_config import comparable, hidden_size_of, read_ds_config, resolve_auto, zero_stage
-from lowmem_load.settings.precision import AUTO, precision_of
-from lowmem_load.settings.settings import Partition
+from lowmem_load.settings.ds_config import comparable
+from lowmem_load.settings.precision import AUTO
+from lowmem_load.settings.settings import Partition, Settings, read_settings
 from lowmem_load.targets.choice import check_ties, choose, chosen_parameters, partitioned_modules
 
 
@@ -61,7 +61,8 @@ def initialize(
     distributed = DistributedInterface()
     with distributed.agreed("preparing partial ZeRO-3") as digest:
         check_options(average, unused)
-        config = _resolved(ds_config, model, distributed.world_size)
+        settings = _settings(ds_config, model, distributed.world_size)
+        config = settings.ds_config
         chosen, plain = _chosen(model, partition)
         inside = chosen_parameters(chosen)
         if not any(p.requires_grad for p in model.parameters()):
@@ -70,23 +71,19 @@ def initialize(
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
         digest.append(_digest(model, chosen, config, split, (average, unused)))
-    engine = PartialEngine(model, chosen, config, split, cast=plain, average=average, unused=unused)
+    engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average, unused=unused)
     engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
     return engine
 
 
-def _resolved(ds_config: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    config = read_ds_config(ds_config)
-    if zero_stage(config) != 3:
-        raise ConfigError(f"partial ZeRO-3 needs stage 3, the ds_config has stage {zero_stage(config)}")
-    resolved = resolve_auto(
-        config,
-        world_size=world_size,
-        hidden_size=hidden_size_of(getattr(model, "config", None)),
-        precision=precision_of(config, absent="disabled"),
-    )
+def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:
+    settings = read_settings(ds_config, world_size=world_size)
+    if settings.stage != 3:
+        raise ConfigError(f"partial ZeRO-3 needs stage 3, the ds_config has stage {settings.stage}")
+    resolved = settings.for_model(getattr(model, "config", None))
     for section in ("optimizer", "scheduler"):
-        open_keys = [key for key, value in (resolved.get(section) or {}).get("params", {}).items() if value == AUTO]
+        params = (resolved.ds_config.get(section) or {}).get("params", {})
+        open_keys = [key for key, value in params.items() if value == AUTO]
         if open_keys:
             raise ConfigError(f'ds_config {section}.params: {", ".join(open_keys)} is "auto"; write values')
     return resolved

@@ -15,9 +15,9 @@ from types import TracebackType
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.planning.expression import Expression, Source, numel
-from lowmem_load.planning.load_plan import ComputedValue, Material, PlannedFile, Planner, Value
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.expression import Source
+from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
+from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Scatter, Step
 from lowmem_load.read.source import ByteSource, LocalFile, Opener
 
@@ -112,15 +112,6 @@ class Executor:
         """
         while self._pending:
             self._reap(wait(self._pending).done)
-
-    def read_whole(self, expression: Expression) -> torch.Tensor:
-        """Return `expression` as a whole tensor in host memory."""
-        planner = Planner()
-        fill = planner.plan_fill("", expression, FlatRange(0, numel(expression)))
-        whole = torch.empty(fill.numel, dtype=expression.dtype, device=_CPU)
-        self.fill(fill, whole, planner.values, planner.material)
-        self.finish()
-        return whole.reshape(expression.shape)
 
     def _value(self, number: int, values: Sequence[Value], material: Material) -> torch.Tensor:
         """Return a value, flat; one that has to be computed, by the calling thread: a task would wait for itself."""

@@ -17,6 +17,7 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange, hull
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import Opener
+from lowmem_load.read.whole import read_whole
 from lowmem_load.settings.settings import Settings
 from lowmem_load.targets.make import TargetMaker
 from lowmem_load.targets.target import Layout, Target
@@ -72,7 +73,7 @@ def describe(
 
     def read_now(expression: Expression, reason: str) -> torch.Tensor:
         before = executor.stats.read_bytes
-        whole = executor.read_whole(expression)
+        whole = read_whole(executor, expression)
         if executor.stats.read_bytes > before:
             reads[reason] = reads.get(reason, 0) + executor.stats.read_bytes - before
         return whole

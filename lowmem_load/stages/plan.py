@@ -32,11 +32,10 @@ from lowmem_load.planning.load_plan import (
     Costs,
     Destination,
     LoadPlan,
-    Material,
-    Planner,
     SlowPath,
     TargetPlan,
 )
+from lowmem_load.planning.planner import Material, Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill, Read
 from lowmem_load.stages.describe import Described

@@ -34,7 +34,7 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.loader import _SymbolicFile
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import Copy, plan_copies
-from lowmem_load.planning.load_plan import Planner
+from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.read.executor import Executor

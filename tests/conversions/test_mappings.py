@@ -20,6 +20,7 @@ from lowmem_load.describe.tensor import expression_of
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.read.executor import Executor
+from lowmem_load.read.whole import read_whole
 from tests.conversions import mappings
 from tests.conversions.mappings import BF16, DTYPES, FP32, Chain, Dtypes
 
@@ -176,7 +177,7 @@ def test_wrong_bytes_are_found(path: Path) -> None:
     mappings.write_sources(case, Dtypes((FP32,), BF16), path)
     (described,) = mappings.convert(chain.converter, case, mappings.symbolic_file(path), None, None).values()
     with Executor() as executor:
-        value = executor.read_whole(expression_of(described)).clone()
+        value = read_whole(executor, expression_of(described)).clone()
     mappings.fill_all_ranks("right", described, value, None)
     value[1, 2] += 1
     with pytest.raises(AssertionError, match=r"wrong .*bytes differ"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lowmem_load.errors import PlanError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import Copy, plan_copies
-from lowmem_load.planning.load_plan import Planner
+from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange, partition_range
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import Planner
+from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.read.executor import Executor
