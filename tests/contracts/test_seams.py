@@ -95,7 +95,7 @@ def test_a_check_survives_the_optimisation_of_bytecode(
 @pytest.mark.parametrize(
     "name",
     [
-        *("dp_world_size", "dtype", "keep_in_fp32_modules", "local_device", "mem_efficient_linear", "num_param_groups"),
+        *("dp_world_size", "dtype", "local_device", "mem_efficient_linear", "num_param_groups"),
         *("num_ranks_in_param_group", "param_swapper", "pin_memory", "quantized_nontrainable_weights", "rank"),
         *("rank_in_group", "remote_device", "zero_param_process_group"),
     ],
