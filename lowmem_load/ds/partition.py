@@ -107,7 +107,7 @@ from deepspeed.utils import groups  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class PartitionMemory:
     """Memory of one partition: `tensor[i]` is element `flat_range.start + i`; what lies beyond the range is padding."""
 
     tensor: torch.Tensor
@@ -225,11 +225,11 @@ class Partitioner:
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         return parameter
 
-    def allocate(self, parameter: nn.Parameter) -> list[Destination]:
+    def allocate(self, parameter: nn.Parameter) -> list[PartitionMemory]:
         """Allocate the partition(s) of `parameter`, padding zeroed; the rest is the caller's to fill.
 
-        Under offload_param to nvme the partition lies in one of the swapper's buffers: `settle` must follow once the
-        bytes are there, at the latest when `is_full`.
+        Under offload_param to nvme the partition lies in one of the swapper's buffers: `swap_out` must follow once the
+        bytes are there, at the latest when `needs_room`.
 
         Memory: exactly the partitions. Stock leaves the padding uninitialised, so hashes of its partitions differ
         from run to run; here they do not.
@@ -257,17 +257,17 @@ class Partitioner:
             parameter.ds_secondary_tensor = secondary
             tensors.append(secondary)
         return [
-            Destination(_zero_padding(tensor, flat_range.numel), flat_range)
+            PartitionMemory(_zero_padding(tensor, flat_range.numel), flat_range)
             for tensor, flat_range in zip(tensors, self.ranges(parameter.ds_numel), strict=True)
         ]
 
     @property
-    def is_full(self) -> bool:
+    def needs_room(self) -> bool:
         """Whether the swapper has no free buffer for another partition."""
         swapper = self._init.param_swapper
         return swapper is not None and swapper.available_swap_in_buffers() == 0
 
-    def settle(self) -> None:
+    def swap_out(self) -> None:
         """Write the partitions that lie in the swapper's buffers to their files, and free the buffers.
 
         Raises:

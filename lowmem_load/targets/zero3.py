@@ -94,9 +94,9 @@ class Zero3:
         """See `Target`."""
         partitioner = self._partitioner
         assert partitioner is not None  # prepare comes first
-        if partitioner.is_full:
+        if partitioner.needs_room:
             wait()
-            partitioner.settle()
+            partitioner.swap_out()
         made = partitioner.new_parameter(
             torch.Size(plan.shape), plan.dtype, parameter.requires_grad, self._ids[id(parameter)]
         )
@@ -110,7 +110,7 @@ class Zero3:
     def finish(self) -> None:
         """Write what lies in the swapper's buffers to its files."""
         if self._partitioner is not None:
-            self._partitioner.settle()
+            self._partitioner.swap_out()
 
     def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
         """See `Target`: those that are at most stage3_param_persistence_threshold elements large."""
