@@ -8,23 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ranks import REPO
+from tests.ranks import REPO, reserved_port
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 
 
 def test_partial_zero3(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
-    command = [TORCHRUN, "--nproc_per_node", "2", "--master_port", "29617", "examples/partial_zero3.py"]
-    run = subprocess.run(
-        [*command, "--hidden-size", "128", "--num-layers", "2", "--steps", "31"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=REPO,
-    )
+    with reserved_port() as port:
+        command = [TORCHRUN, "--nproc_per_node", "2", "--master_port", str(port), "examples/partial_zero3.py"]
+        run = subprocess.run(
+            [*command, "--hidden-size", "128", "--num-layers", "2", "--steps", "31"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            cwd=REPO,
+        )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     held = re.findall(r"rank (\d): language model ([\d.]+) MiB of ([\d.]+), encoders ([\d.]+) MiB whole", run.stdout)
     assert [rank for rank, *_ in held] == ["0", "1"]

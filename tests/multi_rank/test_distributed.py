@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from tests.ranks import run_ranks
 from tests.unit.test_distributed import init_counter, partition_numel, train_one_step
 
 
-def outcome(interface: DistributedInterface, error: BaseException | None, digest: str | None = None) -> dict[str, Any]:
-    """What `agree` raised on this rank, and how many collectives it took."""
+@contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """Yields a list that grows by one for each collective that `agree` takes."""
     import torch.distributed as dist
 
-    calls = []
+    calls: list[int] = []
     original = dist.all_gather_object
 
     def counted(*args: Any, **kwargs: Any) -> None:
@@ -25,61 +28,41 @@ def outcome(interface: DistributedInterface, error: BaseException | None, digest
         original(*args, **kwargs)
 
     dist.all_gather_object = counted
-    raised: BaseException | None = None
-    try:
-        interface.agree("reading", error, digest)
-    except BaseException as caught:
-        raised = caught
+    yield calls
     dist.all_gather_object = original
-    return {
-        "type": type(raised).__name__,
-        "text": str(raised),
-        "failures": getattr(raised, "failures", None),
-        "own": raised is error,
-        "cause": type(raised.__cause__).__name__ if raised else None,
-        "collectives": len(calls),
-    }
 
 
-def _launched() -> dict[str, Any]:
+def _launched(partition: int) -> tuple[int, int, int]:
     calls = init_counter()
     interface = DistributedInterface()
     interface.barrier()
-    DistributedInterface(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    partition = partition_numel()
+    world_size = int(os.environ["WORLD_SIZE"])
+    DistributedInterface(rank=int(os.environ["RANK"]), world_size=world_size)
+    assert partition_numel() == partition
     train_one_step()
-    return {
-        "place": (interface.rank, interface.local_rank, interface.world_size),
-        "gathered": interface.all_gather_object({"rank": interface.rank}),
-        "broadcast": interface.broadcast_object(f"of {interface.rank}", src=1),
-        "partition": partition,
-        "inits": len(calls),
-    }
+    assert interface.all_gather_object({"rank": interface.rank}) == [{"rank": r} for r in range(world_size)]
+    assert interface.broadcast_object(f"of {interface.rank}", src=1) == "of 1"
+    assert len(calls) == 1
+    return interface.rank, interface.local_rank, interface.world_size
 
 
 @pytest.mark.parametrize(("world_size", "partition"), [(2, 32), (3, 22)])  # ceil(64 / world_size)
 def test_launched_group(world_size: int, partition: int) -> None:
-    for rank, found in enumerate(run_ranks(_launched, world_size=world_size)):
-        assert found["place"] == (rank, rank, world_size)
-        assert found["gathered"] == [{"rank": r} for r in range(world_size)]
-        assert found["broadcast"] == "of 1"
-        assert found["partition"] == partition
-        assert found["inits"] == 1
+    places = run_ranks(_launched, partition, world_size=world_size)
+    assert places == [(rank, rank, world_size) for rank in range(world_size)]
 
 
-def _destroy_and_init_again() -> list[Any]:
-    seen: list[Any] = []
+def _destroy_and_init_again() -> None:
     for _ in range(2):
         interface = DistributedInterface()
         train_one_step()
-        seen.append(interface.all_gather_object(interface.rank))
+        assert interface.all_gather_object(interface.rank) == [0, 1]
         interface.destroy()
-    return [*seen, sorted(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ)]
+    assert {"LOCAL_RANK", "RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def test_destroy_then_init_again_keeps_the_launcher_environment() -> None:
-    for found in run_ranks(_destroy_and_init_again):
-        assert found == [[0, 1], [0, 1], ["LOCAL_RANK", "RANK", "WORLD_SIZE"]]
+    run_ranks(_destroy_and_init_again)
 
 
 def _adopt_torch_by_hand() -> tuple[int, str, int]:
@@ -115,7 +98,7 @@ def test_local_ranks_count_within_each_host() -> None:
     assert run_ranks(_adopt_two_hosts, world_size=3) == [0, 0, 1]
 
 
-def _adopt_accelerate() -> tuple[int, int, bool]:
+def _adopt_accelerate() -> None:
     import torch.distributed as dist
     from accelerate import PartialState
 
@@ -124,98 +107,96 @@ def _adopt_accelerate() -> tuple[int, int, bool]:
     interface = DistributedInterface()
     train_one_step()
     interface.destroy()
-    return len(calls), interface.rank - state.process_index, dist.is_initialized()
+    assert len(calls) == 0
+    assert interface.rank == state.process_index
+    assert dist.is_initialized()
 
 
 def test_adopts_a_group_of_accelerate() -> None:
-    assert run_ranks(_adopt_accelerate) == [(0, 0, True)] * 2
+    run_ranks(_adopt_accelerate)
 
 
-def _accelerate_after_us() -> tuple[int, int]:
+def _accelerate_after_us() -> None:
     from accelerate import PartialState
 
     calls = init_counter()
     interface = DistributedInterface()
     state = PartialState(cpu=True)
-    return len(calls), interface.rank - state.process_index
+    assert len(calls) == 1
+    assert interface.rank == state.process_index
 
 
 def test_accelerate_takes_our_group() -> None:
-    assert run_ranks(_accelerate_after_us) == [(1, 0)] * 2
+    run_ranks(_accelerate_after_us)
 
 
-def _adopt_deepspeed() -> tuple[int, int]:
+def _adopt_deepspeed() -> None:
     import deepspeed
 
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     calls = init_counter()
     interface = DistributedInterface()
     train_one_step()
-    return len(calls), interface.world_size
+    assert len(calls) == 0
+    assert interface.world_size == 2
 
 
 def test_adopts_a_group_of_deepspeed() -> None:
-    assert run_ranks(_adopt_deepspeed) == [(0, 2)] * 2
+    run_ranks(_adopt_deepspeed)
 
 
-def _contradiction() -> str:
+def _contradiction() -> None:
     DistributedInterface()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"rank: asked for 5, live group has {os.environ['RANK']}\.") as caught:
         DistributedInterface(rank=5, world_size=2)
-    return str(caught.value)
+    assert "world_size: asked" not in str(caught.value)
 
 
 def test_contradicting_rank_is_named_on_each_rank() -> None:
-    for rank, text in enumerate(run_ranks(_contradiction)):
-        assert f"rank: asked for 5, live group has {rank}." in text
-        assert "world_size: asked" not in text
+    run_ranks(_contradiction)
 
 
-def _agreements() -> dict[str, Any]:
+def _agreements() -> None:
     interface = DistributedInterface()
     mine = interface.rank
-    one = CheckpointError("b.safetensors: truncated") if mine == 1 else None
-    return {
-        "fine": outcome(interface, None, "same"),
-        "one fails": outcome(interface, one, "same" if mine else "other"),
-        "alike": outcome(interface, CheckpointError("config.json: absent")),
-        "each its own": outcome(interface, CheckpointError(f"file {mine}: absent")),
-        "digests": outcome(interface, None, "bbb" if mine == 2 else "aaa"),
-        "still in step": interface.all_gather_object(mine),
-    }
+    with counted_collectives() as calls:
+        interface.agree("reading", None, "same")
+        assert len(calls) == 1
+
+        error = CheckpointError("b.safetensors: truncated") if mine == 1 else None
+        with pytest.raises(RankError, match=r"^reading failed on 1 rank\(s\)") as failed:
+            interface.agree("reading", error, "same" if mine else "other")
+        assert failed.value.failures == {1: "CheckpointError: b.safetensors: truncated"}
+        assert type(failed.value.__cause__) is (CheckpointError if mine == 1 else type(None))
+        assert len(calls) == 2
+
+        alike = CheckpointError("config.json: absent")
+        with pytest.raises(CheckpointError) as own:
+            interface.agree("reading", alike)
+        assert own.value is alike
+        assert len(calls) == 3
+
+        with pytest.raises(RankError) as failed:
+            interface.agree("reading", CheckpointError(f"file {mine}: absent"))
+        assert failed.value.failures == {r: f"CheckpointError: file {r}: absent" for r in range(3)}
+        assert len(calls) == 4
+
+        with pytest.raises(RankError) as failed:
+            interface.agree("reading", None, "bbb" if mine == 2 else "aaa")
+        assert failed.value.failures == {2: "holds digest bbb, where rank(s) 0-1 hold aaa"}
+        assert len(calls) == 5
+    assert interface.all_gather_object(mine) == [0, 1, 2]  # the ranks are still in step
 
 
 def test_agree() -> None:
-    for rank, found in enumerate(run_ranks(_agreements, world_size=3)):
-        assert found["fine"]["type"] == "NoneType"
-
-        failed = found["one fails"]
-        assert failed["type"] == "RankError"
-        assert failed["failures"] == {1: "CheckpointError: b.safetensors: truncated"}
-        assert failed["text"].startswith("reading failed on 1 rank(s)")
-        assert failed["cause"] == ("CheckpointError" if rank == 1 else "NoneType")
-
-        assert found["alike"]["own"]
-        assert found["alike"]["type"] == "CheckpointError"
-
-        assert found["each its own"]["type"] == "RankError"
-        assert found["each its own"]["failures"] == {r: f"CheckpointError: file {r}: absent" for r in range(3)}
-
-        assert found["digests"]["failures"] == {2: "holds digest bbb, where rank(s) 0-1 hold aaa"}
-        assert found["digests"]["type"] == "RankError"
-
-        assert found["still in step"] == [0, 1, 2]
-        steps = [step for step in found.values() if isinstance(step, dict)]
-        assert [step["collectives"] for step in steps] == [1] * 5
+    run_ranks(_agreements, world_size=3)
 
 
-def _interrupted() -> str:
+def _interrupted() -> None:
     interface = DistributedInterface()
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError, match="rank 0: KeyboardInterrupt"):
         interface.agree("reading", KeyboardInterrupt() if interface.rank == 0 else None)
-    return str(caught.value)
 
 
 def test_agree_carries_interrupts_to_the_other_rank() -> None:
-    for text in run_ranks(_interrupted):
-        assert "rank 0: KeyboardInterrupt" in text
+    run_ranks(_interrupted)

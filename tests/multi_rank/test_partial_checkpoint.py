@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from tests import builders
 from tests.multi_rank.test_partial_training import (
     CONFIG,
@@ -56,9 +58,8 @@ def scaled(shape: int) -> Callable[[nn.Module], None]:
     return prepare
 
 
-def resumed(path: str, folder: str) -> list[dict[str, Any]]:
-    """Rank function: trains on, and again from the checkpoint; says what differs."""
-    found = []
+def resume(path: str, folder: str) -> None:
+    """Rank function: trains on, and again from the checkpoint: nothing may differ."""
     for number, (way, (sections, options)) in enumerate(WAYS.items()):
         config, dtype = {**CONFIG, **sections}, options.get("dtype", torch.float32)
         engine = make_engine(path, config, **options)
@@ -72,43 +73,35 @@ def resumed(path: str, folder: str) -> list[dict[str, Any]]:
             for parameter in (*engine.module.picture.parameters(), *engine.module.sound.parameters()):
                 parameter.add_(1.0)
         loaded, client_state = engine.load_checkpoint(f"{folder}/{number}")
-        steps = engine.global_steps
-        again = train(engine, 4, 8, dtype=dtype)
-        final = engine.consolidated_state_dict()
-        found.append(
-            {
-                "way": client_state["way"] == way and str(loaded).startswith(folder),
-                "steps": steps,
-                "losses": losses == again,
-                "rates": rates == engine.get_lr(),
-                "moving rates": len(set(rates)) > 1 or not sections.get("scheduler") or 0 < rates[0] < 1e-3 + 1e-9,
-                "state": state is None or [n for n in state if not torch.equal(state[n], final[n])] == [],
-            }
-        )
+        assert client_state["way"] == way
+        assert str(loaded).startswith(folder), way
+        assert engine.global_steps == 4, way
+        assert train(engine, 4, 8, dtype=dtype) == losses, way
+        assert engine.get_lr() == rates, way
+        if sections.get("scheduler"):
+            assert len(set(rates)) > 1 or 0 < rates[0] < 1e-3 + 1e-9, way
+        assert_same_state(state, engine.consolidated_state_dict())
         engine.destroy()
-    return found
+
+
+def assert_same_state(expected: dict[str, torch.Tensor] | None, state: dict[str, torch.Tensor] | None) -> None:
+    """Compares on the rank that has them, which is rank 0."""
+    if expected is not None:
+        assert state is not None
+        assert [name for name in expected if not torch.equal(expected[name], state[name])] == []
 
 
 def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, torch.float32)
-    for ranks in run_ranks(resumed, str(path), str(tmp_path), timeout_s=300):
-        for found in ranks:
-            assert found == {
-                "way": True,
-                "steps": 4,
-                "losses": True,
-                "rates": True,
-                "moving rates": True,
-                "state": True,
-            }
+    run_ranks(resume, str(path), str(tmp_path), timeout_s=300)
 
 
-def broken(path: str, folder: str) -> list[str]:
+def load_broken(path: str, folder: str) -> None:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
     from lowmem_load.partial.checkpoint import REPLICATED_FILE
 
     engine = make_engine(path, CONFIG)
-    nowhere = engine.load_checkpoint(f"{folder}/nowhere")
+    assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
     train(engine, 0, 1)
     engine.save_checkpoint(folder, tag="one")
     if engine.zero3.global_rank == 0:
@@ -116,22 +109,17 @@ def broken(path: str, folder: str) -> list[str]:
     torch.distributed.barrier()
     engine.destroy()
     engine = make_engine(path, CONFIG)
-    try:
+    with pytest.raises(CheckpointError, match=r"lowmem_load_whole_states\.pt") as caught:
         engine.load_checkpoint(folder, tag="one")
-    except Exception as error:
-        return [str(nowhere), type(error).__name__, str(error)]
-    return [str(nowhere), "nothing", ""]
+    assert caught.type is CheckpointError
 
 
 def test_a_checkpoint_without_the_whole_part_is_refused(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, torch.float32)
-    for nowhere, kind, text in run_ranks(broken, str(path), str(tmp_path), timeout_s=120):
-        assert nowhere == "(None, None)"
-        assert kind == "CheckpointError"
-        assert "lowmem_load_whole_states.pt" in text
+    run_ranks(load_broken, str(path), str(tmp_path), timeout_s=120)
 
 
-def into_another(path: str, folder: str) -> dict[str, Any]:
+def load_into_another(path: str, folder: str) -> None:
     """Rank function: loads checkpoints into engines of models that differ from the saved ones."""
     engine = make_engine(path, CONFIG, prepare=freeze_llm)
     train(engine, 0, 2)
@@ -140,25 +128,25 @@ def into_another(path: str, folder: str) -> dict[str, Any]:
     engine.destroy()
     engine = make_engine(path, CONFIG, prepare=shifted)  # all of it is trained
     engine.load_checkpoint(f"{folder}/stage1", load_module_only=True)
-    state = engine.consolidated_state_dict()
-    found: dict[str, Any] = {
-        "stage 2": saved is None or [name for name in saved if not torch.equal(saved[name], state[name])] == [],
-        "losses": all(np.isfinite(train(engine, 0, 2))),
-    }
+    assert_same_state(saved, engine.consolidated_state_dict())
+    assert all(np.isfinite(train(engine, 0, 2)))
     engine.save_checkpoint(f"{folder}/stage2")
     engine.save_16bit_model(f"{folder}/one", "model.bin")
     saved = engine.consolidated_state_dict()
     rank = engine.zero3.global_rank
-    file = {} if rank else torch.load(f"{folder}/one/model.bin", weights_only=True)
-    found["one file"] = saved is None or (
-        file.keys() == saved.keys() and all(torch.equal(file[name], saved[name]) for name in saved)
-    )
-    found["one rank"] = error_of(engine, f"{folder}/stage2" if rank else f"{folder}/nowhere")
+    if rank == 0:
+        file = torch.load(f"{folder}/one/model.bin", weights_only=True)
+        assert file.keys() == saved.keys()
+        assert_same_state(saved, file)
+    with pytest.raises(RankError, match="no checkpoint"):
+        engine.load_checkpoint(f"{folder}/stage2" if rank else f"{folder}/nowhere")
     engine.destroy()
     engine = make_engine(path, CONFIG, prepare=freeze_llm)
-    found["frozen later"] = error_of(engine, f"{folder}/stage2")
+    with pytest.raises(ConfigError, match=r"^llm\.model\.embed_tokens\.weight"):
+        engine.load_checkpoint(f"{folder}/stage2")
     engine.save_checkpoint(f"{folder}/stage2", tag="newer")
-    found["tag"] = error_of(engine, f"{folder}/stage2", tag="global_step2", load_module_only=True)
+    with pytest.raises(ConfigError, match="global_step2"):
+        engine.load_checkpoint(f"{folder}/stage2", tag="global_step2", load_module_only=True)
     engine.destroy()
 
     engine = make_engine(path, CONFIG, prepare=scaled(1))
@@ -166,31 +154,15 @@ def into_another(path: str, folder: str) -> dict[str, Any]:
     engine.save_checkpoint(f"{folder}/excluded", exclude_frozen_parameters=True)
     engine.destroy()
     engine = make_engine(path, CONFIG, prepare=scaled(7))
-    found["shape"] = error_of(engine, f"{folder}/scale")
-    found["excluded"] = error_of(engine, f"{folder}/excluded")
+    with pytest.raises(ConfigError, match=r"picture\.scale"):
+        engine.load_checkpoint(f"{folder}/scale")
+    engine.load_checkpoint(f"{folder}/excluded")
     engine.destroy()
     engine = make_engine(path, CONFIG)
-    found["unknown"] = error_of(engine, f"{folder}/scale")
-    return found
-
-
-def error_of(engine: Any, folder: str, **kwargs: Any) -> str:
-    try:
-        engine.load_checkpoint(folder, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
+    with pytest.raises(ConfigError, match=r"picture\.scale"):
+        engine.load_checkpoint(f"{folder}/scale")
 
 
 def test_checkpoints_of_other_models(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, torch.float32)
-    for found in run_ranks(into_another, str(path), str(tmp_path), timeout_s=200):
-        assert found["stage 2"] is True
-        assert found["losses"]
-        assert found["one file"] is True
-        assert found["frozen later"].startswith("ConfigError: llm.model.embed_tokens.weight")
-        assert found["tag"].startswith("ConfigError") and "global_step2" in found["tag"]
-        assert found["one rank"].startswith("RankError") and "no checkpoint" in found["one rank"]
-        assert found["shape"].startswith("ConfigError") and "picture.scale" in found["shape"]
-        assert found["excluded"] == "loaded"
-        assert found["unknown"].startswith("ConfigError") and "picture.scale" in found["unknown"]
+    run_ranks(load_into_another, str(path), str(tmp_path), timeout_s=200)

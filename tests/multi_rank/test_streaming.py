@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,8 @@ def global_state() -> tuple[Any, ...]:
     )
 
 
-def stream_and_restore(llama: str, bert: str) -> dict[str, Any]:
+def stream_and_restore(llama: str, bert: str) -> None:
     """Rank function."""
-    import torch.distributed as dist
     from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM, LlamaForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -47,64 +47,51 @@ def stream_and_restore(llama: str, bert: str) -> dict[str, Any]:
     from lowmem_load.ds.partition import is_partitioned
 
     before = global_state()
-    found: dict[str, Any] = {}
     with streaming(BF16):
-        found["active"] = is_deepspeed_zero3_enabled()
+        assert is_deepspeed_zero3_enabled()
         auto = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
         exact, info = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16, output_loading_info=True)
-        found["info"] = {key: list(value) for key, value in info.items() if key.endswith("keys")}
         with streaming(FP32):
             inner = BertForMaskedLM.from_pretrained(bert)
         outer = AutoModel.from_pretrained(bert, dtype=torch.bfloat16)
-    found["dtypes"] = [load_report(model).dtype for model in (auto, exact, inner, outer)]
-    found["restored"] = global_state() == before
+    assert global_state() == before
+    keys = {key: list(value) for key, value in info.items() if key.endswith("keys")}
+    assert keys == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    dtypes = [load_report(model).dtype for model in (auto, exact, inner, outer)]
+    assert dtypes == ["torch.bfloat16", "torch.bfloat16", "torch.float32", "torch.bfloat16"]
     plain = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
-    found["plain is plain"] = not any(is_partitioned(parameter) for parameter in plain.parameters())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    found["differences"] = [differences(model, plain, rank, world_size) for model in (auto, exact)]
-    try:
-        with streaming(BF16):
-            raise KeyError("from the block")
-    except KeyError:
-        found["restored after an error"] = global_state() == before
-    return found
+    assert not any(is_partitioned(parameter) for parameter in plain.parameters())
+    for model in (auto, exact):
+        assert differences(model, plain) == []
+    with pytest.raises(KeyError, match="from the block"), streaming(BF16):
+        raise KeyError("from the block")
+    assert global_state() == before
 
 
 def test_streaming_is_a_context_and_leaves_nothing_behind(checkpoints: Path) -> None:
     llama, bert = builders.tiny_llama(checkpoints), builders.tiny_bert(checkpoints)
-    for found in run_ranks(stream_and_restore, str(llama), str(bert), world_size=2):
-        assert found["active"] is True
-        assert found["restored"] is True
-        assert found["restored after an error"] is True
-        assert found["plain is plain"] is True
-        assert found["differences"] == [[], []]
-        assert found["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.float32", "torch.bfloat16"]
-        assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    run_ranks(stream_and_restore, str(llama), str(bert))
 
 
-def load_lower_stages(path: str) -> dict[str, Any]:
+def load_lower_stages(path: str) -> None:
     """Rank function: stages 0, 1, 2 beside a stage 3 that is active outside."""
     from transformers import AutoModelForCausalLM
 
     from lowmem_load import load_model, load_report, streaming
 
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
-    found: dict[str, Any] = {}
     with streaming(BF16):
         for stage in (0, 1, 2):
-            config = {**BF16, "zero_optimization": {"stage": stage}}
-            model = load_model(path, config)
+            model = load_model(path, {**BF16, "zero_optimization": {"stage": stage}})
             values = model.state_dict()
-            same = values.keys() == reference.keys() and all(torch.equal(values[k], reference[k]) for k in values)
-            found[f"stage {stage}"] = same and all(p.requires_grad for p in model.parameters())
-            found[f"read {stage}"] = load_report(model).read_bytes == sum(v.nbytes for v in reference.values())
-    return found
+            assert values.keys() == reference.keys(), stage
+            assert [name for name in values if not torch.equal(values[name], reference[name])] == [], stage
+            assert all(p.requires_grad for p in model.parameters()), stage
+            assert load_report(model).read_bytes == sum(v.nbytes for v in reference.values()), stage
 
 
 def test_lower_stages_are_whole_on_every_rank(checkpoints: Path) -> None:
-    path = builders.tiny_llama(checkpoints)
-    for found in run_ranks(load_lower_stages, str(path), world_size=2):
-        assert all(found.values()), found
+    run_ranks(load_lower_stages, str(builders.tiny_llama(checkpoints)))
 
 
 def losses_of(path: str, ds_config: dict[str, Any], how: str, steps: int) -> list[float]:
@@ -151,22 +138,18 @@ def test_training_follows_the_ordinary_and_the_stock_model(checkpoints: Path, pr
         assert streamed == run_ranks(losses_of, str(path), config, "stock", 5, world_size=2)
 
 
-def failures(cases: list[tuple[str, Any, dict[str, Any]]]) -> list[tuple[str, str]]:
-    """Rank function: the error of each load, by class name and text; and that no partition was made."""
+def refuse(cases: list[tuple[str, Any, dict[str, Any], str, str]]) -> None:
+    """Rank function: the error of each load has the class name and a part of the text that are given."""
     import time
 
     from lowmem_load import load_model
 
-    found = []
-    for name, ds_config, kwargs in cases:
+    for name, ds_config, kwargs, kind, text in cases:
         start = time.perf_counter()
-        try:
+        with pytest.raises(Exception, match=re.escape(text)) as caught:
             load_model(name, ds_config, **kwargs)
-            found.append(("nothing", ""))
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
+        assert caught.typename == kind, str(caught.value)
         assert time.perf_counter() - start < 10, "an error must come within seconds"
-    return found
 
 
 def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path, tmp_path: Path) -> None:
@@ -211,21 +194,15 @@ def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path, tmp_path:
         (str(no_architecture), BF16, {}, "ConfigError", "names no architectures"),
         (good, BF16, {"quantization_config": {"quant_method": "gptq"}}, "UnsupportedError", "gptq"),
     ]
-    for found in run_ranks(failures, [case[:3] for case in cases], world_size=2):
-        for case, (kind, text) in zip(cases, found, strict=True):
-            assert (case[:3], kind) == (case[:3], case[3]), text
-            assert case[4] in text
+    run_ranks(refuse, cases)
 
 
-def fail_on_one_rank(path: str) -> tuple[str, str]:
+def fail_on_one_rank(path: str) -> None:
     """Rank function: rank 1 sees a truncated file that rank 0 sees whole."""
-    from lowmem_load import load_model
+    from lowmem_load import RankError, load_model
 
-    try:
+    with pytest.raises(RankError, match=r"(?s)rank 1.*download it again"):
         load_model(f"{path}/rank{os.environ['RANK']}", BF16)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def test_a_file_that_is_bad_on_one_rank_stops_all(checkpoints: Path, tmp_path: Path) -> None:
@@ -236,45 +213,33 @@ def test_a_file_that_is_bad_on_one_rank_stops_all(checkpoints: Path, tmp_path: P
         for file in good.iterdir():
             data = file.read_bytes()
             (folder / file.name).write_bytes(data[:-1] if rank and file.suffix == ".safetensors" else data)
-    for kind, text in run_ranks(fail_on_one_rank, str(tmp_path), world_size=2):
-        assert kind == "RankError"
-        assert "rank 1" in text
-        assert "download it again" in text
+    run_ranks(fail_on_one_rank, str(tmp_path))
 
 
-def different_arguments(good: str, other: str) -> list[tuple[str, str]]:
+def give_different_arguments(good: str, other: str) -> None:
     """Rank function: each call differs between the ranks in one thing."""
-    from lowmem_load import load_model
+    from lowmem_load import RankError, load_model
 
     first = os.environ["RANK"] == "0"
-    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        (good if first else other, BF16, {}),
-        (good, BF16 if first else FP32, {}),
-        (good, {**BF16, "zero_optimization": {"stage": 3 if first else 2}}, {}),
-        (good, BF16, {"partition": "model" if first else ["model", "lm_head"]}),
-        (good, BF16, {"partition": "model", "dtype": "float32" if first else "bfloat16"}),
+    calls: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("planning", good if first else other, BF16, {}),
+        ("checking the ds_config", good, BF16 if first else FP32, {}),
+        ("checking the ds_config", good, {**BF16, "zero_optimization": {"stage": 3 if first else 2}}, {}),
+        ("planning", good, BF16, {"partition": "model" if first else ["model", "lm_head"]}),
+        ("planning", good, BF16, {"partition": "model", "dtype": "float32" if first else "bfloat16"}),
     ]
-    found = []
-    for path, config, kwargs in calls:
-        try:
+    for step, path, config, kwargs in calls:
+        with pytest.raises(RankError, match=step) as caught:
             load_model(path, config, **kwargs)
-            found.append(("nothing", ""))
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+        assert "digest" in str(caught.value)
 
 
 def test_ranks_with_different_files_or_arguments_are_stopped(checkpoints: Path) -> None:
     paths = str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=130))
-    expected = ["planning", "checking the ds_config", "checking the ds_config", "planning", "planning"]
-    for found in run_ranks(different_arguments, *paths, world_size=2):
-        assert [kind for kind, _ in found] == ["RankError"] * len(expected)
-        assert [step in text and "digest" in text for step, (_, text) in zip(expected, found, strict=True)] == [
-            True
-        ] * 5
+    run_ranks(give_different_arguments, *paths)
 
 
-def corner_cases(llama: str, half: str, adapter: str) -> dict[str, Any]:
+def load_corner_cases(llama: str, half: str, adapter: str) -> None:
     """Rank function: keywords and states that are easily lost on the way."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -283,36 +248,32 @@ def corner_cases(llama: str, half: str, adapter: str) -> dict[str, Any]:
     from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 
     rank = DistributedInterface().rank
-    found: dict[str, Any] = {}
     torch.manual_seed(42)
     with streaming(FP32):
         LlamaForSequenceClassification.from_pretrained(llama, dtype=torch.float32)  # draws random numbers for its head
-    found["random"] = torch.rand(1).item()
+    after_streamed = torch.rand(1).item()
     torch.manual_seed(42)
     LlamaForSequenceClassification.from_pretrained(llama, dtype=torch.float32)
-    found["ordinary random"] = torch.rand(1).item()
+    assert after_streamed == torch.rand(1).item()
 
-    found["torch_dtype"] = str(load_model(llama, {"zero_optimization": {"stage": 0}}, torch_dtype=torch.bfloat16).dtype)
-    try:
+    model = load_model(llama, {"zero_optimization": {"stage": 0}}, torch_dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="contradicts the ds_config"):
         load_model(llama, BF16, torch_dtype=torch.float16)
-    except ConfigError as error:
-        found["contradiction"] = str(error)
 
     with streaming(BF16):  # the file is fp32 and its config says fp16, in which its values are infinite
         model = AutoModelForCausalLM.from_pretrained(half)
-    found["half"] = bool(torch.isfinite(partition_of(model.lm_head.weight)).all())
-    found["recast"] = len(load_report(model).recast_parameters) == load_report(model).num_parameters
+    assert torch.isfinite(partition_of(model.lm_head.weight)).all()
+    assert len(load_report(model).recast_parameters) == load_report(model).num_parameters
 
     try:
         plain, _ = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float32, output_loading_info=True)
-        expected = [name for name, _ in plain.named_parameters()]
     except AttributeError:  # transformers 5.2 has no loading info of adapters to return
-        expected = "UnsupportedError"
-    try:
+        with pytest.raises(UnsupportedError):
+            load_model(adapter, FP32, auto_class="AutoModelForCausalLM")
+    else:
         adapted = load_model(adapter, FP32, auto_class="AutoModelForCausalLM")
-        found["adapter"] = [name for name, _ in adapted.named_parameters()] == expected
-    except UnsupportedError:
-        found["adapter"] = expected == "UnsupportedError"
+        assert [name for name, _ in adapted.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
     class Forgetful(LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
@@ -323,17 +284,13 @@ def corner_cases(llama: str, half: str, adapter: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught, streaming(FP32):
         warnings.simplefilter("always")
         forgetful = Forgetful.from_pretrained(llama)
-    found["gate"] = partition_of(forgetful.gate).abs().max().item()
-    found["uninitialised"] = load_report(forgetful).uninitialised_parameters
-    found["warned"] = [str(w.message) for w in caught if "left uninitialised" in str(w.message)]
+    assert load_report(forgetful).uninitialised_parameters == ["gate"]
+    assert partition_of(forgetful.gate).abs().max().item() == 0.0
+    assert len([w for w in caught if "left uninitialised" in str(w.message)]) == (1 if rank == 0 else 0)
 
     state = AutoModelForCausalLM.from_pretrained(llama).state_dict() if rank == 0 else {}
-    try:
-        with streaming(FP32):
-            LlamaForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(llama), state_dict=state)
-    except RankError as error:
-        found["unequal"] = str(error)
-    return found
+    with pytest.raises(RankError, match="describing the model"), streaming(FP32):
+        LlamaForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(llama), state_dict=state)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers in its old words
@@ -349,14 +306,4 @@ def test_corner_cases(checkpoints: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "half")
     config = json.loads((tmp_path / "half" / "config.json").read_text())
     (tmp_path / "half" / "config.json").write_text(json.dumps({**config, "dtype": "float16", "torch_dtype": "float16"}))
-    answers = run_ranks(corner_cases, str(llama), str(tmp_path / "half"), str(tmp_path / "adapter"), world_size=2)
-    for rank, found in enumerate(answers):
-        assert found["random"] == found["ordinary random"]
-        assert found["torch_dtype"] == "torch.bfloat16"
-        assert "contradicts the ds_config" in found["contradiction"]
-        assert found["half"] is True
-        assert found["recast"] is True
-        assert found["adapter"] is True
-        assert (found["uninitialised"], found["gate"]) == (["gate"], 0.0)
-        assert len(found["warned"]) == (1 if rank == 0 else 0)
-        assert "describing the model" in found["unequal"]
+    run_ranks(load_corner_cases, str(llama), str(tmp_path / "half"), str(tmp_path / "adapter"))
