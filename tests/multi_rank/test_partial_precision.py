@@ -54,7 +54,7 @@ def low_precision(path: str, name: str) -> dict[str, Any]:
         "dtypes": dtypes,
         "losses": max(abs(a - b) for a, b in zip(mean, expected_losses, strict=True)),
         "scale": engine.optimizer.loss_scale,
-        "masters": {str(p.dtype) for g in engine._whole.optimizer.param_groups for p in g["params"]},
+        "masters": {str(p.dtype) for g in engine._replicated.optimizer.param_groups for p in g["params"]},
         "skipped": engine.skipped_steps,
     }
 
@@ -117,7 +117,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
         f"llm.{number}": p.detach().clone()
         for number, p in enumerate(engine.zero3.optimizer.fp32_partitioned_groups_flat)
     }
-    whole = {name: p.detach().clone() for name, p in engine._whole.masters.items()}
+    whole = {name: p.detach().clone() for name, p in engine._replicated.masters.items()}
     return {**partitions, **whole}
 
 
