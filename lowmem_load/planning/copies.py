@@ -4,13 +4,20 @@
 `t`, destination element `destination_start + sum(t * destination_stride)` takes the element of the expression whose
 index along each dim is `base + sum(t * coefficient)`. Walking down the tree rewrites the index until it is that of a
 leaf. A slice scales and shifts it, a permutation reorders it, a concatenation splits the loops at the borders of its
-parts, a reshape regroups them. Nothing ever counts elements one by one, so the cost of planning depends on the number
-of pieces and not on the number of elements.
+parts, a reshape regroups them. Loops are cut where the leaf changes, or the step between its elements; elements are
+never counted one by one. Where the rows of two shapes do not divide each other, the step changes at the end of each
+row, but the pattern repeats after the least common multiple of the two: it is cut for one repetition, however many
+there are. So the cost of planning depends on the number of copies, and not on the number of elements that they move.
+
+[Note: loops do not meet] In the index along a dim, the coefficient of each loop is larger than all that the loops of
+smaller coefficients add up to. It holds for the loops over a box, and every rewriting keeps it. So at most one
+iteration of the loop of the largest coefficient lies across a border.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -206,42 +213,50 @@ def _copy_of_leaf(leaf: Leaf, nest: _Nest) -> Copy:
 
 def _walk_concat(node: Concat, nest: _Nest) -> Iterator[Copy]:
     """Send each piece of the nest to the part that holds it, cutting the widest loop at the borders."""
-    index = nest.index[node.dim]
-    part = next(number for number, end in _ends_after(node, index.base))
-    first, end = node.ends[part] - node.parts[part].shape[node.dim], node.ends[part]
-    if index.base + nest.span(index) < end:
-        moved = _Index(index.base - first, index.coefficients)
-        yield from _walk(
-            node.parts[part], replace(nest, index=(*nest.index[: node.dim], moved, *nest.index[node.dim + 1 :]))
-        )
-        return
-    for piece in _cut(nest, index, end):
-        yield from _walk_concat(node, piece)
-
-
-def _ends_after(node: Concat, position: int) -> Iterator[tuple[int, int]]:
-    for number, end in enumerate(node.ends):
-        if end > position:
-            yield number, end
+    pending = [nest]
+    while pending:
+        current = pending.pop()
+        index = current.index[node.dim]
+        part = bisect_right(node.ends, index.base)
+        if index.base + current.span(index) >= node.ends[part]:
+            pending.extend(reversed(list(_cut(current, index, node.ends[part]))))
+            continue
+        moved = _Index(index.base - node.ends[part] + node.parts[part].shape[node.dim], index.coefficients)
+        within = (*current.index[: node.dim], moved, *current.index[node.dim + 1 :])
+        yield from _walk(node.parts[part], replace(current, index=within))
 
 
 def _cut(nest: _Nest, index: _Index, border: int) -> Iterator[_Nest]:
-    """Yield pieces of `nest` such that all but the last lie on one side of `index < border`, or are thinner."""
-    loop = max((c, i) for i, c in enumerate(index.coefficients) if nest.sizes[i] > 1)[1]
+    """Yield the pieces of `nest` below `border` and from it on; between them the iteration that lies across, if any."""
+    loop = _widest(nest, index)
+    yield from nest.split(loop, _iterations_before(nest, index, loop, border))
+
+
+def _widest(nest: _Nest, index: _Index) -> int:
+    return max((c, loop) for loop, c in enumerate(index.coefficients) if nest.sizes[loop] > 1)[1]
+
+
+def _iterations_before(nest: _Nest, index: _Index, loop: int, border: int) -> tuple[int, int]:
+    """Return how many iterations of the widest loop end before `border`, and how many begin before it.
+
+    They differ by one at most. See [Note: loops do not meet].
+    """
     step = index.coefficients[loop]
     rest = nest.span(index) - step * (nest.sizes[loop] - 1)
-    below = max(0, (border - 1 - rest - index.base) // step + 1)
-    reach = min(nest.sizes[loop], -(-(border - index.base) // step))
-    yield from nest.split(loop, range(min(below, reach), reach + 1) if below < reach else [reach])
+    assert rest < step, (index, nest.sizes)
+    ended = max(0, (border - 1 - rest - index.base) // step + 1)
+    begun = min(nest.sizes[loop], -(-(border - index.base) // step))
+    return min(ended, begun), begun
 
 
 def _regroup(nest: _Nest, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Nest]:
     """Yield nests over `part_shape` that together are `nest` over `shape`; both have the same elements in order."""
+    groups = _groups(shape, part_shape)
     pending = [nest]
     while pending:
         current = pending.pop()
         index: list[_Index] = []
-        for dims, part_dims in _groups(shape, part_shape):
+        for dims, part_dims in groups:
             linear = _linear([current.index[dim] for dim in dims], [shape[dim] for dim in dims], current)
             outcome = _delinearize(current, linear, [part_shape[dim] for dim in part_dims])
             if not isinstance(outcome, tuple):
@@ -297,16 +312,19 @@ def _delinearize(nest: _Nest, linear: _Index, shape: list[int]) -> tuple[_Index,
 
 def _unwrap(nest: _Nest, remainder: _Index, inner: int) -> Iterator[_Nest]:
     """Cut the widest loop of `remainder`, which runs over the end of a row of `inner` elements."""
-    loop = max((c, i) for i, c in enumerate(remainder.coefficients) if nest.sizes[i] > 1)[1]
-    step, size = remainder.coefficients[loop], nest.sizes[loop]
-    rest = nest.span(remainder) - step * (size - 1)
-    per_row = inner // step
-    if inner % step == 0 and remainder.base % step + rest < step:
-        head = -(-(inner - remainder.base) // step) % per_row
-        whole = (size - head) // per_row * per_row if size > head else 0
-        if whole > per_row or (whole == per_row and head + whole < size) or 0 < head < size:
-            for piece in nest.split(loop, [cut for cut in (head, head + whole) if 0 < cut < size]):
-                tiles = piece.sizes[loop] > per_row
-                yield piece.tile(loop, per_row) if tiles else piece
-            return
-    yield from nest.split(loop, range(1, size))
+    loop = _widest(nest, remainder)
+    size, step = nest.sizes[loop], remainder.coefficients[loop]
+    period = inner // math.gcd(inner, step)  # iterations after which one begins at the same place of a row again
+    head = _iterations_before(nest, remainder, loop, inner)[0] % period
+    whole = (size - head) // period * period
+    if whole > period:
+        for piece in nest.split(loop, [head, head + whole]):
+            yield piece.tile(loop, period) if piece.sizes[loop] == whole else piece
+        return
+    cuts: list[int] = []
+    iteration = 0
+    while iteration < size:  # once per row in which an iteration begins
+        row = (remainder.base + iteration * step) // inner
+        ended, iteration = _iterations_before(nest, remainder, loop, (row + 1) * inner)
+        cuts += ended, iteration
+    yield from nest.split(loop, cuts)

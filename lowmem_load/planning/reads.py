@@ -155,8 +155,6 @@ class Written:
     destination_start: int
     sizes: tuple[int, ...]
     destination_strides: tuple[int, ...]
-    numel = property(lambda self: math.prod(self.sizes))
-    is_contiguous = property(lambda self: len(self.sizes) == 1 and self.destination_strides == (1,))
 
 
 def written(step: Step) -> Iterator[Written]:

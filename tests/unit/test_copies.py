@@ -163,31 +163,6 @@ def test_casts_are_applied_in_order() -> None:
     assert torch.equal(execute(copies, data, FlatRange(0, 3), torch.float32), data["w"].bfloat16().float())
 
 
-def run_copy(start: int, size: int) -> Copy:
-    return Copy(source("w", 100), 0, start, (size,), (1,), (1,), ())
-
-
-@pytest.mark.parametrize(
-    ("copies", "message"),
-    [
-        ([run_copy(0, 4), run_copy(5, 5)], r"elements \[4, 5\) are not covered"),
-        ([run_copy(0, 6), run_copy(5, 5)], r"elements \[5, 6\) are covered twice"),
-        ([run_copy(0, 9)], "9 elements are covered, the destination has 10"),
-        ([], "0 elements are covered"),
-        ([Copy(source("w", 100), 0, 0, (5,), (1,), (2,), ())], "5 elements are covered"),
-        (
-            [Copy(source("w", 100), 0, 0, (5,), (1,), (2,), ()), Copy(source("w", 100), 0, 2, (5,), (1,), (1,), ())],
-            "covered twice",
-        ),
-        ([Copy(source("w", 100), 0, 1, (5, 2), (2, 1), (2, 1), ())], "leaves the destination"),
-        ([Copy(source("w", 100), 0, 0, (5, 2), (2, 1), (1, 1), ())], "writes elements twice"),
-    ],
-)
-def test_holes_and_overlaps_are_found(copies: list[Copy], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        prove_coverage("w", copies, 10)
-
-
 def test_ranges_outside_the_target_are_refused() -> None:
     with pytest.raises(PlanError, match=r"w: elements \[3, 9\) of 8"):
         Planner().plan_fill("w", source("w", 8), FlatRange(3, 9))
