@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from lowmem_load.errors import PlanError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning import proof
-from lowmem_load.planning.copies import partition_range, plan_target
+from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.proof import prove_coverage
-from tests.unit.test_plan import source
+from lowmem_load.planning.ranges import partition_range
+from tests.unit.test_copies import source
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def test_plans_of_large_conversions_need_no_bitmap() -> None:
     for node in (transposed, interleaved, side_by_side):
         for world_size in (1, 2, 7):
             for rank in range(world_size):
-                plan_target("w", node, partition_range(ex.numel(node), rank, world_size))
+                Planner().plan_fill("w", node, partition_range(ex.numel(node), rank, world_size))
 
 
 ROWS = 5
