@@ -37,7 +37,7 @@ _Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class SharedValue:
     """What a tensor and all views of it share. See [Note: writes] in `describe/tensor.py`.
 
     Attributes:
@@ -78,11 +78,11 @@ class Initialiser:
 
     def __init__(self, read_now: ReadNow, *, holds_values: bool = True) -> None:
         self._read_now, self._holds_values = read_now, holds_values
-        self._current: Value | None = None
+        self._current: SharedValue | None = None
         self._idle_draws: list[Callable[[], object]] = []
         self._whole = torch.empty(0, device=CPU)
 
-    def write(self, value: Value, change: Callable[[torch.Tensor], object], draws: bool) -> None:
+    def write(self, value: SharedValue, change: Callable[[torch.Tensor], object], draws: bool) -> None:
         """Apply `change` to the whole of `value`; `draws` says whether it draws random numbers."""
         if self._current is not value:
             self.release()
@@ -98,7 +98,7 @@ class Initialiser:
             change(self._whole)
         value.expression = _replayed(value.before, value.log, len(value.log))
 
-    def _fetch(self, value: Value) -> torch.Tensor:
+    def _fetch(self, value: SharedValue) -> torch.Tensor:
         """Return the whole of `value`; one that has none yet gets memory of its own."""
         expression = value.expression
         if not self._holds_values:
@@ -108,7 +108,7 @@ class Initialiser:
         return _pages(numel(expression), expression.dtype).view(expression.shape)
 
     @staticmethod
-    def _is_uninitialised(value: Value) -> bool:
+    def _is_uninitialised(value: SharedValue) -> bool:
         return isinstance(value.expression, Computed) and value.expression.operation == UNINITIALISED
 
     def skip(self, draw: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ class ByteSource(Protocol):
 
     @property
     def version(self) -> str:
-        """What changes when the bytes do: equal as long as they are the same."""
+        """What changes when the bytes do: equal as long as they are the same. Looked up anew each time."""
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, one after the other, with the bytes from `offset` on.
@@ -71,7 +71,13 @@ class LocalFile:
             self.close()
             raise CheckpointError(f"{path}: is not a regular file")
         self.nbytes = found.st_size
-        self.version = f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+
+    @property
+    def version(self) -> str:
+        """Device, inode, size and time of change of the open file."""
+        with _our_errors(self.path):
+            found = os.fstat(self._descriptor)
+        return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""

@@ -92,7 +92,7 @@ def describe(
     initialiser = Initialiser(read_now, holds_values=holds_values)
     context = Context(read_now, initialiser, keeps_of, open_source)
     model, info = call.describe(context)
-    files = tuple(PlannedFile(file.path, file.nbytes, file.digest) for file in context.files.values())
+    files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     found = target_of(model)
     return Described(call.name, model, info, settings, found, files, tuple(reads.items()), time.perf_counter() - start)
 
