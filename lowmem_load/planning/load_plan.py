@@ -29,8 +29,8 @@ class Costs:
         read_bytes: bytes fetched from files: over-read included, headers not.
         num_reads: reads that fetch them.
         staging_bytes: of the staging buffer that each reading thread needs.
-        largest_temporary_bytes: of the largest values that are in memory only to compute others. Each reading thread may
-            hold as much for elementwise operations; whole tensors are computed one at a time.
+        largest_temporary_bytes: of the largest values that are in memory only to compute others. Whole tensors are
+            computed one at a time; each reading thread may hold as much for elementwise operations.
     """
 
     needed_bytes: int = 0
