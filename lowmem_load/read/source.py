@@ -15,6 +15,9 @@ from typing import Protocol
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 
+MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
+"""Buffers that one system call fills; it refuses more."""
+
 
 class ByteSource(Protocol):
     """Bytes that can be read by position, from several threads at a time."""
@@ -84,7 +87,7 @@ class LocalFile:
         left = [buffer for buffer in buffers if buffer.nbytes]
         with _our_errors(self.path):
             while left:
-                num_bytes = os.preadv(self._descriptor, left, offset)
+                num_bytes = os.preadv(self._descriptor, left[:MAX_BUFFERS], offset)
                 if num_bytes == 0:
                     short = sum(buffer.nbytes for buffer in left)
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")
