@@ -31,8 +31,11 @@ from benchmarks.measure import MemorySampler
 from benchmarks.table import aligned
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.copies import partition_range, plan_target
-from lowmem_load.read.executor import Reader
+from lowmem_load.planning.copies import plan_copies
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import partition_range
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.whole import read_whole
 
 MIB = 2**20
 TARGET_NUMEL = 128 * MIB  # 256 MiB in bfloat16
@@ -174,17 +177,20 @@ def measure(conversion: Conversion, path: str, world_size: int, rank: int) -> Re
     itemsize = conversion.file.itemsize
 
     def described(start: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return SymbolicTensor(ex.Source(path, "w", start * itemsize, shape, conversion.file), reader.read_whole)
+        source = ex.Source(path, "w", start * itemsize, shape, conversion.file)
+        return SymbolicTensor(source, lambda node, _: read_whole(executor, node))
 
-    with Reader() as reader, MemorySampler() as sampler:
+    with Executor() as executor, MemorySampler() as sampler:
         start_s = time.perf_counter()
         expression = ex.cast(expression_of(conversion.run(described)), conversion.target)
         span = partition_range(ex.numel(expression), rank, world_size)
-        plan = plan_target(conversion.name, expression, span)
+        planner, copies = Planner(), list(plan_copies(expression, span))
+        fill = planner.plan_fill(conversion.name, expression, span)
+        costs = planner.costs([fill])
         plan_seconds = time.perf_counter() - start_s
         partition = torch.empty(span.numel, dtype=conversion.target)
-        reader.fill(plan.copies, partition)
-        reader.finish()
+        executor.fill(fill, partition, planner.values, planner.material)
+        executor.finish()
         seconds = time.perf_counter() - start_s
     memory = sampler.use()
     _compare(conversion, path, partition, span.start)
@@ -196,13 +202,13 @@ def measure(conversion: Conversion, path: str, world_size: int, rank: int) -> Re
         seconds,
         plan_seconds,
         partition.nbytes,
-        plan.needed_bytes,
-        reader.stats.read_bytes,
-        reader.stats.num_reads,
-        len(plan.copies),
+        costs.needed_bytes,
+        executor.stats.read_bytes,
+        executor.stats.num_reads,
+        len(copies),
         memory.peak - partition.nbytes,
         memory.peak_anon - partition.nbytes,
-        any(isinstance(copy.leaf, ex.Computed) for copy in plan.copies),
+        any(isinstance(copy.leaf, ex.Computed) for copy in copies),
     )
 
 

@@ -1,24 +1,29 @@
 """lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
 
-from lowmem_load.errors import (
-    CheckpointError,
-    ConfigError,
-    IncompatibleVersionError,
-    LoadOrderWarning,
-    LowMemLoadError,
-    PlanError,
-    RankError,
-    UnsupportedError,
-)
-from lowmem_load.load import load_model, load_report, streaming
-from lowmem_load.partial.engine import PartialEngine
-from lowmem_load.partial.initialize import initialize
-from lowmem_load.partial.trainer import partial_zero3
-from lowmem_load.pipelines.arguments import DistConfig, ModelArguments
-from lowmem_load.pipelines.install import install, uninstall
-from lowmem_load.pipelines.model_engine import ModelEngine
-from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.report import LoadReport
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_load.errors import (
+        CheckpointError,
+        ConfigError,
+        IncompatibleVersionError,
+        LoadOrderWarning,
+        LowMemLoadError,
+        PlanError,
+        RankError,
+        UnsupportedError,
+    )
+    from lowmem_load.load import load_model, load_report, plan, streaming
+    from lowmem_load.partial.engine import PartialEngine
+    from lowmem_load.partial.initialize import initialize
+    from lowmem_load.partial.trainer import partial_zero3
+    from lowmem_load.pipelines.arguments import DistConfig, ModelArguments
+    from lowmem_load.pipelines.install import install, uninstall
+    from lowmem_load.pipelines.model_engine import ModelEngine
+    from lowmem_load.planning.load_plan import LoadPlan
+    from lowmem_load.ranks.process_group import DistributedInterface
+    from lowmem_load.report import LoadReport
 
 __all__ = [
     "CheckpointError",
@@ -27,6 +32,7 @@ __all__ = [
     "DistributedInterface",
     "IncompatibleVersionError",
     "LoadOrderWarning",
+    "LoadPlan",
     "LoadReport",
     "LowMemLoadError",
     "ModelArguments",
@@ -40,6 +46,38 @@ __all__ = [
     "load_model",
     "load_report",
     "partial_zero3",
+    "plan",
     "streaming",
     "uninstall",
 ]
+
+_HOMES = {
+    "errors": (
+        *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
+        *("PlanError", "RankError", "UnsupportedError"),
+    ),
+    "load": ("load_model", "load_report", "plan", "streaming"),
+    "partial.engine": ("PartialEngine",),
+    "partial.initialize": ("initialize",),
+    "partial.trainer": ("partial_zero3",),
+    "pipelines.arguments": ("DistConfig", "ModelArguments"),
+    "pipelines.install": ("install", "uninstall"),
+    "pipelines.model_engine": ("ModelEngine",),
+    "planning.load_plan": ("LoadPlan",),
+    "ranks.process_group": ("DistributedInterface",),
+    "report": ("LoadReport",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: planning needs no DeepSpeed, which takes seconds to import."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

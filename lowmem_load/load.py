@@ -1,11 +1,11 @@
-"""What callers use: load_model by name, streaming around their own code, load_report."""
+"""What callers use: load_model and plan by name, streaming around their own code, load_report."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,21 +14,13 @@ from torch import nn
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import active_zero3_config, was_dropped
-from lowmem_load.planning.copies import plan_digest
+from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.report import LoadReport
-from lowmem_load.settings.ds_config import (
-    comparable,
-    for_loading,
-    hidden_size_of,
-    read_ds_config,
-    resolve_auto,
-    zero_stage,
-)
-from lowmem_load.settings.precision import Precision, precision_of
-from lowmem_load.stages import REPORT_ATTRIBUTE, Stream
-from lowmem_load.targets.choice import Partition, choices_of
+from lowmem_load.settings.settings import Partition, Settings, read_settings
+from lowmem_load.stages.load import REPORT_ATTRIBUTE, Load, plan_only
+from lowmem_load.targets.make import target_maker
 
 DROPPED = (
     "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "
@@ -57,7 +49,7 @@ def load_model(
     Args:
         name: a local folder or a Hub id.
         ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`; never changed. Its "auto" values are
-            resolved as `config.resolve_auto` says; `load_report(model).ds_config` holds the result.
+            resolved as `settings.ds_config.resolve_auto` says; `load_report(model).ds_config` holds the result.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16 or, with both off or
             absent, fp32). Under stage 3 any other value must agree with it, unless `partition` is given: then it
@@ -74,7 +66,8 @@ def load_model(
         The model, in eval mode, with a `LoadReport` as `model.lowmem_load_report`.
 
     Collective: all ranks. No weight crosses the network; two small status exchanges do.
-    Memory: the partitions, plus the reader's staging (`reader.STAGING_NBYTES` per thread).
+    Memory: the partitions, plus a staging buffer per reading thread (`LoadPlan.staging_bytes`) where bytes are cast or
+        rearranged.
 
     Raises:
         ConfigError: ds_config, dtype or auto_class cannot be used.
@@ -84,29 +77,116 @@ def load_model(
     """
     name = os.fspath(name)
     ranks = DistributedInterface().subgroup(data_parallel_group)
+    with ranks.agreed("checking the ds_config") as digest:
+        settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+        digest.append(f"ds_config {settings.fingerprint}")
+    return load_with_settings(
+        name, settings, ranks, auto_class=auto_class, dtype=dtype, progress=progress, kwargs=from_pretrained_kwargs
+    )
+
+
+def load_with_settings(
+    name: str,
+    settings: Settings,
+    ranks: RankGroup,
+    *,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    progress: bool | None = None,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Do what `load_model` does, with settings that are read already. Collective: the ranks of `ranks`."""
+    with ranks.agreed("checking the arguments"):
+        settings, cls, arguments = _checked(name, settings, auto_class, dtype, kwargs)
+    with _streaming(settings, ranks, progress):
+        return cls.from_pretrained(name, **arguments)
+
+
+def plan(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    rank: int,
+    world_size: int,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    **from_pretrained_kwargs: Any,
+) -> LoadPlan:
+    """Return the plan of what `load_model` does on one rank, without loading: the very plan that such a rank executes.
+
+    Runs in a plain process, for any rank of any world: no process group, no launcher, no DeepSpeed engine, no
+    accelerator. Only headers are read; where transformers itself decides by value (whether two tensors of a
+    checkpoint are one tied weight) these values are read too, and `LoadPlan.read_to_describe` names them.
+
+    Args:
+        name: as for `load_model`.
+        ds_config: as for `load_model`.
+        rank: of the partition group, `0 <= rank < world_size`.
+        world_size: ranks among which parameters are cut up.
+        auto_class: as for `load_model`.
+        dtype: as for `load_model`.
+        partition: as for `load_model`.
+        **from_pretrained_kwargs: as for `load_model`.
+
+    Memory: the description of the model; no parameter is allocated.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        CheckpointError: the folder or its files cannot be used.
+        UnsupportedError: a combination that cannot be streamed.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    name = os.fspath(name)
+    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
+    settings, cls, arguments = _checked(name, settings, auto_class, dtype, from_pretrained_kwargs)
+    make_target = target_maker(rank, torch.device(_accelerator_type()))
+    plans: list[LoadPlan] = []
+
+    def handler(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        plans.append(plan_only(call, settings, make_target, rank))
+        return nn.Module(), {}
+
+    with loader.intercepted(handler):
+        cls.from_pretrained(name, **arguments)
+    return plans[0]
+
+
+def _accelerator_type() -> str:
+    """Return the type of device for which DeepSpeed would choose its accelerator, without importing it.
+
+    Source: deepspeed 0.19.8 `accelerator/real_accelerator.py`, `get_accelerator`.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        return chosen
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type
+
+
+def _checked(
+    name: str,
+    settings: Settings,
+    auto_class: str | type | None,
+    dtype: str | torch.dtype | None,
+    from_pretrained_kwargs: Mapping[str, Any],
+) -> tuple[Settings, Any, dict[str, Any]]:
+    """Return the settings for the named model, its class, and the keywords of its `from_pretrained`; all checked."""
     kwargs = dict(from_pretrained_kwargs)
     if "torch_dtype" in kwargs:  # the older name of the same keyword
         dtype = kwargs.pop("torch_dtype") if dtype == "auto" else dtype
-    with ranks.agreed("checking the arguments"):
-        config_dict = read_ds_config(ds_config)
-        stage = zero_stage(config_dict)
-        precision = precision_of(config_dict, absent="disabled")
-        if partition is not None:
-            if stage != 3:
-                raise ConfigError(f"partition needs ZeRO stage 3, the ds_config has stage {stage}; drop partition")
-            choices_of(partition)
-        kwargs["dtype"] = _storage_dtype(dtype, precision, must_agree=stage == 3 and partition is None)
-        names.check_name(name, kwargs.get("subfolder", ""))
-        config = names.model_config(name, kwargs)
-        cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
-        if stage == 3:
-            if kwargs.get("device_map") is not None:
-                raise ConfigError("device_map and ZeRO-3 both place parameters; remove device_map")
-            names.refuse_quantized(config, kwargs)
-            names.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
-        resolve_auto(config_dict, world_size=ranks.world_size, hidden_size=hidden_size_of(config), precision=precision)
-    with _streaming(ds_config, ranks, progress, partition, must_match=True):
-        return cls.from_pretrained(name, **kwargs)
+    is_partitioned = settings.stage == 3
+    kwargs["dtype"] = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
+    names.check_name(name, kwargs.get("subfolder", ""))
+    config = names.model_config(name, kwargs)
+    cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+    if is_partitioned:
+        if kwargs.get("device_map") is not None:
+            raise ConfigError("device_map and ZeRO-3 both place parameters; remove device_map")
+        names.refuse_quantized(config, kwargs)
+        names.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
+    return settings.for_model(config), cls, kwargs
 
 
 @contextlib.contextmanager
@@ -141,24 +221,22 @@ def streaming(
             yield
         return
     ranks = DistributedInterface().subgroup(data_parallel_group)
-    with _streaming(ds_config, ranks, progress, partition, must_match=False):
+    with ranks.agreed("checking the ds_config") as digest:
+        settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
+        digest.append(f"ds_config {settings.fingerprint}")
+    with _streaming(settings, ranks, progress):
         yield
 
 
 @contextlib.contextmanager
-def _streaming(
-    ds_config: Any, ranks: RankGroup, progress: bool | None, partition: Partition | None, *, must_match: bool
-) -> Iterator[None]:
-    with ranks.agreed("checking the ds_config") as digest:
-        config_dict = read_ds_config(ds_config)
-        zero_stage(config_dict)
-        precision_of(config_dict, absent="disabled")
-        digest.append(_digest(config_dict))
-        if partition is not None:
-            choices_of(partition)
-    stream = Stream(config_dict, ranks, progress, partition, must_match)
-    with loader.deepspeed_config(config_dict), loader.intercepted(stream.load):
+def _streaming(settings: Settings, ranks: RankGroup, progress: bool | None) -> Iterator[None]:
+    with loader.deepspeed_config(settings.ds_config), loader.intercepted(_load(settings, ranks, progress)):
         yield
+
+
+def _load(settings: Settings, ranks: RankGroup, progress: bool | None) -> Load:
+    device = DistributedInterface().device
+    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress)
 
 
 def _zero3_is_active() -> bool:
@@ -174,14 +252,9 @@ def _load_as_active(call: loader.Call, progress: bool | None) -> tuple[nn.Module
     assert active is not None  # asked a moment ago, by _zero3_is_active
     distributed = DistributedInterface()
     with distributed.agreed("checking the active ds_config") as digest:
-        config = for_loading(read_ds_config(active))
-        digest.append(_digest(config))
-        stream = Stream(config, distributed, progress)
-    return stream.load(call)
-
-
-def _digest(config: Any) -> str:
-    return f"ds_config {plan_digest([str(comparable(config))])}"
+        settings = read_settings(active, world_size=distributed.world_size, is_active=True)
+        digest.append(f"ds_config {settings.fingerprint}")
+    return _load(settings, distributed, progress)(call)
 
 
 def load_report(model: Any) -> LoadReport:
@@ -198,8 +271,7 @@ def load_report(model: Any) -> LoadReport:
     return report
 
 
-def _storage_dtype(dtype: str | torch.dtype | None, precision: Precision, *, must_agree: bool) -> torch.dtype:
-    engine = _torch_dtype(precision.value)
+def _storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool) -> torch.dtype:
     if dtype in (None, "auto"):
         return engine
     asked = dtype if isinstance(dtype, torch.dtype) else _torch_dtype(str(dtype))

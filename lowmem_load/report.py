@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
+import torch
+
+from lowmem_load.planning.load_plan import LoadPlan, SlowPath
 
 STATUS = Path("/proc/self/status")
 
@@ -45,19 +47,12 @@ def _kib(value: str) -> int:
     return int(value.removesuffix("kB"))
 
 
-@dataclass(frozen=True, slots=True)
-class SlowPath:
-    """A parameter that was not read straight into its partition.
-
-    Attributes:
-        name: the parameter.
-        reason: why, in words.
-        extra_bytes: bytes held or read beyond the partition for it.
-    """
-
-    name: str
-    reason: str
-    extra_bytes: int
+def device_bytes() -> int:
+    """Return the accelerator memory that tensors of this process take now; 0 without one."""
+    if not torch.accelerator.is_available():
+        return 0
+    device_module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return int(device_module.memory_allocated()) if device_module.is_initialized() else 0
 
 
 @dataclass(slots=True)
@@ -74,9 +69,10 @@ class LoadReport:
         num_elements: elements of all of them, unpadded.
         persistent_parameters, persistent_elements: parameters, and their elements, that an engine of this ds_config
             keeps whole on every rank because they are at most stage3_param_persistence_threshold elements large.
-        partition_bytes: bytes of the partitions on this rank, padding included.
+        partition_bytes: bytes of the partitions on this rank, padding included; 0 under stages 0 to 2.
         total_partition_bytes: bytes of the partitions on all ranks.
-        whole_bytes: bytes of the parameters that every rank holds whole beside partitions (`partition` was given).
+        whole_bytes: bytes of the parameters that every rank holds whole: all of them under stages 0 to 2, those beside
+            the partitions where `partition` was given.
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: system calls that read them.
@@ -117,6 +113,22 @@ class LoadReport:
     slow_paths: list[SlowPath] = field(default_factory=list)
     recast_parameters: list[str] = field(default_factory=list)
 
+    def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
+        """Note what a plan says of the load."""
+        self.ds_config = ds_config
+        self.num_parameters = len(plan.targets)
+        self.num_elements = sum(target.numel for target in plan.targets)
+        floating = [target.dtype for target in plan.targets if target.dtype.is_floating_point]
+        self.dtype = str(floating[-1]) if floating else ""
+        self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes
+        self.total_partition_bytes = self.partition_bytes * self.world_size
+        self.needed_bytes = plan.needed_bytes
+        self.missing_keys, self.unexpected_keys = list(plan.missing_keys), list(plan.unexpected_keys)
+        self.mismatched_keys = list(plan.mismatched_keys)
+        self.uninitialised_parameters = [target.name for target in plan.targets if target.is_uninitialised]
+        self.recast_parameters = [target.name for target in plan.targets if target.is_recast]
+        self.slow_paths = plan.slow_paths
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the wall seconds of the block to `seconds[name]`."""
@@ -129,8 +141,7 @@ class LoadReport:
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory now where that is more."""
-        if get_accelerator().device_name() != "cpu":
-            self.peak_device_bytes = max(self.peak_device_bytes, int(get_accelerator().memory_allocated()))
+        self.peak_device_bytes = max(self.peak_device_bytes, device_bytes())
         now = host_memory()
         if now.total_bytes > self.peak_memory.total_bytes:
             self.peak_memory = now

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_load.planning.copies import FlatRange
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
+from lowmem_load.planning.ranges import FlatRange
 
 PAGES_NBYTES = 128 << 10
 """Smallest block that gets pages of its own, as in glibc before it adapts to what a process frees."""
@@ -23,54 +23,64 @@ PAGES_NBYTES = 128 << 10
 UNINITIALISED = "torch.empty"
 """Operation of the `Computed` that stands for a parameter before it is initialised."""
 
+INITIALISED = "initialised on this rank"
+"""Origin of the values of a parameter that is not in the checkpoint."""
+
+CPU = torch.device("cpu")
+NOTHING = FlatRange(0, 0)
+
 T = TypeVar("T")
-ReadWhole = Callable[[Expression], torch.Tensor]
+ReadNow = Callable[[Expression, str], torch.Tensor]
+"""Reads an expression whole, for a reason that is reported: the operation that needs it."""
+
 _Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """What a tensor and all views of it share. See [Note: writes] in `symbolic.py`.
+    """What a tensor and all views of it share. See [Note: writes] in `describe/tensor.py`.
 
     Attributes:
         expression: the value, row-major under the shape of the tensor that the views were taken from.
-        scratch: where writes are done; None when nobody owns the value.
-        near: the scratch of the parameter that an unowned value was computed from.
-        stays_whole: whether this rank will keep all of it.
-        kept: after writes, the elements that this rank will keep.
+        initialiser: where writes are done; None for a value that is no parameter.
+        computed_from: the initialiser of the parameter that such a value was computed from.
+        keep: elements that this rank will be asked for, of a parameter.
+        initialised: after writes, these elements.
         log: the writes, each with the random state before it if it draws random numbers.
         before: the value before the first write.
     """
 
     expression: Expression
-    scratch: Scratch | None = None
-    kept: Held | None = None
+    initialiser: Initialiser | None = None
+    computed_from: Initialiser | None = None
+    keep: FlatRange = NOTHING
+    initialised: Held | None = None
     log: list[_Write] = field(default_factory=list)
     before: Expression | None = None
-    near: Scratch | None = None
-    stays_whole: bool = False
 
     def replace(self, expression: Expression) -> None:
         """Forget what was written and be `expression`."""
-        if self.scratch is not None:
-            self.scratch.release()
-        self.expression, self.kept, self.log, self.before = expression, None, [], None
+        if self.initialiser is not None:
+            self.initialiser.release()
+        self.expression, self.initialised, self.log, self.before = expression, None, [], None
 
 
-class Scratch:
+class Initialiser:
     """Does the writes into parameters that are not read from files, in order, holding one whole at a time.
 
-    Memory: the largest parameter that is written into, plus what `kept_range` selects of each that does not stay whole.
+    Memory: the largest parameter that is written into, plus what is kept of each.
 
     Args:
-        kept_range: elements of a parameter of so many elements that this rank will be asked for.
+        read_now: reads the value that a parameter has before it is written into.
+        holds_values: whether values are wanted. Else writes are noted and nothing is computed or allocated: enough for
+            a plan, in which such a value is a number of elements.
     """
 
-    def __init__(self, read_whole: ReadWhole, kept_range: Callable[[int], FlatRange]) -> None:
-        self._read_whole, self._kept_range = read_whole, kept_range
+    def __init__(self, read_now: ReadNow, *, holds_values: bool = True) -> None:
+        self._read_now, self._holds_values = read_now, holds_values
         self._current: Value | None = None
         self._idle_draws: list[Callable[[], object]] = []
-        self._whole = torch.empty(0)
+        self._whole = torch.empty(0, device=CPU)
 
     def write(self, value: Value, change: Callable[[torch.Tensor], object], draws: bool) -> None:
         """Apply `change` to the whole of `value`; `draws` says whether it draws random numbers."""
@@ -79,19 +89,23 @@ class Scratch:
             self._whole, self._current = self._fetch(value), value
         if value.before is None:
             value.before = value.expression
-        if draws:
+        if draws and self._holds_values:
             for draw in self._idle_draws:
                 draw()
             self._idle_draws.clear()
         value.log.append((torch.get_rng_state() if draws else None, change))
-        change(self._whole)
+        if self._holds_values:
+            change(self._whole)
         value.expression = _replayed(value.before, value.log, len(value.log))
 
     def _fetch(self, value: Value) -> torch.Tensor:
         """Return the whole of `value`; one that has none yet gets memory of its own."""
+        expression = value.expression
+        if not self._holds_values:
+            return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
         if value.log or not self._is_uninitialised(value):
-            return self._read_whole(value.expression)
-        return _pages(numel(value.expression), value.expression.dtype).view(value.expression.shape)
+            return self._read_now(expression, INITIALISED)
+        return _pages(numel(expression), expression.dtype).view(expression.shape)
 
     @staticmethod
     def _is_uninitialised(value: Value) -> bool:
@@ -107,11 +121,14 @@ class Scratch:
     def release(self) -> None:
         """Keep of the parameter in hand what this rank needs, and free it."""
         if self._current is not None:
-            flat = self._whole.reshape(-1)
-            span = FlatRange(0, flat.numel()) if self._current.stays_whole else self._kept_range(flat.numel())
-            kept = _pages(span.numel, flat.dtype).copy_(flat[span.start : span.end])
-            self._current.kept = Held(kept, span.start, tuple(self._whole.shape), self._whole.dtype)
-        self._current, self._whole = None, torch.empty(0)
+            flat, keep = self._whole.reshape(-1), self._current.keep
+            if self._holds_values:
+                part = _pages(keep.numel, flat.dtype).copy_(flat[keep.start : keep.end])
+            else:
+                part = flat[keep.start : keep.end]
+            held = Held(part, keep.start, tuple(self._whole.shape), self._whole.dtype, INITIALISED)
+            self._current.initialised = held
+        self._current, self._whole = None, torch.empty(0, device=CPU)
 
 
 def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -122,7 +139,7 @@ def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < PAGES_NBYTES:
-        return torch.zeros(num_elements, dtype=dtype)
+        return torch.zeros(num_elements, dtype=dtype, device=CPU)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype)
 

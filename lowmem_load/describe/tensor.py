@@ -1,14 +1,14 @@
 """Tensors that stand for expressions: loading code written for real tensors runs on them and reads nothing.
 
-A `SymbolicTensor` is a `torch.Tensor` whose operations build an expression (`expression.py`) instead of touching data.
-Views, concatenations and casts become expression nodes; any other operation becomes a `Computed` node, whose inputs
-are read whole when, and only when, its result is needed. Only an operation that must answer now (`torch.equal`,
-`item`) reads at once.
+A `SymbolicTensor` is a `torch.Tensor` whose operations build an expression (`planning/expression.py`) instead of
+touching data. Views, concatenations and casts become expression nodes; any other operation becomes a `Computed` node,
+whose inputs are read whole when, and only when, its result is needed. Only an operation that must answer now
+(`torch.equal`, `item`, a mask) reads at once; tensors that it makes say so.
 
 [Note: writes] Views share the `Value` of the tensor they were taken from, so a write through one is seen by all.
 Writing into a copy that nobody owns is described like any other operation. Writing into a parameter (initialisation,
 as a rule) is done at once, because random numbers must be drawn in the order in which an ordinary load draws them:
-`Scratch` holds one parameter whole at a time, and of the others the elements that this rank will keep.
+the `Initialiser` holds one parameter whole at a time, and of the others the elements that this rank will keep.
 
 Source: torch 2.13 `torch/utils/_python_dispatch.py` and the extending-torch notes on `__torch_dispatch__`.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lowmem_load.describe.initialise import UNINITIALISED, Scratch, Value, with_random_state
+from lowmem_load.describe.initialise import UNINITIALISED, Initialiser, ReadNow, Value, with_random_state
 from lowmem_load.describe.operations import describe, is_described
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
@@ -37,6 +37,7 @@ from lowmem_load.planning.expression import (
     reshape,
     slice_dim,
 )
+from lowmem_load.planning.ranges import FlatRange
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -49,8 +50,6 @@ _FACTORIES = {
     *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
 }
 """Operations that look at the shape of their argument alone."""
-
-ReadWhole = Callable[[Expression], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +66,19 @@ class SymbolicTensor(torch.Tensor):
     Attributes:
         value: shared with all views.
         twin: a meta tensor of the same shape, strides and dtype; answers shape questions.
-        read_whole: reads an expression, for operations that need data at once.
+        read_now: reads an expression, for operations that need data at once.
     """
 
     value: Value
     views: tuple[_View, ...]
     twin: torch.Tensor
-    read_whole: ReadWhole
+    read_now: ReadNow
 
     @staticmethod
     def __new__(  # noqa: D102  the class docstring says it
         cls,
         expression: Expression | Value,
-        read_whole: ReadWhole,
+        read_now: ReadNow,
         twin: torch.Tensor | None = None,
         views: tuple[_View, ...] = (),
     ) -> SymbolicTensor:
@@ -89,7 +88,7 @@ class SymbolicTensor(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU, requires_grad=False
         )
-        tensor.value, tensor.views, tensor.twin, tensor.read_whole = value, views, twin, read_whole
+        tensor.value, tensor.views, tensor.twin, tensor.read_now = value, views, twin, read_now
         return tensor
 
     @property
@@ -126,7 +125,7 @@ class SymbolicTensor(torch.Tensor):
         return id(self.value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
-        copied = SymbolicTensor(self.expression, self.read_whole, self.twin)
+        copied = SymbolicTensor(self.expression, self.read_now, self.twin)
         copied.requires_grad_(self.requires_grad)
         return copied
 
@@ -164,24 +163,24 @@ def expression_of(tensor: torch.Tensor) -> Expression:
     return tensor.expression if isinstance(tensor, SymbolicTensor) else held(tensor)
 
 
-def uninitialised(like: torch.Tensor, read_whole: ReadWhole) -> SymbolicTensor:
+def uninitialised(like: torch.Tensor, read_now: ReadNow) -> SymbolicTensor:
     """Return a tensor of the shape and dtype of `like`, as `torch.empty_like` does, that allocates nothing.
 
     What is never written is zero: then it is at least the same on all ranks and in every run.
     """
     shape, dtype = tuple(like.shape), like.dtype
-    nothing = Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype), (), shape, dtype)
-    return SymbolicTensor(nothing, read_whole)
+    nothing = Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype, device=CPU), (), shape, dtype)
+    return SymbolicTensor(nothing, read_now)
 
 
-def own(tensor: SymbolicTensor, scratch: Scratch, *, stays_whole: bool) -> None:
-    """From now on writes into `tensor` and its views are done in `scratch`."""
-    tensor.value.scratch, tensor.value.stays_whole = scratch, stays_whole
+def initialise_in(tensor: SymbolicTensor, initialiser: Initialiser, keep: FlatRange) -> None:
+    """From now on writes into `tensor` and its views are done in `initialiser`, which keeps these elements of it."""
+    tensor.value.initialiser, tensor.value.keep = initialiser, keep
 
 
-def kept_of(tensor: SymbolicTensor) -> Held | None:
+def initialised_part(tensor: SymbolicTensor) -> Held | None:
     """Return what this rank keeps of a parameter that was written into; None for one that is read from files."""
-    return None if tensor.views else tensor.value.kept
+    return None if tensor.views else tensor.value.initialised
 
 
 def forget(tensor: SymbolicTensor) -> None:
@@ -189,14 +188,16 @@ def forget(tensor: SymbolicTensor) -> None:
 
     Its log refers to it, so that without this it would live until the next garbage collection.
     """
-    tensor.value.kept, tensor.value.log, tensor.value.before = None, [], None
+    tensor.value.initialised, tensor.value.log, tensor.value.before = None, [], None
 
 
 def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTensor:
     """Return a new value that was computed from `args`."""
     sources = [value for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor)]
-    made = SymbolicTensor(expression, sources[0].read_whole, twin)
-    made.value.near = next((near for s in sources if (near := s.value.scratch or s.value.near)), None)
+    made = SymbolicTensor(expression, sources[0].read_now, twin)
+    made.value.computed_from = next(
+        (found for s in sources if (found := s.value.initialiser or s.value.computed_from)), None
+    )
     return made
 
 
@@ -216,8 +217,8 @@ def _twin(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _reader_of(args: Any) -> ReadWhole:
-    return next(value.read_whole for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor))
+def _reader_of(args: Any) -> ReadNow:
+    return next(value.read_now for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor))
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: Any) -> Expression | None:
@@ -247,7 +248,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) 
     """Return the view, or views, of `args[0]` that `func` gives: same value, one more step."""
     base: SymbolicTensor = args[0]
     if func.overloadpacket in (aten.detach, aten.alias):
-        return SymbolicTensor(base.value, base.read_whole, twins, base.views)
+        return SymbolicTensor(base.value, base.read_now, twins, base.views)
     base_strides = base.stride()
     several = not isinstance(twins, torch.Tensor)
 
@@ -268,7 +269,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) 
         return _View(describe_step, apply)
 
     views = [
-        SymbolicTensor(base.value, base.read_whole, twin, (*base.views, step(position, twin)))
+        SymbolicTensor(base.value, base.read_now, twin, (*base.views, step(position, twin)))
         for position, twin in enumerate(twins if several else [twins])
     ]
     return views if several else views[0]
@@ -296,11 +297,11 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run([target, *other_values])
         return whole
 
-    if value.scratch is None:
+    if value.initialiser is None:
         before = value.expression
         state = torch.get_rng_state() if draws else None
-        if value.near is not None and draws:
-            value.near.skip(lambda: change(torch.empty(before.shape, dtype=before.dtype), ()))
+        if value.computed_from is not None and draws:
+            value.computed_from.skip(lambda: change(torch.empty(before.shape, dtype=before.dtype, device=CPU), ()))
         value.expression = Computed(
             str(func),
             lambda values: with_random_state(state, lambda: change(values[0].clone(), values[1:])),
@@ -309,10 +310,10 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             before.dtype,
         )
         return written
-    read_whole = written.read_whole
-    value.scratch.write(
+    read_now = written.read_now
+    value.initialiser.write(
         value,
-        lambda whole: change(whole, [read_whole(other) for other in others]),
+        lambda whole: change(whole, [read_now(other, str(func)) for other in others]),
         draws,
     )
     return written
@@ -338,10 +339,22 @@ def _on_values(
 
 
 def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on what its arguments hold; reads them whole."""
-    read_whole = _reader_of((args, kwargs))
+    """Run `func` on what its arguments hold; reads them whole. Tensors that it makes say where they come from."""
+    read_now = _reader_of((args, kwargs))
     inputs, run = _on_values(func, args, kwargs)
-    return run([read_whole(part) for part in inputs])
+    result = run([read_now(part, str(func)) for part in inputs])
+    if func._schema.is_mutable:  # into memory of the caller's
+        return result
+    origin = f"the result of {func}, which ran while the model was described"
+
+    def marked(value: Any) -> Any:
+        return (
+            SymbolicTensor(held(value, origin), read_now, value.to("meta"))
+            if isinstance(value, torch.Tensor)
+            else value
+        )
+
+    return tree_map(marked, result)
 
 
 def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -381,11 +394,11 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         a, b = a.part, b.part
     if a is b or (isinstance(left, SymbolicTensor) and isinstance(right, SymbolicTensor) and _same_view(left, right)):
         return True
-    read_whole = _reader_of((left, right))
+    read_now = _reader_of((left, right))
     flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
     for start in range(0, numel(a), EQUAL_NUMEL):
         size = min(EQUAL_NUMEL, numel(a) - start)
-        pieces = (read_whole(slice_dim(flat, 0, start, 1, size)) for flat in (flat_a, flat_b))
+        pieces = (read_now(slice_dim(flat, 0, start, 1, size), "aten.equal") for flat in (flat_a, flat_b))
         if not torch.equal(*pieces):
             return False
     return True

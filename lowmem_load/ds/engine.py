@@ -5,7 +5,7 @@ So it partitions, hooks, reduces and saves these under their own names, and its 
 shell's forward is the whole model's, so that the engine's bookkeeping around forward and backward happens as always.
 
 [Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups; a group whose
-norm is not finite makes it skip the step and lower the loss scale. The whole part joins as one more group. Global
+norm is not finite makes it skip the step and lower the loss scale. The replicated part joins as one more group. Global
 norm, clipping, overflow and loss scale are thereby shared by both parts, in DeepSpeed's own code.
 
 [Note: the same graph on all ranks] A module's parameters are gathered in the backward pass when gradients pass through
@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
+from itertools import zip_longest
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 
-from lowmem_load.ds.partition import SUPPORTED
-from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
+from lowmem_load.contract import require, require_attributes
+from lowmem_load.ds.comm import SUPPORTED
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.targets.choice import WHOLE_MODEL, entry_modules
 
 PLACEHOLDER = "lowmem_load_placeholder"
@@ -37,32 +40,44 @@ PLACEHOLDER = "lowmem_load_placeholder"
 
 
 def _check_contract() -> None:
-    """Raise when a private name that this module relies on is absent."""
-    try:
-        from deepspeed.runtime import lr_schedules
-        from deepspeed.runtime.engine import DeepSpeedEngine
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    """Raise IncompatibleVersionError unless DeepSpeed has what partial ZeRO-3 relies on. The rest: `_check_made`."""
+    require(
+        SUPPORTED,
+        {
+            "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
+            "deepspeed.runtime.engine:DeepSpeedEngine": (
+                *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
+                *("get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
+                *("is_gradient_accumulation_boundary", "load_checkpoint", "managed_gradient_accumulation"),
+                *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "use_node_local_storage"),
+                *("zero_grad", "zero_use_cpu_optimizer"),
+            ),
+            "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
+            "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": ("reset_step",),
+            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups", "loss_scale", "step"),
+        },
+        arguments={
+            f"deepspeed.runtime.engine:DeepSpeedEngine.{name}": ("exclude_frozen_parameters",)
+            for name in ("_zero3_consolidated_16bit_state_dict", "save_checkpoint")
+        },
+    )
 
-        missing = [
-            f"{owner.__name__}.{name}"
-            for owner, names in (
-                (DeepSpeedEngine, ("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict")),
-                (DeepSpeedZeroOptimizer_Stage3, ("_get_norm_groups", "step")),
-                (DeepSpeedZeRoOffload, ("get_param_coordinator",)),
-                (PartitionedParameterCoordinator, ("reset_step",)),
-            )
-            for name in names
-            if not callable(getattr(owner, name, None))
-        ]
-        missing += [] if hasattr(lr_schedules, "VALID_LR_SCHEDULES") else ["lr_schedules.VALID_LR_SCHEDULES"]
-    except ImportError as error:
-        missing = [str(error)]
-    if missing:
-        raise IncompatibleVersionError(
-            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}; lowmem_load was written for {SUPPORTED}"
+
+def _check_made(engine: Any) -> None:
+    """Raise unless an engine is one of plain ZeRO-3, and it and its optimizer have set what is read of them.
+
+    Raises:
+        IncompatibleVersionError: an attribute is missing.
+        UnsupportedError: it is a variant of ZeRO-3 whose optimizer works differently.
+    """
+    require_attributes(
+        SUPPORTED, engine, ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")
+    )
+    if type(engine.optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+        raise UnsupportedError(
+            f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(engine.optimizer).__name__}"
         )
+    require_attributes(SUPPORTED, engine.optimizer, ("overflow", "parameter_offload", "torch_autocast_gradscaler"))
 
 
 _check_contract()
@@ -152,7 +167,7 @@ class PartitionedPart:
         if self.frozen:
             first = next(p for module in chosen.values() for p in module.parameters() if p.is_floating_point())
             placeholder = nn.Parameter(torch.zeros(1, dtype=first.dtype, device=first.device))
-            config["zero_force_ds_cpu_optimizer"] = False  # the ds_config's optimizer is for the whole part alone
+            config["zero_force_ds_cpu_optimizer"] = False  # the ds_config's optimizer is the replicated part's
             optimizer: torch.optim.Optimizer | None = torch.optim.AdamW([placeholder], lr=0.0, weight_decay=0.0)
         elif make_optimizer is not None:
             optimizer = make_optimizer(list(dict.fromkeys(trainable)))
@@ -160,18 +175,15 @@ class PartitionedPart:
             optimizer = None
         self._shell = _Shell(model, chosen, placeholder)
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
-        if self.frozen:
-            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the whole part
+        _check_made(self.engine)
         zero = self.engine.optimizer
-        if type(zero) is not DeepSpeedZeroOptimizer_Stage3:
-            raise UnsupportedError(
-                f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(zero).__name__}"
-            )
         if zero.torch_autocast_gradscaler is not None:
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
-        self._whole_norm = 0.0
+        if self.frozen:
+            self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
+        self._replicated_norm = 0.0
         ordinary = zero._get_norm_groups
-        zero._get_norm_groups = lambda: [*ordinary(), self._whole_norm_group()]
+        zero._get_norm_groups = lambda: [*ordinary(), self._replicated_norm_group()]
         self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
         self._inside, self._depth = False, 0
         self._entered = set(entry_modules(dict(chosen)))
@@ -214,17 +226,18 @@ class PartitionedPart:
         """Whether the next `step` updates parameters."""
         return bool(self.engine.is_gradient_accumulation_boundary() or not self.engine.managed_gradient_accumulation())
 
-    def step(self, whole_norm: float) -> float | None:
+    def step(self, replicated_norm: float) -> float | None:
         """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.
 
         Args:
-            whole_norm: norm of the whole part's gradients, loss scale included; not finite on overflow.
+            replicated_norm: norm of the replicated part's gradients, loss scale included; not finite on overflow.
 
         Returns:
-            The factor that turns the whole part's gradients into unscaled, clipped ones; None if the step is skipped.
+            What the replicated part's gradients are to be multiplied by, to unscale and clip them; None if the step is
+            skipped.
         """
         scale = self.loss_scale  # before a step that overflows lowers it
-        self._whole_norm = whole_norm
+        self._replicated_norm = replicated_norm
         self.engine.step()
         if self.overflowed:
             return None
@@ -233,7 +246,7 @@ class PartitionedPart:
         clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
         return 1.0 / (scale * max(clip, 1.0))
 
-    def whole_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer_over(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the ds_config's optimizer over other parameters, which live on the engine's device.
 
         DeepSpeed's CPU Adam steps parameters in host memory; where offload_optimizer asks for it, these get torch's.
@@ -259,8 +272,8 @@ class PartitionedPart:
             hook.remove()
         self.engine.destroy()
 
-    def _whole_norm_group(self) -> torch.Tensor:
-        return torch.tensor(self._whole_norm, dtype=torch.float32, device=self.engine.device)
+    def _replicated_norm_group(self) -> torch.Tensor:
+        return torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
 
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # Evaluation calls the model itself: what the engine does at the start of a forward must happen all the same.
@@ -274,7 +287,8 @@ class PartitionedPart:
             self._entered.add(module)
         if not torch.is_grad_enabled() or (self._inside and self._depth > 1) or module not in self._entered:
             return None
-        return tuple(self._anchored(value) for value in args), self._anchored(kwargs)
+        named = zip_longest(args, _positional_names(module, len(args)), fillvalue="")
+        return tuple(self._anchored(value, name) for value, name in named), self._anchored(kwargs)
 
     def _leave_chosen(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._depth -= 1
@@ -298,6 +312,18 @@ class PartitionedPart:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._anchored(item, key) for key, item in zip(value._fields, value, strict=True)))
         return value
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    """Return the names of the first `count` parameters of `forward`: fewer where it takes more than it names."""
+    if not count:
+        return []
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional][:count]
 
 
 def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
@@ -324,14 +350,14 @@ def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _refuse(ds_config: Mapping[str, Any]) -> None:
-    zero = ds_config["zero_optimization"]
+    section = ds_config["zero_optimization"]
     refused = {
         "sequence_parallel_size": ds_config.get("sequence_parallel_size", 1) > 1,
         "tensor_parallel": ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
-        "zero_optimization.zenflow": bool(zero.get("zenflow")),
-        "zero_optimization.mics_shard_size": zero.get("mics_shard_size", -1) > 0,
+        "zero_optimization.zenflow": bool(section.get("zenflow")),
+        "zero_optimization.mics_shard_size": section.get("mics_shard_size", -1) > 0,
         "zero_optimization.offload_optimizer.super_offload": bool(
-            (zero.get("offload_optimizer") or {}).get("super_offload")
+            (section.get("offload_optimizer") or {}).get("super_offload")
         ),
         "hybrid_engine": bool(ds_config.get("hybrid_engine", {}).get("enabled")),
         "optimizer.type Muon": str(ds_config.get("optimizer", {}).get("type")).lower() == "muon",

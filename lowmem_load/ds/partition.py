@@ -15,71 +15,85 @@ Glossary: `ds_numel` of a parameter is the unpadded count, `ds_tensor.ds_numel` 
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
 from pydantic import ValidationError
 from torch import nn
 
-from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
-from lowmem_load.planning.copies import FlatRange, partition_range
+from lowmem_load.contract import require, require_attributes
+from lowmem_load.ds.comm import SUPPORTED
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.planning.ranges import FlatRange, partition_range
 
-SUPPORTED = "deepspeed >=0.19.8,<0.20"
-
-
-_INIT_ARGUMENTS = ("module", "config_dict_or_path", "data_parallel_group", "zero_param_parallel_group", "mpu")
+_ZERO = "deepspeed.runtime.zero.partition_parameters"
+_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 
 
 def _check_contract() -> None:
-    """Raise when a private name that this module relies on is absent or has another form."""
-    try:
-        from deepspeed.runtime import keep_in_fp32
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
-        from deepspeed.runtime.zero import partition_parameters as pp
-        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-        from deepspeed.runtime.zero.utils import is_zero_param
-        from deepspeed.utils import groups
+    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on. The rest: `_check_made`."""
+    require(
+        SUPPORTED,
+        {
+            f"{_ZERO}:Init": (
+                *("_aligned_size", "_convert_to_deepspeed_param", "_enable_mem_efficient_linear"),
+                *("_partition_world_size", "param_id"),
+            ),
+            _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
+            "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
+            "deepspeed.runtime.keep_in_fp32": ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"),
+            "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
+            "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
+            "deepspeed.runtime.zero.utils": ("is_zero_param",),
+            "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
+            _SWAPPER: ("available_swap_in_buffers", "get_buffer", "swap_out_and_release", "swappable_tensor"),
+        },
+        arguments={
+            f"{_ZERO}:Init.__init__": (
+                *("config_dict_or_path", "data_parallel_group", "module", "mpu", "zero_param_parallel_group"),
+            ),
+            f"{_SWAPPER}.swappable_tensor": ("numel",),
+        },
+    )
 
-        names = (
-            *("_convert_to_deepspeed_param", "_aligned_size", "_partition_world_size", "_partition_rank"),
-            *("_enable_mem_efficient_linear", "get_partition_dp_group"),
-        )
-        missing = [f"zero.Init.{name}" for name in names if not callable(getattr(pp.Init, name, None))]
-        parameters = inspect.signature(pp.Init.__init__).parameters
-        missing += [f"zero.Init({name})" for name in _INIT_ARGUMENTS if name not in parameters]
-        missing += [
-            f"keep_in_fp32.{name}"
-            for name in ("keep_in_fp32_pattern", "buffers_to_keep_in_fp32")
-            if not callable(getattr(keep_in_fp32, name, None))
-        ]
-        missing += [
-            f"AsyncPartitionedParameterSwapper.{name}"
-            for name in ("get_buffer", "swappable_tensor", "swap_out_and_release", "available_swap_in_buffers")
-            if not callable(getattr(Swapper, name, None))
-        ]
-        if not callable(getattr(groups, "_get_zero_param_intra_parallel_group", None)):
-            missing.append("groups._get_zero_param_intra_parallel_group")
-        missing += [name for name in ("param_id",) if not hasattr(pp.Init, name)]
-        assert pp.ZeroParamStatus.NOT_AVAILABLE and pp.PartitionedParamStatus.AVAILABLE
-        assert OffloadDeviceEnum.cpu and OffloadDeviceEnum.nvme and callable(is_zero_param)
-    except (ImportError, AttributeError) as error:
-        missing = [str(error)]
-    if missing:
-        raise IncompatibleVersionError(
-            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}; lowmem_load was written for {SUPPORTED}"
-        )
+
+def _check_made(init: Any) -> None:
+    """Raise IncompatibleVersionError unless zero.Init and its swapper have set what this module reads of them."""
+    require_attributes(
+        SUPPORTED,
+        init,
+        (
+            *("dp_world_size", "dtype", "local_device", "mem_efficient_linear"),
+            *("num_param_groups", "num_ranks_in_param_group", "param_swapper", "pin_memory"),
+            *("quantized_nontrainable_weights", "rank", "rank_in_group", "remote_device", "zero_param_process_group"),
+        ),
+    )
+    if init.param_swapper is not None:
+        require_attributes(SUPPORTED, init.param_swapper, ("elements_per_buffer",))
+
+
+def _check_converted(parameter: nn.Parameter) -> None:
+    """Raise IncompatibleVersionError unless zero.Init has set what this module reads of a parameter or sets anew.
+
+    What it set under another name would keep the value of the empty parameter.
+    """
+    require_attributes(
+        SUPPORTED,
+        parameter,
+        ("ds_id", "ds_numel", "ds_process_group", "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor"),
+    )
 
 
 _check_contract()
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
 from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
@@ -93,7 +107,7 @@ from deepspeed.utils import groups  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class PartitionMemory:
     """Memory of one partition: `tensor[i]` is element `flat_range.start + i`; what lies beyond the range is padding."""
 
     tensor: torch.Tensor
@@ -114,9 +128,16 @@ class Partitioner:
         UnsupportedError: names the setting that cannot be followed, and why.
     """
 
+    # Live parameter swappers, by `_swap_key`. Per process, as are the folders on disk that they stand for: DeepSpeed
+    # empties such a folder whenever it makes a swapper.
+    _swappers: ClassVar[weakref.WeakValueDictionary[tuple[str, str], Any]] = weakref.WeakValueDictionary()
+
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
-        _refuse_settings(ds_config, group)
+        _refuse_settings(ds_config)
         swap_key = _swap_key(ds_config)
+        if swap_key is not None:
+            self._refuse_swapped(swap_key)
+            _load_async_io(ds_config)
         section = ds_config["zero_optimization"]
         sequence_parallel_size = ds_config.get("sequence_parallel_size", 1)
         try:
@@ -132,16 +153,10 @@ class Partitioner:
             raise ConfigError(
                 f"deepspeed {deepspeed.__version__} refuses zero_optimization: " + "; ".join(problems)
             ) from error
-        except RuntimeError as error:
-            if swap_key is None:
-                raise
-            raise ConfigError(
-                f"offload_param.device 'nvme': DeepSpeed cannot build its async_io op: {error}; install libaio "
-                "(libaio-dev on Debian) or use device 'cpu'"
-            ) from error
+        _check_made(self._init)
         self._swapped: list[nn.Parameter] = []
         if swap_key is not None:
-            _SWAPPERS[swap_key] = self._init.param_swapper
+            Partitioner._swappers[swap_key] = self._init.param_swapper
         if self._init.mem_efficient_linear:
             # entering zero.Init would do it; engines of stock and streamed models must run the same linear
             self._init._enable_mem_efficient_linear()
@@ -157,6 +172,18 @@ class Partitioner:
         """Where whole parameters are gathered and buffers live."""
         device: torch.device = self._init.local_device
         return device
+
+    @property
+    def rank(self) -> int:
+        """Rank in the partition group."""
+        rank: int = self._init.rank
+        return rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks among which parameters are cut up."""
+        size: int = self._init.dp_world_size
+        return size
 
     def reserve_ids(self, module: nn.Module) -> dict[int, int]:
         """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them.
@@ -190,6 +217,7 @@ class Partitioner:
         parameter = nn.Parameter(empty, requires_grad=requires_grad)
         next_id = Init.param_id
         self._init._convert_to_deepspeed_param(parameter)
+        _check_converted(parameter)
         Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
         parameter.ds_id = ds_id
         parameter.ds_shape = shape
@@ -197,11 +225,11 @@ class Partitioner:
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         return parameter
 
-    def allocate(self, parameter: nn.Parameter) -> list[Destination]:
+    def allocate(self, parameter: nn.Parameter) -> list[PartitionMemory]:
         """Allocate the partition(s) of `parameter`, padding zeroed; the rest is the caller's to fill.
 
-        Under offload_param to nvme the partition lies in one of the swapper's buffers: `settle` must follow once the
-        bytes are there, at the latest when `is_full`.
+        Under offload_param to nvme the partition lies in one of the swapper's buffers: `swap_out` must follow once the
+        bytes are there, at the latest when `needs_room`.
 
         Memory: exactly the partitions. Stock leaves the padding uninitialised, so hashes of its partitions differ
         from run to run; here they do not.
@@ -229,17 +257,17 @@ class Partitioner:
             parameter.ds_secondary_tensor = secondary
             tensors.append(secondary)
         return [
-            Destination(_zero_padding(tensor, flat_range.numel), flat_range)
+            PartitionMemory(_zero_padding(tensor, flat_range.numel), flat_range)
             for tensor, flat_range in zip(tensors, self.ranges(parameter.ds_numel), strict=True)
         ]
 
     @property
-    def is_full(self) -> bool:
+    def needs_room(self) -> bool:
         """Whether the swapper has no free buffer for another partition."""
         swapper = self._init.param_swapper
         return swapper is not None and swapper.available_swap_in_buffers() == 0
 
-    def settle(self) -> None:
+    def swap_out(self) -> None:
         """Write the partitions that lie in the swapper's buffers to their files, and free the buffers.
 
         Raises:
@@ -249,10 +277,19 @@ class Partitioner:
             self._init.param_swapper.swap_out_and_release(self._swapped)
             self._swapped.clear()
 
-    def fp32_buffers(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
-        pattern = keep_in_fp32_pattern(module, self._init.keep_in_fp32_modules, self.dtype)
-        return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
+    @classmethod
+    def _refuse_swapped(cls, swap_key: tuple[str, str]) -> None:
+        """Raise ConfigError if a live model's weights lie in the folder: DeepSpeed empties it for each swapper.
+
+        Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`.
+        """
+        if swap_key in cls._swappers:
+            gc.collect()  # parameters and their methods refer to each other
+        if swap_key in cls._swappers:
+            raise ConfigError(
+                f"offload_param.nvme_path {swap_key[0]} holds the weights of another model of this "
+                "process, and DeepSpeed would delete them; give each model a folder of its own"
+            )
 
     def _swap_buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
         swapper = self._init.param_swapper
@@ -275,8 +312,20 @@ class Partitioner:
         return _described(partition, numel, None)
 
 
-def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> tuple[int, int]:
-    """Return how many parameters, and elements of them, an engine will keep whole on every rank between steps.
+def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
+
+    Args:
+        module: whose class may name some.
+        setting: data_types.keep_in_fp32_modules of the ds_config; None where it is absent.
+        dtype: in which DeepSpeed runs.
+    """
+    pattern = keep_in_fp32_pattern(module, setting, dtype)
+    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
+
+
+def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
+    """Return the parameters, by name, that an engine will keep whole on every rank between steps, with their elements.
 
     Source: deepspeed 0.19.8 `parameter_offload.py`, `mark_persistent_parameters`.
 
@@ -285,11 +334,16 @@ def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> tuple[int, in
         module: those of its parameters count that are ZeRO-3 parameters.
     """
     config = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
-    count = elements = 0
-    for size in [parameter.ds_numel for parameter in module.parameters() if is_zero_param(parameter)]:
-        if size <= config.param_persistence_threshold and elements + size <= config.model_persistence_threshold:
-            count, elements = count + 1, elements + size
-    return count, elements
+    require_attributes(SUPPORTED, config, ("model_persistence_threshold", "param_persistence_threshold"))
+    kept: dict[str, int] = {}
+    elements = 0
+    for name, parameter in module.named_parameters():
+        size = parameter.ds_numel if is_zero_param(parameter) else None
+        if size is None or size > config.param_persistence_threshold:
+            continue
+        if elements + size <= config.model_persistence_threshold:
+            kept[name], elements = size, elements + size
+    return kept
 
 
 class _Mpu:
@@ -302,27 +356,13 @@ class _Mpu:
         return self._world_size
 
 
-def _refuse_settings(ds_config: Mapping[str, Any], group: Any) -> None:
-    """Raise for what DeepSpeed itself cannot do, and for what would have to be ignored."""
+def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
+    """Raise for what this DeepSpeed, or this accelerator, cannot do. What none can: `targets/zero3.py`."""
     section = ds_config["zero_optimization"]
-    device = (section.get("offload_param") or {}).get("device")
-    has_secondary = section.get("zero_hpz_partition_size", 1) > 1
-    if ds_config.get("weight_quantization", {}).get("quantized_initialization"):
-        raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")
     if section.get("mics_shard_size", -1) > 0:
         raise UnsupportedError(
             f"mics_shard_size: deepspeed {deepspeed.__version__} has no MiCS any more; zero_hpz_partition_size keeps "
             "a second copy of the weights within a node"
-        )
-    if has_secondary and device == "nvme":
-        raise UnsupportedError(
-            "zero_hpz_partition_size with offload_param.device 'nvme': DeepSpeed has no swapper for secondary "
-            "partitions; remove one of them"
-        )
-    if has_secondary and group is not None:
-        raise UnsupportedError(
-            "zero_hpz_partition_size with data_parallel_group: DeepSpeed cuts secondary groups out of all ranks; "
-            "remove one of them"
         )
     quantized = [
         name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if section.get(name)
@@ -342,12 +382,11 @@ def _secondary_group(size: int) -> Any:
     return group
 
 
-def _swap_key(ds_config: Mapping[str, Any]) -> str | None:
-    """Return what names the folder of the swapper that zero.Init will make; None if it makes none.
+def _swap_key(ds_config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what tells apart the folders of swappers: nvme_path and precision; None if zero.Init will make none.
 
     Raises:
-        ConfigError: the folder is that of a live model, and DeepSpeed empties it for each swapper
-            (deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`); or there is no nvme_path.
+        ConfigError: there is no nvme_path.
     """
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     if offload.get("device") != OffloadDeviceEnum.nvme:
@@ -355,19 +394,26 @@ def _swap_key(ds_config: Mapping[str, Any]) -> str | None:
     if not offload.get("nvme_path"):
         raise ConfigError("offload_param.device is 'nvme', but there is no offload_param.nvme_path; name a folder")
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
-    key = f"{os.path.realpath(offload['nvme_path'])}:{enabled}"
-    if key in _SWAPPERS:
-        gc.collect()  # parameters and their methods refer to each other
-    if key in _SWAPPERS:
+    return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
+
+
+def _load_async_io(ds_config: Mapping[str, Any]) -> None:
+    """Build and load the op by which zero.Init's swapper will reach its files.
+
+    zero.Init would do so too, but raises RuntimeError for other reasons as well, which have nothing to do with libaio.
+
+    Raises:
+        ConfigError: it cannot be built, or not be loaded.
+    """
+    if (ds_config.get("aio") or {}).get("use_gds"):
+        return  # another op, which needs no libaio
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"offload_param.nvme_path {offload['nvme_path']} holds the weights of another model of this process, and "
-            "DeepSpeed would delete them; give each model a folder of its own"
-        )
-    return key
-
-
-_SWAPPERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""Live parameter swappers, by folder."""
+            f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
+            "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
+        ) from error
 
 
 def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:
@@ -400,19 +446,6 @@ def group_size_of(parameter: torch.Tensor) -> int:
     """Return among how many ranks a ZeRO-3 parameter is cut up."""
     size: int = dist.get_world_size(parameter.ds_process_group)
     return size
-
-
-def reset_comm() -> None:
-    """Forget DeepSpeed's `comm` and groups so that they can be brought up again on a new process group.
-
-    Source: deepspeed 0.19.8 keeps the backend in the global `cdb` of `comm/comm.py`, and clones of the world group and
-    of all others in `utils/groups.py`; a clone that outlives its group breaks the next `deepspeed.initialize`.
-    """
-    import deepspeed.comm.comm
-    from deepspeed.utils import groups
-
-    deepspeed.comm.comm.cdb = None
-    groups._release_process_group_references()
 
 
 def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:

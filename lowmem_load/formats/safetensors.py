@@ -1,4 +1,4 @@
-"""Safetensors headers: untrusted bytes in, validated tensor descriptions out. Pure, no I/O.
+"""Safetensors files: untrusted headers in, validated tensor descriptions out.
 
 Layout of a file (safetensors 0.8.0, `safetensors/src/tensor.rs`): 8 bytes little-endian header length, the header as
 a JSON object, then the data. The data offsets of the tensors must tile the data exactly: no hole, no overlap.
@@ -6,6 +6,7 @@ a JSON object, then the data. The data offsets of the tensors must tile the data
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -15,7 +16,10 @@ from typing import Any
 
 import torch
 
-from lowmem_load.errors import HeaderError, TruncatedFileError
+from lowmem_load.errors import HeaderError, TruncatedFileError, UnsupportedError
+from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.planning.expression import Source
+from lowmem_load.read.source import ByteSource, read_bytes
 
 PREFIX_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
@@ -27,50 +31,103 @@ MAX_SIZE, MAX_DIMS = 1 << 60, 64
 MIN_NBYTES_PER_BRACKET = 12
 """A tensor has an object and two lists in no less than 48 bytes. More brackets than that only cost memory to parse."""
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
+BITS: Mapping[str, int] = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8"), 8),
+    **dict.fromkeys(("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
+"""Bits of an element by dtype as the file spells it: all dtypes of safetensors 0.8.0 (`Dtype` in `tensor.rs`)."""
+
+_TORCH_NAMES: Mapping[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+
+DTYPES: Mapping[str, torch.dtype] = {
+    code: getattr(torch, name) for code, name in _TORCH_NAMES.items() if hasattr(torch, name)
+}
+"""Those that the installed torch has, too."""
+
+PACKED = {"F4": 2}
+"""How many elements, along the last dimension, are one element of the dtype that torch has for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of one shard file.
+    """One tensor of one shard file. A file may hold tensors that torch cannot: only to use them is an error.
 
     Attributes:
+        where: how messages call it.
         dtype_code: the dtype as the file spells it, such as "BF16".
-        shape: sizes in elements; () for a scalar.
+        file_shape: sizes in elements as the file counts them; () for a scalar.
         start: first byte of the data, absolute in the file.
     """
 
+    where: str
     dtype_code: str
-    shape: tuple[int, ...]
+    file_shape: tuple[int, ...]
     start: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype as torch names it."""
+        """The dtype as torch names it.
+
+        Raises:
+            UnsupportedError: the installed torch has no such dtype.
+        """
+        if self.dtype_code not in DTYPES:
+            raise UnsupportedError(f"{self.where}: torch {torch.__version__} has no dtype for its {self.dtype_code}")
         return DTYPES[self.dtype_code]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in elements of `dtype`, as safetensors' own loader gives them.
+
+        Raises:
+            UnsupportedError: torch packs elements of this dtype, and they do not come out even.
+        """
+        packed = PACKED.get(self.dtype_code, 1)
+        if packed == 1:
+            return self.file_shape
+        *rows, last = self.file_shape
+        if last % packed:
+            raise UnsupportedError(
+                f"{self.where}: its shape {self.file_shape} is odd in the last dimension, along which torch packs "
+                f"{packed} elements of {self.dtype_code} into one"
+            )
+        return (*rows, last // packed)
+
+    @property
+    def nbits(self) -> int:
+        """Bits of the data."""
+        return math.prod(self.file_shape) * BITS[self.dtype_code]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the data; a header in which they are not whole is refused."""
+        return self.nbits // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +211,17 @@ def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEnt
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise HeaderError(f"{file_name}: tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
-        raise HeaderError(f"{file_name}: tensor {name!r} has unknown dtype {code!r}; known are {', '.join(DTYPES)}")
+    if not isinstance(code, str) or code not in BITS:
+        raise HeaderError(f"{file_name}: tensor {name!r} has unknown dtype {code!r}; known are {', '.join(BITS)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
         raise HeaderError(f"{file_name}: tensor {name!r} has shape {shape!r}, expected a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise HeaderError(f"{file_name}: tensor {name!r} has data_offsets {offsets!r}, expected [start, end)")
-    entry = TensorEntry(code, tuple(shape), data_start + offsets[0])
+    entry = TensorEntry(f"{file_name}: tensor {name!r}", code, tuple(shape), data_start + offsets[0])
+    if entry.nbits % 8:
+        raise HeaderError(
+            f"{entry.where} of shape {tuple(shape)} and dtype {code} has {entry.nbits} bits, no whole number of bytes"
+        )
     if offsets[1] - offsets[0] != entry.nbytes:
         raise HeaderError(
             f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} needs {entry.nbytes} bytes, "
@@ -184,3 +245,31 @@ def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_name
         )
     if file_nbytes > end:
         raise HeaderError(f"{file_name}: {file_nbytes - end} bytes follow the last tensor; the file is corrupt")
+
+
+class Safetensors:
+    """The format of `.safetensors` files."""
+
+    def describe(self, source: ByteSource) -> CheckpointFile:
+        """See `CheckpointFormat`.
+
+        Raises:
+            HeaderError: the header is malformed.
+            TruncatedFileError: the file is shorter than its header promises.
+        """
+        path = source.path
+        prefix = read_bytes(source, 0, PREFIX_NBYTES)
+        raw = read_bytes(source, PREFIX_NBYTES, header_nbytes(prefix, path, source.nbytes))
+        header = parse_header(raw, path, source.nbytes)
+
+        def expression(name: str) -> Source:
+            entry = header.tensors[name]
+            return Source(path, name, entry.start, entry.shape, entry.dtype)
+
+        digest = hashlib.sha256(raw).hexdigest()[:16]
+        return CheckpointFile(path, source.nbytes, digest, tuple(header.tensors), header.metadata, expression)
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Return the name that safetensors has for a dtype of torch, such as "BF16"."""
+    return next(code for code, known in DTYPES.items() if known == dtype)

@@ -7,19 +7,20 @@ is a pickle of the state dict in which each storage is a persistent id, and `<pr
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
-import os
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.inert_pickle import Tensor, state_dict
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
+from lowmem_load.read.source import ByteSource, SourceFile, read_bytes
 
 MAX_PICKLE_NBYTES = 32 << 20
 """Bytes of `data.pkl`. A tensor takes about 200, so this is 150 000 tensors in one file; more would cost gigabytes."""
@@ -41,35 +42,35 @@ _FOREIGN: Sequence[tuple[int, bytes, str]] = (
 """Offset, bytes found there, and what such a file is."""
 
 
-def read_torch_zip(path: str) -> dict[str, Expression]:
-    """Return what each tensor of the torch file at `path` is made of. Reads the directory and `data.pkl`, no weights.
+class TorchZip:
+    """The format of `pytorch_model*.bin` files, as `torch.save` writes them since torch 1.6."""
 
-    Equal views of one storage, such as tied weights, are the same expression object.
+    def describe(self, source: ByteSource) -> CheckpointFile:
+        """See `CheckpointFormat`. Reads the directory and `data.pkl`, no weights.
 
-    Raises:
-        CheckpointError: the file cannot be read, is not such a zip, or holds anything but tensors.
-        TruncatedFileError: the file ends early.
-    """
-    try:
-        with open(path, "rb") as file:
-            entries = _read_directory(file, path)
-            prefix = _prefix(entries, path)
-            byte_order = _read_entry(file, entries.get(f"{prefix}/byteorder"), path, 16)
-            if byte_order not in (b"", b"little"):
-                raise CheckpointError(
-                    f"{path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM"
-                )
-            pickled = _read_entry(file, entries[f"{prefix}/data.pkl"], path, MAX_PICKLE_NBYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    expressions: dict[Tensor, Expression] = {}
-    named: dict[str, Expression] = {}
-    for name, tensor in state_dict(pickled, path).items():
-        if tensor not in expressions:
-            entry = entries.get(f"{prefix}/data/{tensor.storage.key}")
-            expressions[tensor] = _expression(tensor, entry, path, name)
-        named[name] = expressions[tensor]
-    return named
+        Equal views of one storage, such as tied weights, are the same expression object.
+
+        Raises:
+            CheckpointError: the file cannot be read, is not such a zip, or holds anything but tensors.
+            TruncatedFileError: the file ends early.
+        """
+        path = source.path
+        entries = _read_directory(source)
+        prefix = _prefix(entries, path)
+        byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)
+        if byte_order not in (b"", b"little"):
+            raise CheckpointError(f"{path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
+        pickled = _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES)
+        expressions: dict[Tensor, Expression] = {}
+        named: dict[str, Expression] = {}
+        for name, tensor in state_dict(pickled, path).items():
+            if tensor not in expressions:
+                entry = entries.get(f"{prefix}/data/{tensor.storage.key}")
+                expressions[tensor] = _expression(tensor, entry, path, name)
+            named[name] = expressions[tensor]
+        digest = hashlib.sha256(pickled)
+        digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in entries.items())).encode())
+        return CheckpointFile(path, source.nbytes, digest.hexdigest()[:16], tuple(named), None, named.__getitem__)
 
 
 # -- the zip ---------------------------------------------------------------------------------------------------------
@@ -83,11 +84,11 @@ class _Entry:
     nbytes: int
 
 
-def _read_directory(file: BinaryIO, path: str) -> dict[str, _Entry]:
+def _read_directory(source: ByteSource) -> dict[str, _Entry]:
     """Return the entries by name: stored, inside the file and apart from each other."""
-    directory_start = _directory_start(file, path)
+    path, directory_start = source.path, _directory_start(source)
     try:
-        infos = zipfile.ZipFile(file).infolist()
+        infos = zipfile.ZipFile(SourceFile(source)).infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
     entries: dict[str, _Entry] = {}
@@ -102,22 +103,22 @@ def _read_directory(file: BinaryIO, path: str) -> dict[str, _Entry]:
             )
         if info.header_offset < end:
             raise CheckpointError(f"{path}: zip entry {name!r} overlaps the one before it, which ends at byte {end}")
-        entries[name] = _Entry(_data_start(file, info, path), info.file_size)
+        entries[name] = _Entry(_data_start(source, info), info.file_size)
         end = entries[name].start + info.file_size
         if end > directory_start:
             raise CheckpointError(f"{path}: zip entry {name!r} ends at byte {end}, the data at {directory_start}")
     return entries
 
 
-def _directory_start(file: BinaryIO, path: str) -> int:
+def _directory_start(source: ByteSource) -> int:
     """Return where the zip directory begins. Checked before it is parsed, as a forged one could be huge."""
-    file_nbytes = os.fstat(file.fileno()).st_size
-    head = os.pread(file.fileno(), 512, 0)
+    path, file_nbytes = source.path, source.nbytes
+    head = read_bytes(source, 0, 512)
     if not head.startswith(b"PK\x03\x04"):
         what = next((what for at, magic, what in _FOREIGN if head[at : at + len(magic)] == magic), None)
         raise CheckpointError(f"{path}: {what or 'is not a torch file: it does not begin as a zip does'}")
     last_nbytes, directory_nbytes, start = 22, 0, -1
-    last = os.pread(file.fileno(), 98, max(0, file_nbytes - 98))
+    last = read_bytes(source, max(0, file_nbytes - 98), 98)
     if len(last) == 98 and last[-22:-18] == b"PK\x05\x06":
         directory_nbytes, start = struct.unpack_from("<2L", last, 98 - 10)
         if last[-42:-38] == b"PK\x06\x07" and last[:4] == b"PK\x06\x06":  # zip64
@@ -130,10 +131,10 @@ def _directory_start(file: BinaryIO, path: str) -> int:
     return int(start)
 
 
-def _data_start(file: BinaryIO, info: zipfile.ZipInfo, path: str) -> int:
+def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
     """Return the first byte of an entry's data: its own header tells, as torch pads there to align the data."""
     name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-    header = os.pread(file.fileno(), 30 + len(name), info.header_offset)
+    path, header = source.path, read_bytes(source, info.header_offset, 30 + len(name))
     if len(header) < 30 + len(name) or header[:4] != b"PK\x03\x04" or header[30:] != name:
         raise CheckpointError(f"{path}: no header of zip entry {info.orig_filename!r} at byte {info.header_offset}")
     method, *_, stored, size, name_nbytes, extra_nbytes = struct.unpack("<4x2xxxH2H3L2H", header[:30])
@@ -154,13 +155,12 @@ def _prefix(entries: Mapping[str, _Entry], path: str) -> str:
     return prefixes[0]
 
 
-def _read_entry(file: BinaryIO, entry: _Entry | None, path: str, max_nbytes: int) -> bytes:
+def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> bytes:
     if entry is None:
         return b""
     if entry.nbytes > max_nbytes:
-        raise CheckpointError(f"{path}: a zip entry for metadata has {entry.nbytes} bytes, at most {max_nbytes}")
-    file.seek(entry.start)
-    return file.read(entry.nbytes)
+        raise CheckpointError(f"{source.path}: a zip entry for metadata has {entry.nbytes} bytes, at most {max_nbytes}")
+    return read_bytes(source, entry.start, entry.nbytes)
 
 
 # -- the tensors -----------------------------------------------------------------------------------------------------

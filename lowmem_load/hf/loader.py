@@ -3,9 +3,9 @@
 [Note: the seam] transformers' own ordinary loader does the work: it builds the skeleton on meta, renames and converts
 checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only the reading of
 files is replaced while it runs: `safe_open` and `load_state_dict`, as `modeling_utils` sees them, hand out symbolic
-tensors (`symbolic.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile no
-DeepSpeed configuration is visible to transformers, which keeps it, and modelling code that asks, off the ZeRO-3 path.
-Nothing here knows what happens to the expressions afterwards.
+tensors (`describe/tensor.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile
+no DeepSpeed configuration is visible to transformers, which keeps it, and modelling code that asks, off the ZeRO-3
+path. Nothing here knows what happens to the expressions afterwards.
 
 Written for transformers 4.57 to 5.23.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,50 +21,41 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from lowmem_load.describe.initialise import Scratch
-from lowmem_load.describe.tensor import ReadWhole, SymbolicTensor, own, uninitialised
-from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
-from lowmem_load.formats.index import check_indexes, read_header, source
-from lowmem_load.formats.safetensors import Header
-from lowmem_load.formats.torch_zip import read_torch_zip
+from lowmem_load.contract import require
+from lowmem_load.describe.context import Context
+from lowmem_load.describe.initialise import ReadNow
+from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.index import check_indexes
+from lowmem_load.formats.safetensors import Safetensors, code_of
+from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.names import refuse_foreign
 
 SUPPORTED = "transformers >=4.57,<6"
 
 
 def _check_contract() -> None:
-    """Raise when a name that this module relies on is absent or has another form."""
-    try:
-        import transformers.integrations.deepspeed as integration
-        import transformers.modeling_utils as modeling
-
-        names = ("safe_open", "load_state_dict")
-        missing = [f"modeling_utils.{name}" for name in names if not hasattr(modeling, name)]
-        missing += [
-            f"integrations.deepspeed.{name}"
-            for name in ("_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config", "HfDeepSpeedConfig")
-            if not hasattr(integration, name)
-        ]
-        missing += [
-            f"PreTrainedModel.{name}"
-            for name in ("initialize_weights", "load_adapter")
-            if not callable(getattr(transformers.PreTrainedModel, name, None))
-        ]
-        missing += [
-            f"PreTrainedModel.{name} as a classmethod"
-            for name in ("from_pretrained", "_from_config")
-            if not isinstance(transformers.PreTrainedModel.__dict__.get(name), classmethod)
-        ]
-        if not missing and "safe_open" not in inspect.getsource(modeling):
-            missing.append("a from_pretrained that reads through safe_open")
-    except (ImportError, AttributeError, OSError) as error:
-        missing = [str(error)]
-    if missing:
-        raise IncompatibleVersionError(
-            f"transformers {transformers.__version__} lacks {', '.join(missing)}; "
-            f"lowmem_load was written for {SUPPORTED}"
-        )
+    """Raise IncompatibleVersionError unless transformers has what this module relies on."""
+    require(
+        SUPPORTED,
+        {
+            "transformers:PreTrainedModel": (
+                *("from_pretrained.__func__", "_from_config.__func__"),  # class methods, which are replaced by such
+                *("initialize_weights", "load_adapter"),
+            ),
+            "transformers.integrations.deepspeed": (
+                *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
+            ),
+            "transformers.modeling_utils": ("load_state_dict", "safe_open"),
+            "transformers.utils.logging": (
+                *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
+                *("get_verbosity", "set_verbosity", "set_verbosity_error"),
+            ),
+        },
+    )
 
 
 _check_contract()
@@ -117,21 +107,11 @@ class Call:
         model, info = self._ordinary(self._cls, *self._args, **{**self.kwargs, "output_loading_info": True})
         return model, info
 
-    def describe(
-        self,
-        read_whole: ReadWhole,
-        scratch: Scratch,
-        stays_whole: Callable[[nn.Module], Callable[[torch.Tensor], bool]],
-        before_adapter: Callable[[nn.Module], None],
-    ) -> tuple[nn.Module, dict[str, Any]]:
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """Run it with symbolic tensors in place of those in files; see [Note: the seam].
 
         Args:
-            read_whole: reads an expression for code that needs its value at once.
-            scratch: where parameters that are not in the files are initialised, one at a time.
-            stays_whole: for a model, tells which of its parameters this rank will keep whole.
-            before_adapter: called with the base model when a PEFT adapter is about to be put on it, since PEFT needs
-                parameters and not descriptions of them.
+            context: what describing needs; its `files` are those that were opened, afterwards.
 
         Returns:
             The model, some of whose parameters and buffers are symbolic, and the loading info.
@@ -145,9 +125,9 @@ class Call:
             check_indexes(folder)
         self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
         with deepspeed_config(None), _quiet(), contextlib.ExitStack() as hooks:
-            hooks.enter_context(_symbolic_files(read_whole))
-            hooks.enter_context(_initialised_in(scratch, read_whole, stays_whole))
-            hooks.enter_context(_adapter_hook(before_adapter))
+            hooks.enter_context(_symbolic_files(context))
+            hooks.enter_context(_initialised_in(context))
+            hooks.enter_context(_adapters(context.read_now))
             return self.run()
 
 
@@ -253,13 +233,32 @@ def _quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+class _RealData(TorchFunctionMode):
+    """Reads a symbolic value that is made the data of a real parameter, as PEFT's initialisations from weights do.
+
+    torch would take the tensor without its class, and crash when its memory is used.
+    """
+
+    def __init__(self, read_now: ReadNow) -> None:
+        super().__init__()
+        self._read_now = read_now
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.data.__set__ and isinstance(args[1], SymbolicTensor):
+            parameter, value = args
+            if not isinstance(parameter, SymbolicTensor):
+                args = (parameter, self._read_now(expression_of(value), "assigning to the data of an adapter"))
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
-def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]:
+def _adapters(read_now: ReadNow) -> Iterator[None]:
+    """Let PEFT put an adapter on a model that is described and not yet loaded."""
     ordinary = PreTrainedModel.load_adapter
 
     def load_adapter(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before_adapter(model)
-        info = ordinary(model, *args, **kwargs)
+        with _RealData(read_now):
+            info = ordinary(model, *args, **kwargs)
         if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use it
             raise UnsupportedError(
                 f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
@@ -272,49 +271,48 @@ def _adapter_hook(before_adapter: Callable[[nn.Module], None]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _initialised_in(
-    scratch: Scratch, read_whole: ReadWhole, stays_whole: Callable[[nn.Module], Callable[[torch.Tensor], bool]]
-) -> Iterator[None]:
-    """Let what `initialize_weights` writes into parameters go through `scratch`.
+def _initialised_in(context: Context) -> Iterator[None]:
+    """Let what `initialize_weights` writes into parameters go through the context's initialiser.
 
     transformers has given the missing ones `torch.empty` memory by then; they give it back untouched.
     """
     ordinary = PreTrainedModel.initialize_weights
+    initialiser, read_now = context.initialiser, context.read_now
 
     def initialize_weights(model: nn.Module) -> None:
         replaced: dict[int, nn.Parameter] = {}
-        is_whole = stays_whole(model)
+        keeps = context.keeps_of(model)
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if isinstance(parameter, SymbolicTensor):
-                    own(parameter, scratch, stays_whole=is_whole(parameter))
+                    initialise_in(parameter, initialiser, keeps(parameter))
                 elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
                     if id(parameter) not in replaced:
-                        empty = uninitialised(parameter, read_whole)
-                        own(empty, scratch, stays_whole=is_whole(parameter))
+                        empty = uninitialised(parameter, read_now)
+                        initialise_in(empty, initialiser, keeps(parameter))
                         replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     setattr(module, name, replaced[id(parameter)])
         ordinary(model)
-        scratch.release()
+        initialiser.release()
 
     with _replaced(PreTrainedModel, "initialize_weights", initialize_weights):
         yield
 
 
 @contextlib.contextmanager
-def _symbolic_files(read_whole: ReadWhole) -> Iterator[None]:
+def _symbolic_files(context: Context) -> Iterator[None]:
     def symbolic_open(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> _SymbolicFile:
-        return _SymbolicFile(os.fspath(path), read_whole)
+        return _SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
 
     ordinary = modeling_utils.load_state_dict
-    opened = functools.cache(read_torch_zip)  # 4.57 asks for the same file up to three times
 
     def symbolic_state_dict(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if os.fspath(path).endswith(".safetensors"):
             return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
-        described = opened(os.fspath(path))
-        tensors = {id(node): SymbolicTensor(node, read_whole) for node in described.values()}
-        return {name: tensors[id(node)].detach() for name, node in described.items()}  # tied names share one value
+        file = context.file(os.fspath(path), TorchZip())
+        nodes = {name: file.expression(name) for name in file.names}
+        tensors = {id(node): SymbolicTensor(node, context.read_now) for node in nodes.values()}
+        return {name: tensors[id(node)].detach() for name, node in nodes.items()}  # tied names share one value
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(modeling_utils, "safe_open", symbolic_open))
@@ -329,11 +327,10 @@ def _never(path: object) -> bool:
 
 
 class _SymbolicFile:
-    """What `safetensors.safe_open` returns, with symbolic tensors. Reads the header and nothing else."""
+    """What `safetensors.safe_open` returns, with symbolic tensors."""
 
-    def __init__(self, path: str, read_whole: ReadWhole) -> None:
-        self._path, self._read_whole = path, read_whole
-        self._header: Header = read_header(path)
+    def __init__(self, file: CheckpointFile, read_now: ReadNow) -> None:
+        self._file, self._read_now = file, read_now
 
     def __enter__(self) -> _SymbolicFile:
         return self
@@ -342,32 +339,29 @@ class _SymbolicFile:
         pass
 
     def keys(self) -> list[str]:
-        return list(self._header.tensors)
+        return list(self._file.names)
 
     def metadata(self) -> Mapping[str, str] | None:
-        return self._header.metadata
+        return self._file.metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return SymbolicTensor(source(self._path, self._header, name), self._read_whole)
+        return SymbolicTensor(self._file.expression(name), self._read_now)
 
     def get_slice(self, name: str) -> _SymbolicSlice:
         return _SymbolicSlice(self, name)
-
-    def entry(self, name: str) -> Any:
-        return self._header.tensors[name]
 
 
 class _SymbolicSlice:
     """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed."""
 
     def __init__(self, file: _SymbolicFile, name: str) -> None:
-        self._file, self._name = file, name
+        self._file, self._name = file, name  # looked up when used: torch may lack the dtype of one that nobody uses
 
     def get_shape(self) -> list[int]:
-        return list(self._file.entry(self._name).shape)
+        return list(self._file.get_tensor(self._name).shape)
 
     def get_dtype(self) -> str:
-        return str(self._file.entry(self._name).dtype_code)
+        return code_of(self._file.get_tensor(self._name).dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._file.get_tensor(self._name)

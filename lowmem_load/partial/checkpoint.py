@@ -1,4 +1,4 @@
-"""What a checkpoint of partial ZeRO-3 holds beside DeepSpeed's own files: one file with the whole part."""
+"""What a checkpoint of partial ZeRO-3 holds beside DeepSpeed's own files: one file with the replicated part."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 
-WHOLE_FILE = "lowmem_load_whole_states.pt"
-"""Lies in the folder of the tag, next to DeepSpeed's files."""
+REPLICATED_FILE = "lowmem_load_whole_states.pt"
+"""Lies in the folder of the tag, next to DeepSpeed's files. The name stays, so that older checkpoints load."""
 
 FORMAT = 1
 
 
-def save_whole(folder: str, state: Mapping[str, Any]) -> None:
-    """Write the whole part's state; the file appears complete and readable or not at all.
+def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
+    """Write the replicated part's state; the file appears complete and readable or not at all.
 
     Raises:
-        CheckpointError: the state holds objects that `load_whole` would refuse, such as a scheduler's own class.
+        CheckpointError: the state holds objects that `load_replicated` would refuse, such as a scheduler's own class.
     """
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, WHOLE_FILE)
+    path = os.path.join(folder, REPLICATED_FILE)
     unfinished = f"{path}.{socket.gethostname()}.{os.getpid()}"
     torch.save(_plain({"format": FORMAT, **state}), unfinished)
     try:
@@ -59,15 +59,15 @@ def find_checkpoint(load_dir: str, tag: str | None) -> str | None:
     return folder if os.path.isdir(folder) else None
 
 
-def load_whole(folder: str) -> dict[str, Any]:
-    """Return what `save_whole` wrote, in host memory. No pickled code is run.
+def load_replicated(folder: str) -> dict[str, Any]:
+    """Return what `save_replicated` wrote, in host memory. No pickled code is run.
 
     Raises:
         CheckpointError: the file is absent, damaged or of another format.
     """
-    path = os.path.join(folder, WHOLE_FILE)
+    path = os.path.join(folder, REPLICATED_FILE)
     if not os.path.isfile(path):
-        raise CheckpointError(f"{folder}: no {WHOLE_FILE}; this is not a checkpoint that partial ZeRO-3 has saved")
+        raise CheckpointError(f"{folder}: no {REPLICATED_FILE}; this is not a checkpoint that partial ZeRO-3 has saved")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a dozen classes for damaged files

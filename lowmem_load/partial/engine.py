@@ -1,4 +1,4 @@
-"""The engine of partial ZeRO-3: trains chosen modules under ZeRO-3 and keeps the rest whole on every rank.
+"""The engine of partial ZeRO-3: trains chosen modules under ZeRO-3 and keeps the rest replicated on all ranks.
 
 For models of which not every rank runs all parts in every step (encoders of several modalities before one language
 model): ZeRO-3's collectives would not match across ranks there. Here they cover only what all ranks run alike.
@@ -6,8 +6,9 @@ model): ZeRO-3's collectives would not match across ranks there. Here they cover
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,10 +16,18 @@ from torch import nn
 
 from lowmem_load.ds.engine import PartitionedPart, scheduler_of
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.partial.checkpoint import find_checkpoint, load_whole, save_whole
-from lowmem_load.partial.replicated import Average, Split, Unused, WholePart, broadcast, follow, options_of
+from lowmem_load.partial.checkpoint import find_checkpoint, load_replicated, save_replicated
+from lowmem_load.partial.replicated import (
+    Average,
+    ReplicatedPart,
+    SplitOptimizer,
+    Unused,
+    broadcast,
+    follow,
+    options_of,
+)
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.precision import precision_of
+from lowmem_load.settings.settings import Settings
 from lowmem_load.targets.choice import chosen_parameters, mark
 
 
@@ -29,14 +38,14 @@ class PartialOptimizer:
         param_groups: the user's, else those of the ds_config's optimizer; both parts follow them.
     """
 
-    def __init__(self, part: PartitionedPart, whole: WholePart, face: torch.optim.Optimizer) -> None:
-        self._part, self._whole, self._face = part, whole, face
-        self.defaults = face.defaults
+    def __init__(self, part: PartitionedPart, replicated: ReplicatedPart, leader: torch.optim.Optimizer) -> None:
+        self._part, self._replicated, self._leader = part, replicated, leader
+        self.defaults = leader.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups with their options; see the class."""
-        return self._face.param_groups
+        return self._leader.param_groups
 
     @property
     def overflow(self) -> bool:
@@ -49,8 +58,8 @@ class PartialOptimizer:
         return self._part.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole part's state; the partitioned part's is in the engine's checkpoints only."""
-        return self._whole.state_dict()
+        """Return the replicated part's state; the partitioned part's is in the engine's checkpoints only."""
+        return self._replicated.state_dict()
 
 
 class PartialEngine(nn.Module):
@@ -69,8 +78,8 @@ class PartialEngine(nn.Module):
         self,
         model: nn.Module,
         chosen: dict[str, nn.Module],
-        ds_config: Mapping[str, Any],
-        split: Split | None,
+        settings: Settings,
+        split: SplitOptimizer | None,
         *,
         cast: bool,
         average: Average,
@@ -79,28 +88,27 @@ class PartialEngine(nn.Module):
         super().__init__()
         self.module = model
         inside = chosen_parameters(chosen)
-        make = None if split is None else _half_maker(split)
-        part = PartitionedPart(model, chosen, ds_config, make)
-        mark(chosen)
+        derive = None if split is None else functools.partial(_derived, split)
+        part = PartitionedPart(model, chosen, settings.ds_config, derive)
+        mark(chosen.values())
         self._part, self._split = part, split
         self.lr_scheduler: Any = None
         self._outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
         self._outside_buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
-        dtype = getattr(torch, precision_of(ds_config, absent="disabled").value) if cast else None
-        self._place(part.engine.device, dtype)
+        self._place(part.engine.device, settings.dtype if cast else None)
         trained = {name: p for name, p in self._outside.items() if p.requires_grad}
         if split is not None:
             held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
             trained = {name: p for name, p in trained.items() if id(p) in held}
-        self._whole = WholePart(trained, part.engine.device, average=average, unused=unused)
+        self._replicated = ReplicatedPart(trained, part.engine.device, average=average, unused=unused)
         if trained and split is not None:
-            masters = {id(p): self._whole.masters[name] for name, p in trained.items()}
-            self._whole.optimizer = split.half(masters)
+            masters = {id(p): self._replicated.masters[name] for name, p in trained.items()}
+            self._replicated.optimizer = split.derive(masters)
         elif trained:
-            self._whole.optimizer = part.whole_optimizer(list(self._whole.masters.values()))
-        self.optimizer = PartialOptimizer(part, self._whole, self._face)
+            self._replicated.optimizer = part.optimizer_over(list(self._replicated.masters.values()))
+        self.optimizer = PartialOptimizer(part, self._replicated, self._leader)
 
     @property
     def zero3(self) -> Any:
@@ -108,12 +116,12 @@ class PartialEngine(nn.Module):
         return self._part.engine
 
     @property
-    def _face(self) -> torch.optim.Optimizer:
+    def _leader(self) -> torch.optim.Optimizer:
         """The optimizer whose groups say the learning rates of both parts."""
         if self._split is not None:
             return self._split.optimizer
-        if self._part.frozen and self._whole.optimizer is not None:
-            return self._whole.optimizer
+        if self._part.frozen and self._replicated.optimizer is not None:
+            return self._replicated.optimizer
         return self._part.optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -138,13 +146,13 @@ class PartialEngine(nn.Module):
                 f"{', '.join(thawed[:8])} did not require a gradient when this engine was made, so it would not be "
                 "trained; call destroy(), then initialize again"
             )
-        self._whole.end_micro_batch()  # for those who call loss.backward() by themselves
+        self._replicated.end_micro_batch()  # for those who call loss.backward() by themselves
         return self._part.forward(args, kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
         """Accumulate the gradients of `loss`, as `DeepSpeedEngine.backward`. Collective: all ranks."""
         result = self._part.backward(loss, **kwargs)
-        self._whole.end_micro_batch()
+        self._replicated.end_micro_batch()
         return result
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -154,15 +162,15 @@ class PartialEngine(nn.Module):
             return
         if self._split is not None:
             self._split.sync()
-        factor = self._part.step(self._whole.reduce(self.zero3.gradient_accumulation_steps()))
+        factor = self._part.step(self._replicated.reduce(self.zero3.gradient_accumulation_steps()))
         for parameter in self._outside.values():
-            parameter.grad = None  # of those that no optimizer holds; the others' are in the whole part
+            parameter.grad = None  # of those that no optimizer holds; the others' are in the replicated part
         if factor is None:
-            self._whole.clear()
+            self._replicated.clear()
             return
-        if self._face is self._part.optimizer and self._whole.optimizer is not None:
-            follow(self._face, self._whole.optimizer)
-        self._whole.step(factor)
+        if self._leader is self._part.optimizer and self._replicated.optimizer is not None:
+            follow(self._leader, self._replicated.optimizer)
+        self._replicated.step(factor)
         if self._split is not None:
             self._split.optimizer.step()  # with no gradient anywhere: this tells schedulers that it stepped
         if self.lr_scheduler is not None:
@@ -185,9 +193,9 @@ class PartialEngine(nn.Module):
             ConfigError: the section names no scheduler.
         """
         if lr_scheduler is None:
-            lr_scheduler = scheduler_of(section, self._face)
+            lr_scheduler = scheduler_of(section, self._leader)
         elif not hasattr(lr_scheduler, "step"):
-            lr_scheduler = lr_scheduler(self._face)
+            lr_scheduler = lr_scheduler(self._leader)
         self.lr_scheduler = lr_scheduler
 
     def get_lr(self) -> list[float]:
@@ -196,7 +204,7 @@ class PartialEngine(nn.Module):
 
     def destroy(self) -> None:
         """Remove all hooks from the model and free what the ZeRO-3 engine holds."""
-        self._whole.destroy()
+        self._replicated.destroy()
         self._part.destroy()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -209,7 +217,7 @@ class PartialEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save as `DeepSpeedEngine.save_checkpoint` does, the whole part in one file more. Collective: all ranks.
+        """Save as `DeepSpeedEngine.save_checkpoint` does, the replicated part in one file more. Collective: all ranks.
 
         A run resumes from it on as many ranks.
         """
@@ -218,7 +226,7 @@ class PartialEngine(nn.Module):
         writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
         with distributed.agreed(f"saving {save_dir}"):
             if writes:  # before DeepSpeed names this checkpoint the latest
-                save_whole(os.path.join(save_dir, tag), self._whole_state(exclude_frozen_parameters))
+                save_replicated(os.path.join(save_dir, tag), self._replicated_state(exclude_frozen_parameters))
         return bool(
             self.zero3.save_checkpoint(
                 save_dir,
@@ -246,7 +254,7 @@ class PartialEngine(nn.Module):
         Collective: all ranks.
 
         Raises:
-            CheckpointError: the folder lacks the whole part.
+            CheckpointError: the folder lacks the replicated part.
             ConfigError: it is of other parameters.
             RankError: only some ranks find a checkpoint.
         """
@@ -260,7 +268,7 @@ class PartialEngine(nn.Module):
                     f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
                 )
             digest.append("no checkpoint" if folder is None else os.path.basename(folder))
-            state = None if folder is None else load_whole(folder)
+            state = None if folder is None else load_replicated(folder)
             if state is not None:
                 self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)
         if state is None:
@@ -276,11 +284,11 @@ class PartialEngine(nn.Module):
         with distributed.agreed(f"loading {load_dir}"):
             self._load_tensors(state)
             if load_optimizer_states:
-                self._whole.load_state_dict(state["whole"])
-                for group, options in zip(self._face.param_groups, state["groups"], strict=True):
+                self._replicated.load_state_dict(state["whole"])
+                for group, options in zip(self._leader.param_groups, state["groups"], strict=True):
                     group.update(options)
             else:
-                self._whole.refresh_masters()
+                self._replicated.refresh_masters()
             if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
                 self.lr_scheduler.load_state_dict(state["schedule"])
         return path, client_state
@@ -323,7 +331,7 @@ class PartialEngine(nn.Module):
         """Refuse: the ZeRO-3 engine would answer for its part alone, with empty tensors."""
         raise UnsupportedError("module_state_dict has no whole parameters under ZeRO-3; call consolidated_state_dict()")
 
-    def _whole_state(self, exclude_frozen: bool) -> dict[str, Any]:
+    def _replicated_state(self, exclude_frozen: bool) -> dict[str, Any]:
         return {
             "buffers": {name: buffer.detach() for name, buffer in self._persistent()["buffers"].items()},
             "parameters": {
@@ -331,13 +339,13 @@ class PartialEngine(nn.Module):
             },
             "frozen": list(self._frozen),
             "excluded": [name for name, p in self._outside.items() if exclude_frozen and not p.requires_grad],
-            "whole": self._whole.state_dict(),
-            "groups": [options_of(group) for group in self._face.param_groups],
+            "whole": self._replicated.state_dict(),
+            "groups": [options_of(group) for group in self._leader.param_groups],
             "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
 
     def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the whole part's tensors that checkpoints hold, by kind and name."""
+        """Return the replicated part's tensors that checkpoints hold, by kind and name."""
         names = self.module.state_dict().keys()
         buffers = {name: buffer for name, buffer in self._outside_buffers.items() if name in names}
         return {"parameters": dict(self._outside), "buffers": buffers}
@@ -349,7 +357,8 @@ class PartialEngine(nn.Module):
             shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
             if differ or shapes:
                 raise ConfigError(
-                    f"the checkpoint's whole part has other {kind} than the model: {', '.join((differ + shapes)[:8])}"
+                    f"the checkpoint's replicated part has other {kind} than the model: "
+                    f"{', '.join((differ + shapes)[:8])}"
                 )
         frozen = [name for name in self._frozen if name not in state["frozen"] and name not in self._outside]
         if frozen:
@@ -358,11 +367,11 @@ class PartialEngine(nn.Module):
                 "cannot load; freeze it after loading, or go by way of save_16bit_model"
             )
         if optimizer:
-            self._whole.check_state(state["whole"])
-            if len(state["groups"]) != len(self._face.param_groups):
+            self._replicated.check_state(state["whole"])
+            if len(state["groups"]) != len(self._leader.param_groups):
                 raise ConfigError(
                     f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one "
-                    f"{len(self._face.param_groups)}"
+                    f"{len(self._leader.param_groups)}"
                 )
 
     @torch.no_grad()
@@ -373,7 +382,7 @@ class PartialEngine(nn.Module):
                     held[name].copy_(value)
 
     def _place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move the whole part to the device, cast it if told to, and give all ranks rank 0's values."""
+        """Move the replicated part to the device, cast it if told to, and give all ranks rank 0's values."""
         for parameter in self._outside.values():
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         for name in self._outside_buffers:
@@ -384,10 +393,7 @@ class PartialEngine(nn.Module):
         broadcast([*self._outside.values(), *self._outside_buffers.values()])
 
 
-def _half_maker(split: Split) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        half = split.half({id(parameter): parameter for parameter in parameters})
-        assert half is not None  # _split has seen to it
-        return half
-
-    return make
+def _derived(split: SplitOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    derived = split.derive({id(parameter): parameter for parameter in parameters})
+    assert derived is not None  # `initialize` has seen to it that the user's optimizer holds some of them
+    return derived

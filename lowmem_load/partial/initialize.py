@@ -11,13 +11,14 @@ from torch import nn
 from lowmem_load.ds.engine import scheduler_class
 from lowmem_load.ds.partition import group_size_of, is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine
-from lowmem_load.partial.replicated import Average, Split, Unused, check_options, options_of
-from lowmem_load.planning.copies import plan_digest
+from lowmem_load.partial.replicated import Average, SplitOptimizer, Unused, check_options, options_of
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.ds_config import comparable, hidden_size_of, read_ds_config, resolve_auto, zero_stage
-from lowmem_load.settings.precision import AUTO, precision_of
-from lowmem_load.targets.choice import Partition, check_ties, choose, chosen_parameters, partitioned_modules
+from lowmem_load.settings.ds_config import comparable
+from lowmem_load.settings.precision import AUTO
+from lowmem_load.settings.settings import Partition, Settings, read_settings
+from lowmem_load.targets.choice import check_ties, choose, chosen_parameters, partitioned_modules
 
 
 def initialize(
@@ -45,10 +46,10 @@ def initialize(
             list of parameters. It must not have stepped. Default: the ds_config's "optimizer" section, for both parts.
         lr_scheduler: one of the user's on `optimizer`, or a function that makes one from an optimizer. It steps when
             the engine does. Default: the ds_config's "scheduler" section, for both parts.
-        average: gradients of the whole part are the mean "all": over all micro-batches of all ranks, also those that
-            did not use the parameter, as DDP has it; "used": over those that did.
-        unused: what the optimizer does with a parameter of the whole part that no rank has used in this step. "skip":
-            nothing, as in a single process; "zero": a step with a gradient of zero, as ZeRO does.
+        average: gradients of the replicated part are the mean "all": over all micro-batches of all ranks, also those
+            that did not use the parameter, as DDP has it; "used": over those that did.
+        unused: what the optimizer does with a parameter of the replicated part that no rank has used in this step.
+            "skip": nothing, as in a single process; "zero": a step with a gradient of zero, as ZeRO does.
 
     Collective: all ranks.
 
@@ -60,7 +61,8 @@ def initialize(
     distributed = DistributedInterface()
     with distributed.agreed("preparing partial ZeRO-3") as digest:
         check_options(average, unused)
-        config = _resolved(ds_config, model, distributed.world_size)
+        settings = _settings(ds_config, model, distributed.world_size)
+        config = settings.ds_config
         chosen, plain = _chosen(model, partition)
         inside = chosen_parameters(chosen)
         if not any(p.requires_grad for p in model.parameters()):
@@ -69,23 +71,19 @@ def initialize(
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
         digest.append(_digest(model, chosen, config, split, (average, unused)))
-    engine = PartialEngine(model, chosen, config, split, cast=plain, average=average, unused=unused)
+    engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average, unused=unused)
     engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
     return engine
 
 
-def _resolved(ds_config: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    config = read_ds_config(ds_config)
-    if zero_stage(config) != 3:
-        raise ConfigError(f"partial ZeRO-3 needs stage 3, the ds_config has stage {zero_stage(config)}")
-    resolved = resolve_auto(
-        config,
-        world_size=world_size,
-        hidden_size=hidden_size_of(getattr(model, "config", None)),
-        precision=precision_of(config, absent="disabled"),
-    )
+def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:
+    settings = read_settings(ds_config, world_size=world_size)
+    if settings.stage != 3:
+        raise ConfigError(f"partial ZeRO-3 needs stage 3, the ds_config has stage {settings.stage}")
+    resolved = settings.for_model(getattr(model, "config", None))
     for section in ("optimizer", "scheduler"):
-        open_keys = [key for key, value in (resolved.get(section) or {}).get("params", {}).items() if value == AUTO]
+        params = (resolved.ds_config.get(section) or {}).get("params", {})
+        open_keys = [key for key, value in params.items() if value == AUTO]
         if open_keys:
             raise ConfigError(f'ds_config {section}.params: {", ".join(open_keys)} is "auto"; write values')
     return resolved
@@ -116,7 +114,11 @@ def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn
 
 
 def _digest(
-    model: nn.Module, chosen: Mapping[str, nn.Module], config: Mapping[str, Any], split: Split | None, options: object
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    config: Mapping[str, Any],
+    split: SplitOptimizer | None,
+    options: object,
 ) -> str:
     """Return what must be equal on all ranks, a short hash for each topic, so that a difference says where it is."""
     groups = [] if split is None else split.optimizer.param_groups
@@ -129,10 +131,10 @@ def _digest(
         "ds_config": [comparable(config)],
         "average and unused": [options],
     }
-    return ", ".join(f"{topic} {plan_digest(map(str, lines))[:6]}" for topic, lines in topics.items())
+    return ", ".join(f"{topic} {fingerprint(map(str, lines))[:6]}" for topic, lines in topics.items())
 
 
-def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> Split | None:
+def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> SplitOptimizer | None:
     if optimizer is None:
         if not config.get("optimizer"):
             raise ConfigError('no optimizer: write an "optimizer" section in the ds_config, or pass optimizer')
@@ -151,7 +153,7 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
     on_host = any(cls.__name__ == "DeepSpeedCPUAdam" for cls in type(optimizer).mro())
     if on_host and to_train - inside and DistributedInterface().device.type != "cpu":
         raise UnsupportedError(
-            "DeepSpeedCPUAdam steps parameters in host memory, and the whole part lives on the device; write an "
-            '"optimizer" section in the ds_config: its Adam is then torch\'s for the whole part'
+            "DeepSpeedCPUAdam steps parameters in host memory, and the replicated part lives on the device; write an "
+            '"optimizer" section in the ds_config: its Adam is then torch\'s for the replicated part'
         )
-    return Split(optimizer)
+    return SplitOptimizer(optimizer)

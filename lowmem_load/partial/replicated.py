@@ -49,7 +49,7 @@ class _Slot:
     used: bool = False
 
 
-class WholePart:
+class ReplicatedPart:
     """Keeps parameters that are whole on every rank in step.
 
     Args:
@@ -176,7 +176,7 @@ class WholePart:
         """Raise ConfigError unless `load_state_dict` can take `state` over."""
         different = sorted(set(state["masters"]) ^ set(self.names))
         if different:
-            raise ConfigError(f"the checkpoint's whole part trains other parameters: {', '.join(different[:8])}")
+            raise ConfigError(f"the checkpoint's replicated part trains other parameters: {', '.join(different[:8])}")
 
     def refresh_masters(self) -> None:
         """Copy the parameters' values to the masters: somebody has changed the parameters."""
@@ -225,17 +225,17 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 # -- splitting a user's optimizer ------------------------------------------------------------------------------------
 
 
-class Split:
-    """A user's optimizer, one half of which steps the partitioned part and the other the whole part.
+class SplitOptimizer:
+    """A user's optimizer, of which the partitioned and the replicated part get a derived one each.
 
-    The user's own object never steps: its groups are where learning rates are read and schedulers write. A half is an
-    optimizer of the same class with the same groups, less those that hold none of its parameters.
+    The user's own object never steps: its groups are where learning rates are read and schedulers write. A derived
+    optimizer has the same class and the same groups, less those that hold none of its parameters.
 
     Args:
         optimizer: over the model's parameters, in any groups; has not stepped yet.
 
     Raises:
-        UnsupportedError: it has state already, which belongs to no half.
+        UnsupportedError: it has state already, which could belong to either part.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -245,13 +245,13 @@ class Split:
                 'that has not stepped, or write an "optimizer" section in the ds_config'
             )
         self.optimizer = optimizer
-        self._halves: list[tuple[torch.optim.Optimizer, list[int]]] = []
+        self._derived: list[tuple[torch.optim.Optimizer, list[int]]] = []
 
-    def half(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
-        """Return the half over some parameters; None if the user's optimizer holds none of them.
+    def derive(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
+        """Return an optimizer over some parameters; None if the user's optimizer holds none of them.
 
         Args:
-            stands_for: id of a model's parameter -> what the half steps in its place.
+            stands_for: id of a model's parameter -> what the derived optimizer steps in its place.
         """
         cls, held = type(self.optimizer), self.optimizer.__dict__
         made = object.__new__(cls)
@@ -267,13 +267,13 @@ class Split:
                 numbers.append(number)
         if not numbers:
             return None
-        self._halves.append((made, numbers))
+        self._derived.append((made, numbers))
         return made
 
     def sync(self) -> None:
-        """Give the halves the options that the user's groups have now. Local."""
-        for half, numbers in self._halves:
-            for group, number in zip(half.param_groups, numbers, strict=True):
+        """Give the derived optimizers the options that the user's groups have now. Local."""
+        for derived, numbers in self._derived:
+            for group, number in zip(derived.param_groups, numbers, strict=True):
                 group.update(options_of(self.optimizer.param_groups[number]))
 
 

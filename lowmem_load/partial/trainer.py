@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import deepspeed
 import torch
 from torch import nn
 
+from lowmem_load.ds.initialize_hook import hooked
 from lowmem_load.ds.partition import is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.partial.initialize import initialize
 from lowmem_load.partial.replicated import Average, Unused
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.ds_config import read_ds_config
-from lowmem_load.targets.choice import Partition, chosen_parameters, is_shell, partitioned_modules
-
-_ORDER = (
-    "args",
-    "model",
-    "optimizer",
-    "model_parameters",
-    "training_data",
-    "lr_scheduler",
-    "distributed_port",
-    "mpu",
-    "dist_init_required",
-    "collate_fn",
-    "config",
-    "mesh_param",
-    "config_params",
-)
-"""The parameters of `deepspeed.initialize`, for calls that do not name them."""
+from lowmem_load.settings.settings import Partition
+from lowmem_load.targets.choice import chosen_parameters, is_shell, partitioned_modules
 
 _FOLLOWED = {
     "args",
@@ -65,15 +48,11 @@ def partial_zero3(
         average: as for `lowmem_load.initialize`.
         unused: as for `lowmem_load.initialize`.
     """
-    ordinary, active = deepspeed.initialize, True
 
-    @functools.wraps(ordinary)
-    def initialize_either(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+    def initialize_partly(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any] | None:
         model = given.get("model")
-        if not active or not isinstance(model, nn.Module) or not _is_for_us(model, partition):
-            made: tuple[Any, Any, Any, Any] = ordinary(*args, **kwargs)
-            return made
+        if not isinstance(model, nn.Module) or not _is_for_us(model, partition):
+            return None
         with DistributedInterface().agreed("reading the arguments of deepspeed.initialize"):
             ds_config, optimizer = _followed({name: value for name, value in given.items() if value is not None})
         engine = initialize(
@@ -87,13 +66,8 @@ def partial_zero3(
         )
         return engine, engine.optimizer, None, engine.lr_scheduler
 
-    deepspeed.initialize = initialize_either
-    try:
+    with hooked(initialize_partly):
         yield
-    finally:
-        active = False
-        if deepspeed.initialize is initialize_either:  # else somebody has wrapped it since; what is left is inert
-            deepspeed.initialize = ordinary
 
 
 def _is_for_us(model: nn.Module, partition: Partition | None) -> bool:

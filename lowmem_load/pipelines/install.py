@@ -7,14 +7,13 @@ under ZeRO-3 was loaded in the wrong order, which neither transformers nor DeepS
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import deepspeed
 from torch import nn
 
+from lowmem_load.ds.initialize_hook import hooked
 from lowmem_load.ds.partition import is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import loader
@@ -55,9 +54,7 @@ def install(*, progress: bool | None = None) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming(progress=progress))
         _Installed.interceptor = loader.interceptor()
-        ordinary = deepspeed.initialize
-        deepspeed.initialize = checked = _checked(ordinary)
-        stack.callback(_restore, ordinary, checked)
+        stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
 
 
@@ -82,25 +79,12 @@ class _Installed:
     interceptor: ClassVar[object] = None
 
 
-def _restore(ordinary: Callable[..., Any], checked: Callable[..., Any]) -> None:
-    if deepspeed.initialize is checked:  # else somebody has wrapped it since; what is left there is inert
-        deepspeed.initialize = ordinary
-
-
-def _checked(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(ordinary)
-    def initialize(args: Any = None, model: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        if _Installed.stack is not None and isinstance(model, nn.Module) and not is_shell(model):
-            config = kwargs.get("config") or kwargs.get("config_params") or getattr(args, "deepspeed_config", None)
-            _check_order(model, config)
-        return ordinary(args, model, *rest, **kwargs)
-
-    return initialize
-
-
-def _check_order(model: nn.Module, ds_config: Any) -> None:
-    """Warn for each transformers model in `model` that is about to be partitioned only now."""
-    if not _is_stage_3(ds_config):
+def _check_order(given: Mapping[str, Any]) -> None:
+    """Warn for each transformers model that `deepspeed.initialize` is about to partition only now."""
+    model = given.get("model")
+    configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
+    ds_config = next((config for config in configs if config is not None), None)
+    if not isinstance(model, nn.Module) or is_shell(model) or not _is_stage_3(ds_config):
         return
     for found in transformers_models(model):
         parameters = list(found.parameters())
@@ -114,7 +98,7 @@ def _check_order(model: nn.Module, ds_config: Any) -> None:
                 "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
                 "then call from_pretrained",
                 LoadOrderWarning,
-                stacklevel=4,  # the caller of deepspeed.initialize
+                stacklevel=3,  # the caller of deepspeed.initialize
             )
 
 

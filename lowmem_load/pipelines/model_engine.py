@@ -10,17 +10,17 @@ import contextlib
 import copy
 import fnmatch
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import loader, names
-from lowmem_load.load import load_model
+from lowmem_load.load import load_with_settings
 from lowmem_load.pipelines.arguments import read_arguments
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.ds_config import hidden_size_of, read_ds_config, resolve_auto, zero_stage
-from lowmem_load.settings.precision import precision_of, with_precision
+from lowmem_load.settings.precision import with_precision
+from lowmem_load.settings.settings import Settings, read_settings
 
 
 class ModelEngine:
@@ -63,19 +63,27 @@ class ModelEngine:
         self.is_train = is_train
         timeout = self.dist_config.timeout
         self.distributed = DistributedInterface(timeout=None if timeout is None else timedelta(seconds=timeout))
-        with self.distributed.agreed(f"{self.args.model}: reading the ds_config"):
-            ds_config = read_ds_config(self.dist_config.config_file)
-            zero_stage(ds_config)
-            self.precision = precision_of(
-                ds_config, absent="auto", trainer_bf16=self.args.bf16, trainer_fp16=self.args.fp16
+        with self.distributed.agreed(f"{self.args.model}: reading the ds_config") as digest:
+            settings = read_settings(
+                self.dist_config.config_file,
+                world_size=self.distributed.world_size,
+                absent="auto",
+                trainer_bf16=self.args.bf16,
+                trainer_fp16=self.args.fp16,
             )
-            ds_config = with_precision(ds_config, self.precision)
-        with loader.deepspeed_config(ds_config) as alive:
+            digest.append(f"ds_config {settings.fingerprint}")
+        self.precision = settings.precision
+        with loader.deepspeed_config(with_precision(settings.ds_config, settings.precision)) as alive:
             self.hf_deepspeed_config: Any = alive
             with self.distributed.agreed(f"{self.args.model}: preparing"):
-                self.ds_config = self._prepare(ds_config)
-            self.model = load_model(
-                self.args.model, self.ds_config, auto_class=self.args.auto_class, **self._from_pretrained_kwargs()
+                settings = self._prepare(settings)
+            self.ds_config = copy.deepcopy(dict(settings.ds_config))
+            self.model = load_with_settings(
+                str(self.args.model),
+                settings,
+                self.distributed,
+                auto_class=self.args.auto_class,
+                kwargs=self._from_pretrained_kwargs(),
             )
             self.model_config = self.model.config
             with self.distributed.agreed(f"{self.args.model}: setting up the model"):
@@ -92,20 +100,15 @@ class ModelEngine:
         with loader.deepspeed_config(self.hf_deepspeed_config):
             yield
 
-    def _prepare(self, ds_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the processor and the model configuration; return ds_config, resolved with the latter."""
+    def _prepare(self, settings: Settings) -> Settings:
+        """Load the processor and the model configuration; return the settings, resolved with the latter."""
         name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
         names.check_name(name, kwargs.get("subfolder", ""))
         self.processor = names.load_processor(name, kwargs)
         self.model_config = names.model_config(name, kwargs)
-        resolved = resolve_auto(
-            ds_config,
-            world_size=self.distributed.world_size,
-            hidden_size=hidden_size_of(self.model_config),
-            precision=self.precision,
-        )
+        resolved = settings.for_model(self.model_config)
         # A copy: what the caller adds to ds_config, such as an optimizer, is not transformers' business.
-        self.hf_deepspeed_config.config.update(copy.deepcopy(resolved))
+        self.hf_deepspeed_config.config.update(copy.deepcopy(dict(resolved.ds_config)))
         return resolved
 
     def _from_pretrained_kwargs(self) -> dict[str, Any]:

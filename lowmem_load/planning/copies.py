@@ -1,64 +1,39 @@
-"""From an expression and a flat range to a list of copies, proved to cover the range once. Pure, no I/O.
+"""From an expression and a flat range to a list of copies. Pure, no I/O.
 
 [Note: loop nests] A piece of a destination is written as a loop nest: for every combination of the loop variables
 `t`, destination element `destination_start + sum(t * destination_stride)` takes the element of the expression whose
 index along each dim is `base + sum(t * coefficient)`. Walking down the tree rewrites the index until it is that of a
 leaf. A slice scales and shifts it, a permutation reorders it, a concatenation splits the loops at the borders of its
-parts, a reshape regroups them. Nothing ever counts elements one by one, so the cost of planning depends on the number
-of pieces and not on the number of elements.
+parts, a reshape regroups them. Loops are cut where the leaf changes, or the step between its elements; elements are
+never counted one by one. Where the rows of two shapes do not divide each other, the step changes at the end of each
+row, but the pattern repeats after the least common multiple of the two: it is cut for one repetition, however many
+there are. So the cost of planning depends on the number of copies, and not on the number of elements that they move.
+
+[Note: loops do not meet] In the index along a dim, the coefficient of each loop is larger than all that the loops of
+smaller coefficients add up to. It holds for the loops over a box, and every rewriting keeps it. So at most one
+iteration of the loop of the largest coefficient lies across a border.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from lowmem_load.errors import PlanError
 from lowmem_load.planning.expression import (
     Cast,
     Concat,
-    Elementwise,
     Expression,
     Leaf,
     Permute,
     Reshape,
     Slice,
-    Source,
-    computed_below,
-    leaves,
-    numel,
 )
-from lowmem_load.planning.proof import prove_coverage
-
-MAX_COPIES = 1 << 20
-"""Copies of one target on one rank. Far above any known conversion; beyond it a plan costs more than the data."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatRange:
-    """Elements `[start, end)` of a row-major tensor."""
-
-    start: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        """Elements in the range."""
-        return self.end - self.start
-
-
-def partition_range(numel: int, rank: int, world_size: int) -> FlatRange:
-    """Return the flat range of a parameter of `numel` elements that `rank` of `world_size` owns, without padding.
-
-    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py`, `_padding_size` and `_partition_param`.
-    """
-    partition_numel = -(-numel // world_size)
-    return FlatRange(min(rank * partition_numel, numel), min((rank + 1) * partition_numel, numel))
+from lowmem_load.planning.ranges import FlatRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,72 +58,9 @@ class Copy:
         return math.prod(self.sizes)
 
     @property
-    def needed_bytes(self) -> int:
-        """Bytes of shard files that the copy is made of; an element that it repeats counts once.
-
-        Of an `Elementwise` leaf that is taken with gaps, the gaps count too. A `Computed` counts with its plan.
-        """
-        if isinstance(self.leaf, Source):
-            loops = zip(self.sizes, self.leaf_strides, strict=True)
-            return math.prod(size for size, stride in loops if stride) * self.leaf.dtype.itemsize
-        if isinstance(self.leaf, Elementwise):
-            reach = sum((size - 1) * stride for size, stride in zip(self.sizes, self.leaf_strides, strict=True))
-            span = FlatRange(self.leaf_start, self.leaf_start + reach + 1)
-            return sum(copy.needed_bytes for part in self.leaf.parts for copy in plan_copies(part, span))
-        return 0
-
-    @property
     def is_contiguous(self) -> bool:
         """Whether both sides are one run."""
         return len(self.sizes) == 1 and self.leaf_strides == (1,) and self.destination_strides == (1,)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetPlan:
-    """How one destination is filled.
-
-    Attributes:
-        name: the target parameter.
-        flat_range: elements of the target that the destination holds.
-        copies: what to move; covers the range exactly once.
-    """
-
-    name: str
-    flat_range: FlatRange
-    copies: tuple[Copy, ...]
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes of shard files that the destination is made of: for a `Computed`, all that it is computed from."""
-        computed = {id(node): node for copy in self.copies for node in computed_below(copy.leaf)}
-        sources = {id(leaf): leaf for node in computed.values() for leaf in leaves(node) if isinstance(leaf, Source)}
-        whole = sum(numel(leaf) * leaf.dtype.itemsize for leaf in sources.values())
-        return whole + sum(copy.needed_bytes for copy in self.copies)
-
-
-def plan_target(name: str, expression: Expression, flat_range: FlatRange) -> TargetPlan:
-    """Plan the destination that holds `flat_range` of `expression`, and prove that every element is covered once.
-
-    Raises:
-        PlanError: the range leaves the target, needs more than `MAX_COPIES` copies, or is not covered exactly once.
-    """
-    if not 0 <= flat_range.start <= flat_range.end <= numel(expression):
-        raise PlanError(f"{name}: elements [{flat_range.start}, {flat_range.end}) of {numel(expression)}")
-    copies = []
-    for copy in plan_copies(expression, flat_range):
-        copies.append(copy)
-        if len(copies) > MAX_COPIES:
-            raise PlanError(f"{name}: more than {MAX_COPIES} copies are needed for {flat_range.numel} elements")
-    prove_coverage(name, copies, flat_range.numel)
-    return TargetPlan(name, flat_range, tuple(copies))
-
-
-def plan_digest(lines: Iterable[str]) -> str:
-    """Return a short digest of text lines; equal on ranks that planned the same model from the same files."""
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()[:16]
 
 
 # -- loop nests ------------------------------------------------------------------------------------------------------
@@ -237,7 +149,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
 
 
 def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
-    """Yield the copies that fill a destination with `flat_range` of `expression`; `plan_target` proves them."""
+    """Yield the copies that fill a destination with `flat_range` of `expression`; what is made of them is proved."""
     casts: tuple[torch.dtype, ...] = ()
     while isinstance(expression, Reshape | Cast):  # neither changes the flat order
         if isinstance(expression, Cast):
@@ -301,42 +213,50 @@ def _copy_of_leaf(leaf: Leaf, nest: _Nest) -> Copy:
 
 def _walk_concat(node: Concat, nest: _Nest) -> Iterator[Copy]:
     """Send each piece of the nest to the part that holds it, cutting the widest loop at the borders."""
-    index = nest.index[node.dim]
-    part = next(number for number, end in _ends_after(node, index.base))
-    first, end = node.ends[part] - node.parts[part].shape[node.dim], node.ends[part]
-    if index.base + nest.span(index) < end:
-        moved = _Index(index.base - first, index.coefficients)
-        yield from _walk(
-            node.parts[part], replace(nest, index=(*nest.index[: node.dim], moved, *nest.index[node.dim + 1 :]))
-        )
-        return
-    for piece in _cut(nest, index, end):
-        yield from _walk_concat(node, piece)
-
-
-def _ends_after(node: Concat, position: int) -> Iterator[tuple[int, int]]:
-    for number, end in enumerate(node.ends):
-        if end > position:
-            yield number, end
+    pending = [nest]
+    while pending:
+        current = pending.pop()
+        index = current.index[node.dim]
+        part = bisect_right(node.ends, index.base)
+        if index.base + current.span(index) >= node.ends[part]:
+            pending.extend(reversed(list(_cut(current, index, node.ends[part]))))
+            continue
+        moved = _Index(index.base - node.ends[part] + node.parts[part].shape[node.dim], index.coefficients)
+        within = (*current.index[: node.dim], moved, *current.index[node.dim + 1 :])
+        yield from _walk(node.parts[part], replace(current, index=within))
 
 
 def _cut(nest: _Nest, index: _Index, border: int) -> Iterator[_Nest]:
-    """Yield pieces of `nest` such that all but the last lie on one side of `index < border`, or are thinner."""
-    loop = max((c, i) for i, c in enumerate(index.coefficients) if nest.sizes[i] > 1)[1]
+    """Yield the pieces of `nest` below `border` and from it on; between them the iteration that lies across, if any."""
+    loop = _widest(nest, index)
+    yield from nest.split(loop, _iterations_before(nest, index, loop, border))
+
+
+def _widest(nest: _Nest, index: _Index) -> int:
+    return max((c, loop) for loop, c in enumerate(index.coefficients) if nest.sizes[loop] > 1)[1]
+
+
+def _iterations_before(nest: _Nest, index: _Index, loop: int, border: int) -> tuple[int, int]:
+    """Return how many iterations of the widest loop end before `border`, and how many begin before it.
+
+    They differ by one at most. See [Note: loops do not meet].
+    """
     step = index.coefficients[loop]
     rest = nest.span(index) - step * (nest.sizes[loop] - 1)
-    below = max(0, (border - 1 - rest - index.base) // step + 1)
-    reach = min(nest.sizes[loop], -(-(border - index.base) // step))
-    yield from nest.split(loop, range(min(below, reach), reach + 1) if below < reach else [reach])
+    assert rest < step, (index, nest.sizes)
+    ended = max(0, (border - 1 - rest - index.base) // step + 1)
+    begun = min(nest.sizes[loop], -(-(border - index.base) // step))
+    return min(ended, begun), begun
 
 
 def _regroup(nest: _Nest, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Nest]:
     """Yield nests over `part_shape` that together are `nest` over `shape`; both have the same elements in order."""
+    groups = _groups(shape, part_shape)
     pending = [nest]
     while pending:
         current = pending.pop()
         index: list[_Index] = []
-        for dims, part_dims in _groups(shape, part_shape):
+        for dims, part_dims in groups:
             linear = _linear([current.index[dim] for dim in dims], [shape[dim] for dim in dims], current)
             outcome = _delinearize(current, linear, [part_shape[dim] for dim in part_dims])
             if not isinstance(outcome, tuple):
@@ -392,16 +312,19 @@ def _delinearize(nest: _Nest, linear: _Index, shape: list[int]) -> tuple[_Index,
 
 def _unwrap(nest: _Nest, remainder: _Index, inner: int) -> Iterator[_Nest]:
     """Cut the widest loop of `remainder`, which runs over the end of a row of `inner` elements."""
-    loop = max((c, i) for i, c in enumerate(remainder.coefficients) if nest.sizes[i] > 1)[1]
-    step, size = remainder.coefficients[loop], nest.sizes[loop]
-    rest = nest.span(remainder) - step * (size - 1)
-    per_row = inner // step
-    if inner % step == 0 and remainder.base % step + rest < step:
-        head = -(-(inner - remainder.base) // step) % per_row
-        whole = (size - head) // per_row * per_row if size > head else 0
-        if whole > per_row or (whole == per_row and head + whole < size) or 0 < head < size:
-            for piece in nest.split(loop, [cut for cut in (head, head + whole) if 0 < cut < size]):
-                tiles = piece.sizes[loop] > per_row
-                yield piece.tile(loop, per_row) if tiles else piece
-            return
-    yield from nest.split(loop, range(1, size))
+    loop = _widest(nest, remainder)
+    size, step = nest.sizes[loop], remainder.coefficients[loop]
+    period = inner // math.gcd(inner, step)  # iterations after which one begins at the same place of a row again
+    head = _iterations_before(nest, remainder, loop, inner)[0] % period
+    whole = (size - head) // period * period
+    if whole > period:
+        for piece in nest.split(loop, [head, head + whole]):
+            yield piece.tile(loop, period) if piece.sizes[loop] == whole else piece
+        return
+    cuts: list[int] = []
+    iteration = 0
+    while iteration < size:  # once per row in which an iteration begins
+        row = (remainder.base + iteration * step) // inner
+        ended, iteration = _iterations_before(nest, remainder, loop, (row + 1) * inner)
+        cuts += ended, iteration
+    yield from nest.split(loop, cuts)

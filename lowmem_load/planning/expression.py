@@ -17,8 +17,11 @@ import torch
 
 Shape = tuple[int, ...]
 
+IN_MEMORY = "in memory"
+"""Origin of values that the model or the caller had: made by a module's constructor, or given as a state dict."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A tensor in a shard file. `start` is the first byte of its data, absolute in the file at `path`."""
 
@@ -33,13 +36,15 @@ class Source:
 class Held:
     """Elements that are in memory: `flat[i]` is element `first + i` of the row-major tensor of `shape`.
 
-    `flat` may hold fewer elements than `shape` has: the part that this rank will be asked for.
+    `flat` may hold fewer elements than `shape` has: the part that this rank will be asked for. `origin` says where the
+    values come from.
     """
 
     flat: torch.Tensor
     first: int
     shape: Shape
     dtype: torch.dtype
+    origin: str = IN_MEMORY
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +140,9 @@ Leaf = Source | Held | Computed | Elementwise
 Expression = Leaf | Concat | Slice | Permute | Reshape | Cast
 
 
-def held(tensor: torch.Tensor) -> Held:
+def held(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:
     """Return a whole tensor in memory as an expression; shares its memory when it is contiguous."""
-    return Held(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape), tensor.dtype)
+    return Held(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape), tensor.dtype, origin)
 
 
 def concat(parts: Sequence[Expression], dim: int) -> Expression:
@@ -199,19 +204,6 @@ def leaves(expression: Expression) -> list[Leaf]:
         if isinstance(node, Leaf):
             found.setdefault(id(node), node)
         stack.extend(reversed(children(node)))
-    return list(found.values())
-
-
-def computed_below(expression: Expression) -> list[Computed]:
-    """Return the `Computed` that must be evaluated before `expression` can be read; not those that they need."""
-    found: dict[int, Computed] = {}
-    stack: list[Expression] = [expression]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, Computed):
-            found.setdefault(id(node), node)
-        else:
-            stack.extend(children(node))
     return list(found.values())
 
 

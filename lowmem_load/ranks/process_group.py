@@ -206,6 +206,8 @@ class DistributedInterface(RankGroup):
 
     def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
         """Makes the default group and DeepSpeed's comm on it; leaves nothing behind if that fails."""
+        from lowmem_load.ds.comm import bring_up_comm
+
         launched = any(os.environ.get(name) for name in _LAUNCHER_NAMES)
         alone = not launched and (world_size in (None, 1) or backend == "fake")
         env_set = _set_env(_alone_env(world_size, rank) if alone else _launched_env(world_size, rank))
@@ -216,7 +218,7 @@ class DistributedInterface(RankGroup):
             lone = alone or backend == "fake"
             store = dist.HashStore() if lone else self._meet(timeout)  # type: ignore[attr-defined]
             _init_process_group(backend, timeout, store)
-            _bring_up_deepspeed(backend, timeout)
+            bring_up_comm(backend, timeout)
         except BaseException:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -239,11 +241,13 @@ class DistributedInterface(RankGroup):
 
     def _adopt(self) -> None:
         """Takes over a group that somebody else made, and brings up on it what they may have left out."""
+        from lowmem_load.ds.comm import bring_up_comm
+
         local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
         env_set = _set_env({"LOCAL_RANK": local_rank})
         self._remember(made=False, timeout=None, env_set=env_set)
         _accelerator().set_device(self.local_rank)
-        _bring_up_deepspeed(dist.get_backend(), _live_timeout() or _default_timeout())
+        bring_up_comm(dist.get_backend(), _live_timeout() or _default_timeout())
 
     def _derive_local_rank(self) -> int:
         """Number of lower ranks on this machine. Collective."""
@@ -318,21 +322,9 @@ def _device_to_bind(world_size: int) -> torch.device | None:
     return torch.device("cuda", _int_from_env("LOCAL_RANK"))
 
 
-def _bring_up_deepspeed(backend: str, timeout: timedelta) -> None:
-    """Makes DeepSpeed's comm live on torch's live group.
-
-    Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group if there is one, without another init.
-    """
-    import deepspeed
-
-    if not deepspeed.comm.is_initialized():
-        # MPI discovery would overwrite the launcher variables, and needs mpi4py.
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
-
-
 def _undo(env_set: dict[str, str]) -> None:
     """Removes what was set for a group that is gone, and what DeepSpeed keeps about it."""
-    from lowmem_load.ds.partition import reset_comm
+    from lowmem_load.ds.comm import reset_comm
 
     for name, value in env_set.items():
         # Whoever changed it since owns it.

@@ -7,19 +7,13 @@ parameter that a chosen and another module share cannot be both partitioned and 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError
-
-Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
-Partition: TypeAlias = "Choice | Sequence[Choice]"
-"""A module name or glob over names, a module class, a predicate on (name, module), or several of these.
-
-Names and predicates are about the modules below the model; only its class chooses the model itself."""
+from lowmem_load.settings.settings import Choice, Partition, choices_of
 
 MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
@@ -29,24 +23,6 @@ WHOLE_MODEL = "_whole_model"
 
 NAMES_SHOWN = 8
 """Names that an error message lists."""
-
-
-def choices_of(partition: Partition) -> list[Choice]:
-    """Return a partition argument as a list.
-
-    Raises:
-        ConfigError: an entry is none of what `Partition` allows.
-    """
-    entries = list(partition) if isinstance(partition, Sequence) and not isinstance(partition, str) else [partition]
-    for entry in entries:
-        module_class = isinstance(entry, type) and issubclass(entry, nn.Module)
-        predicate = callable(entry) and not isinstance(entry, type)
-        if not (isinstance(entry, str) or module_class or predicate):
-            raise ConfigError(
-                f"partition: cannot use {entry!r}; give module names or globs, module classes, "
-                "or a function of (name, module) that returns a bool"
-            )
-    return entries
 
 
 def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -> dict[str, nn.Module]:
@@ -67,7 +43,7 @@ def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -
         matching = [number for number, entry in enumerate(entries) if _matches(entry, name, module)]
         for number in matching:
             hits[number] += 1
-        if matching and not _below(name, found):
+        if matching and not is_below(name, found):
             found[name] = module
     idle = [entry for entry, count in zip(entries, hits, strict=True) if not count]
     if idle and must_match:
@@ -92,7 +68,7 @@ def check_ties(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
     shared = [
         (prefix, f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
-        if not _below(prefix, chosen)
+        if not is_below(prefix, chosen)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if id(parameter) in inside
     ]
@@ -109,9 +85,9 @@ def chosen_parameters(chosen: dict[str, nn.Module]) -> set[int]:
     return {id(parameter) for module in chosen.values() for parameter in module.parameters()}
 
 
-def mark(chosen: dict[str, nn.Module]) -> None:
+def mark(chosen: Iterable[nn.Module]) -> None:
     """Remember on the modules themselves, which PEFT and composite modules keep, that they are partitioned."""
-    for module in chosen.values():
+    for module in chosen:
         setattr(module, MARK, True)
 
 
@@ -124,7 +100,7 @@ def partitioned_modules(model: nn.Module, is_partitioned: Callable[[torch.Tensor
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=True):
-        if not _below(name, found) and (_marked(module) or _partitioned_unmarked(module, is_partitioned)):
+        if not is_below(name, found) and (_marked(module) or _partitioned_unmarked(module, is_partitioned)):
             found[name] = module
     return found
 
@@ -163,8 +139,8 @@ def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
     return fnmatch.fnmatchcase(name, entry) if isinstance(entry, str) else bool(entry(name, module))
 
 
-def _below(name: str, chosen: dict[str, nn.Module]) -> bool:
-    """Whether the module of this name is a chosen one or lies below one."""
+def is_below(name: str, chosen: Iterable[str]) -> bool:
+    """Whether the module or parameter of this name is a chosen one or lies below one."""
     return any(not top or name == top or name.startswith(f"{top}.") for top in chosen)
 
 

@@ -1,164 +1,78 @@
-"""Where the parameters of a model go: ZeRO-3 partitions, whole on every rank, or some here and some there."""
+"""What a target is: it says what a rank holds of each parameter, and makes the memory for it. A new one is one module.
+
+[Note: layout and memory] `layout` is pure: it is asked for any rank of any world, in processes that allocate nothing
+and import no engine. A flat range is a ZeRO-3 partition; a DTensor that is sharded along a dim, as FSDP2's, is a
+rectangle. Memory is made later, for one parameter at a time, by `make`, whose plan says how it will be filled. A save
+asks for the same layout and reads the memory instead of filling it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
-from typing_extensions import override
 
-from lowmem_load.ds.partition import Destination, Partitioner
-from lowmem_load.planning.copies import FlatRange
-from lowmem_load.ranks.group import RankGroup
+from lowmem_load.planning.load_plan import TargetPlan
+from lowmem_load.planning.ranges import Region
 
 
-class Placement(Protocol):
-    """Where parameters go.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What one rank holds of one parameter.
 
     Attributes:
-        device: of buffers and, where they are gathered, of whole parameters.
-        is_full: whether `settle` must be called before another parameter is made.
+        kind: what becomes of the parameter; `planning.load_plan.REPLICATED` for one that is whole on every rank.
+        dtype: in which it is stored.
+        regions: elements of the parameter, one region for each piece of memory.
+        numels: elements that are allocated for each, padding behind the region included.
+        on_host: whether the memory is host memory.
     """
 
-    device: torch.device
+    kind: str
+    dtype: torch.dtype
+    regions: tuple[Region, ...]
+    numels: tuple[int, ...]
+    on_host: bool
+
+
+class Target(Protocol):
+    """Where the parameters of one model go on one rank."""
 
     @property
-    def is_full(self) -> bool: ...  # noqa: D102
+    def device(self) -> torch.device:
+        """Where buffers live."""
 
-    def of(self, parameter: torch.Tensor) -> Placement:
-        """Return the placement that a parameter has: another one where some go here and some there."""
-
-    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which a parameter is stored."""
-
-    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
-        """Return the flat ranges of a parameter that this rank holds, one for each destination."""
-
-    def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
-        """Return what replaces a described parameter, and the memory to be filled."""
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+        """Return what this rank holds of a parameter, given by name, shape and dtype. Pure."""
 
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
-        """Return the buffers that are kept in fp32."""
+        """Return the buffers that are kept in fp32 whatever the model's dtype is."""
 
-    def settle(self) -> None:
-        """Move what was filled so far to where it stays, if that is elsewhere."""
+    def prepare(self, model: nn.Module, /) -> None:
+        """Get ready to make memory for the parameters of `model`: once, after planning, before anything is read.
 
+        Raises:
+            ConfigError, UnsupportedError: a setting cannot be followed.
+        """
 
-class Partitioned(Placement):
-    """Every parameter becomes a ZeRO-3 parameter in the dtype in which DeepSpeed will run."""
+    def make(
+        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """Return what replaces a described parameter, and flat memory for each destination of its plan, to be filled.
 
-    def __init__(self, ds_config: Mapping[str, Any], model: nn.Module, ranks: RankGroup) -> None:
-        self._partitioner = Partitioner(ds_config, ranks.group)
-        self._ids = self._partitioner.reserve_ids(model)
-        self.device = self._partitioner.device
+        Padding is zeroed. `wait` returns when all memory made so far is filled; call it where that must be moved on
+        before there is room for more.
+        """
 
-    @override
-    def of(self, parameter: torch.Tensor) -> Placement:
-        return self
+    def finish(self) -> None:
+        """Do what is left when all memory is filled.
 
-    @override
-    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        return self._partitioner.dtype if parameter.is_floating_point() else parameter.dtype
+        Raises:
+            LowMemLoadError: it could not be brought to where it stays.
+        """
 
-    @override
-    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
-        return self._partitioner.ranges(parameter.numel())
-
-    @override
-    def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
-        made = self._partitioner.new_parameter(
-            parameter.shape, dtype, parameter.requires_grad, self._ids[id(parameter)]
-        )
-        return made, self._partitioner.allocate(made)
-
-    @override
-    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
-        return self._partitioner.fp32_buffers(model)
-
-    @property
-    @override
-    def is_full(self) -> bool:
-        return self._partitioner.is_full
-
-    @override
-    def settle(self) -> None:
-        self._partitioner.settle()
-
-
-class Whole(Placement):
-    """Every parameter stays whole, as an ordinary load leaves it: in host memory for ZeRO stages 0, 1 and 2."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    @override
-    def of(self, parameter: torch.Tensor) -> Placement:
-        return self
-
-    @override
-    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        return parameter.dtype
-
-    @override
-    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
-        return [FlatRange(0, parameter.numel())]
-
-    @override
-    def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
-        values = torch.empty(parameter.shape, dtype=dtype, device=self.device)
-        made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        return made, [Destination(values.view(-1), FlatRange(0, values.numel()))]
-
-    @override
-    def fp32_buffers(self, _: nn.Module) -> list[torch.Tensor]:
-        return []
-
-    @property
-    @override
-    def is_full(self) -> bool:
-        return False
-
-    @override
-    def settle(self) -> None:
-        pass
-
-
-class Partial(Placement):
-    """Parameters of the chosen modules become ZeRO-3 parameters; the others stay whole on the same device."""
-
-    def __init__(self, ds_config: Mapping[str, Any], model: nn.Module, ranks: RankGroup, chosen: set[int]) -> None:
-        self._chosen = chosen
-        self._partitioned = Partitioned(ds_config, model, ranks)
-        self.device = self._partitioned.device
-        self._whole = Whole(self.device)
-
-    @override
-    def of(self, parameter: torch.Tensor) -> Placement:
-        return self._partitioned if id(parameter) in self._chosen else self._whole
-
-    @override
-    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        return self.of(parameter).dtype_of(parameter)
-
-    @override
-    def ranges(self, parameter: torch.Tensor) -> list[FlatRange]:
-        return self.of(parameter).ranges(parameter)
-
-    @override
-    def make(self, parameter: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, list[Destination]]:
-        return self.of(parameter).make(parameter, dtype)
-
-    @override
-    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
-        return self._partitioned.fp32_buffers(model)
-
-    @property
-    @override
-    def is_full(self) -> bool:
-        return self._partitioned.is_full
-
-    @override
-    def settle(self) -> None:
-        self._partitioned.settle()
+    def gathered_for_good(self, model: nn.Module, /) -> Mapping[str, int]:
+        """Return the parameters, by name, that an engine will keep whole between steps, with their elements."""

@@ -1,44 +1,140 @@
-"""The seams notice at import when DeepSpeed or transformers is not what they were written for."""
+"""The seams notice when DeepSpeed or transformers is not what they were written for, before they rely on it."""
 
 from __future__ import annotations
 
+import ast
+import enum
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 import transformers
+from deepspeed.comm import comm as deepspeed_comm
+from deepspeed.ops import op_builder
 from deepspeed.runtime import keep_in_fp32, lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero import offload_config
 from deepspeed.runtime.zero import partition_parameters as pp
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import groups
+from torch import nn
 from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
+from lowmem_load import DistributedInterface
+from lowmem_load.ds import comm
 from lowmem_load.ds import engine as zero3_engine
 from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import loader as hf
+from lowmem_load.partial import engine as partial_engine
+
+OF_DEEPSPEED = r"deepspeed \d\S* lacks .*{}.*; lowmem_load was written for deepspeed >=0"
+STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.fixture
+def lone_process() -> Iterator[DistributedInterface]:
+    interface = DistributedInterface()
+    yield interface
+    interface.destroy()
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
+        (pp.Init, "_aligned_size"),
         (pp.Init, "_convert_to_deepspeed_param"),
-        (keep_in_fp32, "buffers_to_keep_in_fp32"),
-        (pp.Init, "_partition_rank"),
+        (pp.InsertPostInitMethodToModuleSubClasses, "_enable_mem_efficient_linear"),
+        (pp.Init, "_partition_world_size"),
         (pp.Init, "param_id"),
         (pp, "ZeroParamStatus"),
         (pp, "PartitionedParamStatus"),
+        (op_builder, "AsyncIOBuilder"),
+        (AsyncPartitionedParameterSwapper, "swap_out_and_release"),
+        (keep_in_fp32, "buffers_to_keep_in_fp32"),
+        (groups, "_get_zero_param_intra_parallel_group"),
     ],
 )
 def test_a_deepspeed_without_a_name_is_refused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(owner, name)
-    with pytest.raises(IncompatibleVersionError, match=rf"lacks .*{name}.*; lowmem_load was written for deepspeed >=0"):
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(name)):
         zero3._check_contract()
+
+
+def test_arguments_are_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: object, module: object = None, *, config_dict_or_path: object = None, mpu: object = None) -> None:
+        pass
+
+    monkeypatch.setattr(pp.Init, "__init__", init)
+    missing = r"__init__\(data_parallel_group\), .*__init__\(zero_param_parallel_group\)"
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(missing)):
+        zero3._check_contract()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(pp, "ZeroParamStatus"), (pp, "PartitionedParamStatus"), (offload_config, "OffloadDeviceEnum")]
+)
+def test_a_check_survives_the_optimisation_of_bytecode(
+    module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under python -O, which drops asserts."""
+    code = compile(Path(zero3.__file__).read_text(encoding="utf-8"), zero3.__file__, "exec", optimize=1)
+    monkeypatch.setattr(module, name, enum.Enum(name, ["other"]))
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(name)):
+        exec(code, {"__name__": "optimised"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dp_world_size", "dtype", "local_device", "mem_efficient_linear", "num_param_groups"),
+        *("num_ranks_in_param_group", "param_swapper", "pin_memory", "quantized_nontrainable_weights", "rank"),
+        *("rank_in_group", "remote_device", "zero_param_process_group"),
+    ],
+)
+def test_a_zero_init_that_does_not_set_an_attribute_is_refused(
+    name: str, lone_process: DistributedInterface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary = pp.Init.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        ordinary(self, *args, **kwargs)
+        delattr(self, name)
+
+    init.__wrapped__ = ordinary  # type: ignore[attr-defined]
+    monkeypatch.setattr(pp.Init, "__init__", init)
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(rf"Init\.{name}")):
+        zero3.Partitioner(STAGE_3)
+
+
+def test_a_parameter_that_is_not_given_an_attribute_is_refused(
+    lone_process: DistributedInterface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partitioner = zero3.Partitioner(STAGE_3)
+    ordinary = pp.Init._convert_to_deepspeed_param
+
+    def convert(self: Any, parameter: nn.Parameter) -> None:
+        ordinary(self, parameter)
+        del parameter.ds_numel
+
+    monkeypatch.setattr(pp.Init, "_convert_to_deepspeed_param", convert)
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(r"Parameter\.ds_numel")):
+        partitioner.new_parameter(torch.Size([2]), torch.float32, requires_grad=True, ds_id=0)
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
         (DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict"),
+        (DeepSpeedEngine, "managed_gradient_accumulation"),
         (DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups"),
         (PartitionedParameterCoordinator, "reset_step"),
         (lr_schedules, "VALID_LR_SCHEDULES"),
@@ -46,8 +142,36 @@ def test_a_deepspeed_without_a_name_is_refused(owner: object, name: str, monkeyp
 )
 def test_an_engine_without_a_name_is_refused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(owner, name)
-    with pytest.raises(IncompatibleVersionError, match=rf"lacks .*{name}.*; lowmem_load was written for deepspeed >=0"):
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(name)):
         zero3_engine._check_contract()
+
+
+@pytest.mark.parametrize(
+    ("of_engine", "name"),
+    [
+        *((True, name) for name in ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")),
+        *((False, name) for name in ("overflow", "parameter_offload", "torch_autocast_gradscaler")),
+    ],
+)
+def test_an_engine_that_does_not_set_an_attribute_is_refused(of_engine: bool, name: str) -> None:
+    optimizer = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
+    engine = SimpleNamespace(basic_optimizer=None, client_optimizer=None, device=None, global_steps=0)
+    engine.optimizer = optimizer
+    vars(optimizer).update(overflow=False, parameter_offload=None, torch_autocast_gradscaler=None)
+    zero3_engine._check_made(engine)
+    delattr(engine if of_engine else optimizer, name)
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(rf"\.{name}")):
+        zero3_engine._check_made(engine)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(deepspeed_comm, "cdb"), (groups, "_release_process_group_references")])
+def test_a_comm_that_could_not_be_reset_is_not_brought_up(
+    owner: object, name: str, lone_process: DistributedInterface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, name)
+        with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(name)):
+            comm.bring_up_comm("gloo", timedelta(minutes=1))
 
 
 @pytest.mark.parametrize(
@@ -57,6 +181,7 @@ def test_an_engine_without_a_name_is_refused(owner: object, name: str, monkeypat
         (integration, "_hf_deepspeed_config_weak_ref"),
         (integration, "HfDeepSpeedConfig"),
         (transformers.PreTrainedModel, "from_pretrained"),
+        (transformers.PreTrainedModel, "initialize_weights"),
     ],
 )
 def test_a_transformers_without_a_name_is_refused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +190,47 @@ def test_a_transformers_without_a_name_is_refused(owner: object, name: str, monk
         hf._check_contract()
 
 
-def test_the_installed_versions_are_accepted() -> None:
+def test_from_pretrained_must_be_a_class_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", staticmethod(len))
+    with pytest.raises(IncompatibleVersionError, match=r"lacks transformers.PreTrainedModel.from_pretrained.__func__;"):
+        hf._check_contract()
+
+
+def test_an_installation_without_sources_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getsource(_: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(inspect, "getsource", getsource)
+    hf._check_contract()
     zero3._check_contract()
     zero3_engine._check_contract()
-    hf._check_contract()
+
+
+@pytest.mark.parametrize(
+    ("module", "roots"),
+    [
+        (zero3, {"self._init", "init", "Init", "swapper", "self._init.param_swapper", "groups"}),
+        (zero3_engine, {"self.engine", "self.engine.optimizer", "zero", "self.engine.optimizer.parameter_offload"}),
+        (partial_engine, {"self.zero3"}),
+    ],
+)
+def test_what_is_used_is_checked(module: ModuleType, roots: set[str]) -> None:
+    """Whatever the seams reach through these names is named by a check."""
+    checks = ("_check_contract", "_check_made", "_check_converted")
+    checked = {
+        node.value
+        for seam in (zero3, zero3_engine)
+        for function in ast.parse(inspect.getsource(seam)).body
+        if isinstance(function, ast.FunctionDef) and function.name in checks
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant)
+    }
+    assert "_aligned_size" in checked
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in roots
+    }
+    of_every_module = set(dir(nn.Module)) if module is partial_engine else set()
+    assert used
+    assert used - checked - of_every_module == set()

@@ -30,10 +30,15 @@ from transformers.core_model_loading import (
 )
 
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of
+from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.loader import _SymbolicFile
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.copies import Copy, FlatRange, TargetPlan, partition_range, plan_target
-from lowmem_load.read.executor import Reader
+from lowmem_load.planning.copies import Copy, plan_copies
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile
 
 Shape = tuple[int, ...]
 
@@ -416,15 +421,15 @@ class Outcome:
     read_bytes: int = 0
     span_bytes: int = 0
 
-    def add(self, plan: TargetPlan, read_bytes: int) -> None:
+    def add(self, copies: list[Copy], needed_bytes: int, read_bytes: int) -> None:
         """Count one partition."""
         self.num_plans += 1
-        self.num_copies = max(self.num_copies, len(plan.copies))
-        self.computed = self.computed or any(isinstance(copy.leaf, ex.Computed) for copy in plan.copies)
-        self.contiguous = self.contiguous and all(copy.is_contiguous for copy in plan.copies)
-        self.needed_bytes += plan.needed_bytes
+        self.num_copies = max(self.num_copies, len(copies))
+        self.computed = self.computed or any(isinstance(copy.leaf, ex.Computed) for copy in copies)
+        self.contiguous = self.contiguous and all(copy.is_contiguous for copy in copies)
+        self.needed_bytes += needed_bytes
         self.read_bytes += read_bytes
-        self.span_bytes += sum(map(_span_bytes, plan.copies))
+        self.span_bytes += sum(map(_span_bytes, copies))
 
 
 def _span_bytes(copy: Copy) -> int:
@@ -437,8 +442,22 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def symbolic_file(path: Path) -> _SymbolicFile:
+    """Return the file at `path` with symbolic tensors; describing a conversion may read none of them."""
+    return _SymbolicFile(Safetensors().describe(LocalFile(str(path))), _read_nothing)
+
+
+def _read_nothing(expression: ex.Expression, reason: str) -> torch.Tensor:
+    raise AssertionError(f"{reason} reads {expression}")
+
+
 def fill_all_ranks(
-    name: str, symbolic: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None, num_threads: int = 1
+    name: str,
+    symbolic: torch.Tensor,
+    expected: torch.Tensor,
+    dtype: torch.dtype | None,
+    num_threads: int = 1,
+    limits: ReadLimits | None = None,
 ) -> Outcome:
     """Fill the partition of every rank of every world size as a load would, and compare its bytes.
 
@@ -447,29 +466,33 @@ def fill_all_ranks(
         symbolic: its description.
         expected: its value, from transformers' own operation on real tensors.
         dtype: of the partitions; None keeps that of `symbolic`.
-        num_threads: of the reader.
+        num_threads: of the executor.
+        limits: of the plan.
     """
     expression = ex.cast(expression_of(symbolic), dtype or symbolic.dtype)
     value = flat_bytes(expected.to(expression.dtype))
     itemsize, numel = expression.dtype.itemsize, expected.numel()
     spans = {partition_range(numel, rank, world) for world in WORLD_SIZES for rank in range(world)}
     outcome = Outcome(name)
-    with Reader(num_threads=num_threads) as reader:
+    with Executor(num_threads=num_threads) as executor:
         for span in sorted(spans, key=lambda span: (span.start, span.end)):
-            plan = plan_target(name, expression, span)
+            planner, copies = Planner(limits), list(plan_copies(expression, span))
+            fill = planner.plan_fill(name, expression, span)
             destination = torch.full((span.numel * itemsize,), UNWRITTEN, dtype=torch.uint8)
-            before = reader.stats.read_bytes
-            reader.fill(plan.copies, destination.view(expression.dtype))
-            reader.finish()
+            before = executor.stats.read_bytes
+            executor.fill(fill, destination.view(expression.dtype), planner.values, planner.material)
+            executor.finish()
+            read_bytes, costs = executor.stats.read_bytes - before, planner.costs([fill])
+            assert read_bytes == costs.read_bytes
             wanted = value[span.start * itemsize : span.end * itemsize]
-            assert torch.equal(destination, wanted), _difference(name, span, destination, wanted, plan)
-            outcome.add(plan, reader.stats.read_bytes - before)
+            assert torch.equal(destination, wanted), _difference(name, span, destination, wanted, copies)
+            outcome.add(copies, costs.needed_bytes, read_bytes)
     return outcome
 
 
-def _difference(name: str, span: FlatRange, got: torch.Tensor, wanted: torch.Tensor, plan: TargetPlan) -> str:
+def _difference(name: str, span: FlatRange, got: torch.Tensor, wanted: torch.Tensor, copies: list[Copy]) -> str:
     wrong = (got != wanted).nonzero().reshape(-1)
-    return f"{name} {span}: {len(wrong)} of {len(got)} bytes differ, the first is {int(wrong[0])}; {plan.copies}"
+    return f"{name} {span}: {len(wrong)} of {len(got)} bytes differ, the first is {int(wrong[0])}; {copies}"
 
 
 def check(
@@ -480,14 +503,13 @@ def check(
     *,
     pool: ThreadPoolExecutor | None = None,
     num_threads: int = 1,
+    limits: ReadLimits | None = None,
 ) -> list[Outcome]:
     """Convert `case` for real and symbolically; compare names, shapes, dtypes, strides and every partition's bytes."""
     write_sources(case, dtypes, path)
     with safe_open(path, framework="pt") as file:
         expected = convert(converter, case, file, dtypes.load, pool)
-    with Reader() as reader:
-        symbolic = convert(converter, case, _SymbolicFile(str(path), reader.read_whole), dtypes.load, pool)
-        assert reader.stats.num_reads == 0, "describing a conversion reads nothing"
+    symbolic = convert(converter, case, symbolic_file(path), dtypes.load, pool)
     assert list(symbolic) == list(expected)
     outcomes = []
     for name, value in expected.items():
@@ -495,5 +517,5 @@ def check(
         assert isinstance(described, SymbolicTensor)
         assert (described.shape, described.dtype) == (value.shape, value.dtype)
         assert described.stride() == value.stride()
-        outcomes.append(fill_all_ranks(name, described, value, dtypes.target, num_threads))
+        outcomes.append(fill_all_ranks(name, described, value, dtypes.target, num_threads, limits))
     return outcomes

@@ -17,9 +17,10 @@ from transformers import core_model_loading as loading
 from transformers.core_model_loading import WeightConverter, spawn_materialize
 
 from lowmem_load.describe.tensor import expression_of
-from lowmem_load.hf.loader import _SymbolicFile
 from lowmem_load.planning import expression as ex
-from lowmem_load.read import executor as reader
+from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.whole import read_whole
 from tests.conversions import mappings
 from tests.conversions.mappings import BF16, DTYPES, FP32, Chain, Dtypes
 
@@ -95,17 +96,13 @@ def test_all_partitions_have_transformers_bytes(chain: Chain, path: Path) -> Non
 
 @every_chain
 @pytest.mark.parametrize("max_gap_nbytes", [0, 16])
-def test_large_tensors_read_in_small_pieces(
-    chain: Chain, max_gap_nbytes: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors_read_in_small_pieces(chain: Chain, max_gap_nbytes: int, path: Path) -> None:
     """With limits as small as the tensors: many reads per copy, threads, and gaps too wide to read along."""
-    monkeypatch.setattr(reader, "STAGING_NBYTES", 64)
-    monkeypatch.setattr(reader, "DIRECT_NBYTES", 64)
-    monkeypatch.setattr(reader, "MAX_GAP_NBYTES", max_gap_nbytes)
+    limits = ReadLimits(staging_bytes=64, direct_bytes=64, max_gap_bytes=max_gap_nbytes)
     with ThreadPoolExecutor(2) as pool:
         for case in mappings.cases(chain.converter):
             for dtypes in (DTYPES["bf16"], DTYPES["fp32 to bf16"]):
-                outcomes = mappings.check(chain.converter, case, dtypes, path, pool=pool, num_threads=2)
+                outcomes = mappings.check(chain.converter, case, dtypes, path, pool=pool, num_threads=2, limits=limits)
                 itemsize = dtypes.file[0].itemsize
                 for outcome in outcomes:  # at worst a gap after every element
                     assert outcome.read_bytes <= outcome.needed_bytes * (1 + max_gap_nbytes // itemsize)
@@ -178,10 +175,9 @@ def test_wrong_bytes_are_found(path: Path) -> None:
     chain = next(chain for chain in CHAINS if chain.operations == "Transpose(0,1)")
     case = mappings.cases(chain.converter)[0]
     mappings.write_sources(case, Dtypes((FP32,), BF16), path)
-    with reader.Reader() as files:
-        file = _SymbolicFile(str(path), files.read_whole)
-        (described,) = mappings.convert(chain.converter, case, file, None, None).values()
-        value = files.read_whole(expression_of(described)).clone()
+    (described,) = mappings.convert(chain.converter, case, mappings.symbolic_file(path), None, None).values()
+    with Executor() as executor:
+        value = read_whole(executor, expression_of(described)).clone()
     mappings.fill_all_ranks("right", described, value, None)
     value[1, 2] += 1
     with pytest.raises(AssertionError, match=r"wrong .*bytes differ"):
@@ -192,22 +188,20 @@ def test_renaming_changes_nothing(path: Path) -> None:
     """Every renaming of the registry hands its tensor on as the leaf that it was."""
     save_file({"w": torch.arange(15.0).reshape(3, 5)}, path)
     visited = set()
-    with reader.Reader() as files:
-        file = _SymbolicFile(str(path), files.read_whole)
-        for model_type, transforms in mappings.registry().items():
-            for transform in transforms:
-                if isinstance(transform, WeightConverter):
-                    continue
-                renaming = deepcopy(transform)
-                pattern = renaming.source_patterns[0]
-                renaming.add_tensor("target", "w", pattern, spawn_materialize(None, file.get_slice("w"), "cpu", None))
-                ((target, (tensor,)),) = renaming.convert("target").items()
-                assert target == renaming.target_patterns[0]
-                leaf = expression_of(tensor)
-                assert isinstance(leaf, ex.Source)
-                assert (leaf.path, leaf.name, leaf.shape, leaf.dtype) == (str(path), "w", (3, 5), FP32)
-                visited.add(model_type)
-        assert files.stats.num_reads == 0
+    file = mappings.symbolic_file(path)
+    for model_type, transforms in mappings.registry().items():
+        for transform in transforms:
+            if isinstance(transform, WeightConverter):
+                continue
+            renaming = deepcopy(transform)
+            pattern = renaming.source_patterns[0]
+            renaming.add_tensor("target", "w", pattern, spawn_materialize(None, file.get_slice("w"), "cpu", None))
+            ((target, (tensor,)),) = renaming.convert("target").items()
+            assert target == renaming.target_patterns[0]
+            leaf = expression_of(tensor)
+            assert isinstance(leaf, ex.Source)
+            assert (leaf.path, leaf.name, leaf.shape, leaf.dtype) == (str(path), "w", (3, 5), FP32)
+            visited.add(model_type)
     converting = {model_type for chain in CHAINS for model_type in chain.model_types}
     empty = {model_type for model_type, transforms in mappings.registry().items() if not transforms}
     assert visited | converting | empty == set(mappings.registry())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -316,7 +315,6 @@ def test_the_trainer_hook_restores_deepspeed() -> None:
     import deepspeed
 
     from lowmem_load import install, partial_zero3, uninstall
-    from lowmem_load.partial import trainer as partial_trainer
 
     ordinary = deepspeed.initialize
     with partial_zero3():
@@ -333,7 +331,6 @@ def test_the_trainer_hook_restores_deepspeed() -> None:
     with partial_zero3():
         install()
         checked = deepspeed.initialize
-    assert deepspeed.initialize is checked  # what is not ours is left in place
+    assert deepspeed.initialize is checked  # blocks may end in any order
     uninstall()
-    deepspeed.initialize = ordinary
-    assert tuple(inspect.signature(ordinary).parameters) == partial_trainer._ORDER
+    assert deepspeed.initialize is ordinary

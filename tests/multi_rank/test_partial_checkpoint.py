@@ -98,14 +98,14 @@ def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: P
 
 def load_broken(path: str, folder: str) -> None:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
-    from lowmem_load.partial.checkpoint import WHOLE_FILE
+    from lowmem_load.partial.checkpoint import REPLICATED_FILE
 
     engine = make_engine(path, CONFIG)
     assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
     train(engine, 0, 1)
     engine.save_checkpoint(folder, tag="one")
     if engine.zero3.global_rank == 0:
-        Path(folder, "one", WHOLE_FILE).unlink()
+        Path(folder, "one", REPLICATED_FILE).unlink()
     torch.distributed.barrier()
     engine.destroy()
     engine = make_engine(path, CONFIG)

@@ -38,7 +38,7 @@ def train_in_low_precision(path: str, name: str) -> None:
     before = engine.consolidated_state_dict()
     losses = train(engine, 0, STEPS, dtype=dtype)
     after = engine.consolidated_state_dict()
-    assert {p.dtype for g in engine._whole.optimizer.param_groups for p in g["params"]} == {torch.float32}
+    assert {p.dtype for g in engine._replicated.optimizer.param_groups for p in g["params"]} == {torch.float32}
     assert engine.skipped_steps == 0
     assert engine.optimizer.loss_scale == (SCALE if name == "float16" else 1.0)
     expected, expected_losses = reference(path, 2, STEPS)
@@ -104,7 +104,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
         f"llm.{number}": p.detach().clone()
         for number, p in enumerate(engine.zero3.optimizer.fp32_partitioned_groups_flat)
     }
-    whole = {name: p.detach().clone() for name, p in engine._whole.masters.items()}
+    whole = {name: p.detach().clone() for name, p in engine._replicated.masters.items()}
     return {**partitions, **whole}
 
 

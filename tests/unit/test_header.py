@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.errors import CheckpointError, HeaderError, TruncatedFileError
-from lowmem_load.formats.safetensors import MAX_HEADER_NBYTES, PREFIX_NBYTES, header_nbytes, parse_header
+from lowmem_load.errors import CheckpointError, HeaderError, TruncatedFileError, UnsupportedError
+from lowmem_load.formats.safetensors import BITS, MAX_HEADER_NBYTES, PREFIX_NBYTES, header_nbytes, parse_header
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
@@ -47,6 +50,7 @@ def test_a_good_header() -> None:
         ({"a": {"dtype": "BF16", "shape": "23", "data_offsets": [0, 12]}}, "list of sizes"),
         ({"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 13]}}, "needs 12 bytes"),
         ({"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [12, 0]}}, "needs 12 bytes"),
+        ({"a": {"dtype": "F6_E3M2", "shape": [2, 3], "data_offsets": [0, 12]}}, "36 bits, no whole number of bytes"),
         ({"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0]}}, r"expected \[start, end\)"),
         ({"a": {"dtype": "BF16", "shape": [2, 3]}}, "lacks dtype, shape or data_offsets"),
         ({"a": 7}, "lacks dtype, shape or data_offsets"),
@@ -59,6 +63,59 @@ def test_a_good_header() -> None:
 def test_a_lying_header_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(HeaderError, match=message):
         parse({**GOOD, **change})
+
+
+@pytest.mark.parametrize("shape", [[], [0], [1], [2], [3], [4], [3, 2], [2, 3], [1, 4], [5, 2, 2]])
+@pytest.mark.parametrize("code", BITS)
+def test_every_dtype_has_the_size_that_safetensors_gives_it(code: str, shape: list[int]) -> None:
+    """The oracle is safetensors' own parser: it takes a header only with the right number of bytes."""
+
+    def accepted(nbytes: int) -> tuple[bool, bool]:
+        header = {"a": {"dtype": code, "shape": shape, "data_offsets": [0, nbytes]}}
+        encoded = json.dumps(header).encode()
+        results = []
+        for reads, refusal in (
+            (lambda: parse(header, nbytes), HeaderError),
+            (lambda: safetensors.deserialize(struct.pack("<Q", len(encoded)) + encoded + bytes(nbytes)), Exception),
+        ):
+            try:
+                reads()
+                results.append(True)
+            except refusal:
+                results.append(False)
+        return results[0], results[1]
+
+    numel = math.prod(shape)
+    for nbytes in {0, numel * BITS[code] // 8, -(-numel * BITS[code] // 8), numel, 2 * numel}:
+        ours, theirs = accepted(nbytes)
+        assert ours is theirs, nbytes
+
+
+def test_all_dtypes_of_safetensors_are_known() -> None:
+    header = {"a": {"dtype": "F128", "shape": [], "data_offsets": [0, 16]}}
+    encoded = json.dumps(header).encode()
+    with pytest.raises(safetensors.SafetensorError) as caught:
+        safetensors.deserialize(struct.pack("<Q", len(encoded)) + encoded + bytes(16))
+    known = re.search(r"expected one of (.*?) at line", str(caught.value))
+    assert known is not None
+    assert set(re.findall(r"`(\w+)`", known[1])) == set(BITS)
+
+
+def test_a_tensor_that_torch_lacks_is_an_error_only_where_it_is_used() -> None:
+    header = parse(
+        {
+            "six": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},  # 4 * 6 bits
+            "odd": {"dtype": "F4", "shape": [2, 3], "data_offsets": [3, 6]},
+            "four": {"dtype": "F4", "shape": [1, 4], "data_offsets": [6, 8]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
+        }
+    )
+    assert (header.tensors["b"].dtype, header.tensors["b"].shape) == (torch.float32, (2,))
+    assert header.tensors["four"].shape == (1, 2)
+    with pytest.raises(UnsupportedError, match=r"x.safetensors: tensor 'six': torch .* has no dtype for its F6_E2M3"):
+        _ = header.tensors["six"].dtype
+    with pytest.raises(UnsupportedError, match=r"x.safetensors: tensor 'odd': its shape \(2, 3\) is odd"):
+        _ = header.tensors["odd"].shape
 
 
 def test_file_length_must_agree() -> None:

@@ -89,7 +89,7 @@ def test_a_tie_between_the_parts_is_refused_with_what_to_add() -> None:
 
 def test_marks_survive_what_is_put_below_and_around() -> None:
     model = Model()
-    mark(choose(model, ["language", "head"]))
+    mark(choose(model, ["language", "head"]).values())
     model.language.layers[0].adapter = nn.Linear(2, 1)  # as PEFT does
     outer = nn.ModuleDict({"inner": model})
     found = partitioned_modules(outer, lambda _: False)
@@ -109,7 +109,7 @@ def test_parameters_partitioned_by_other_means_are_found() -> None:
     partitioned |= {id(parameter) for parameter in model.language.parameters()}
     assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "language", "head"]  # topmost
     assert list(partitioned_modules(model, lambda _: True)) == [""]
-    mark({"language.layers": model.language.layers})  # may be called on its own
+    mark([model.language.layers])  # may be called on its own
     assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "language.layers", "head"]
 
 
@@ -126,7 +126,7 @@ def test_a_wrapper_that_answers_for_a_marked_module_is_not_marked() -> None:
                 return getattr(super().__getattr__("base"), name)
 
     model = Model()
-    mark({"": model})
+    mark([model])
     wrapper = Wrapper(model)
     assert getattr(wrapper, MARK)
     assert list(partitioned_modules(wrapper, lambda _: False)) == ["base"]

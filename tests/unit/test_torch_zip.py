@@ -16,10 +16,17 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats import inert_pickle, torch_zip
 from lowmem_load.formats.inert_pickle import DTYPES
-from lowmem_load.formats.torch_zip import read_torch_zip
+from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.names import check_weights
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
-from lowmem_load.read.executor import Reader
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile
+from lowmem_load.read.whole import read_whole
+
+
+def read_torch_zip(path: str) -> dict[str, Expression]:
+    file = TorchZip().describe(LocalFile(path))
+    return {name: file.expression(name) for name in file.names}
 
 
 def saved(tmp_path: Path, state: Any, **kwargs: Any) -> str:
@@ -30,8 +37,8 @@ def saved(tmp_path: Path, state: Any, **kwargs: Any) -> str:
 
 def values(expressions: dict[str, Expression]) -> tuple[dict[str, torch.Tensor], int]:
     """Returns the tensors, and the bytes that were read for them."""
-    with Reader() as reader:
-        return {name: reader.read_whole(node) for name, node in expressions.items()}, reader.stats.read_bytes
+    with Executor() as reader:
+        return {name: read_whole(reader, node) for name, node in expressions.items()}, reader.stats.read_bytes
 
 
 def check_round_trip(tmp_path: Path, state: Any) -> dict[str, Expression]:

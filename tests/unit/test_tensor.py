@@ -10,24 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load.describe.initialise import Scratch
-from lowmem_load.describe.tensor import SymbolicTensor, expression_of, kept_of, own, uninitialised
+from lowmem_load.describe.initialise import Initialiser
+from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, initialised_part, uninitialised
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.copies import FlatRange, partition_range, plan_target
-from lowmem_load.read.executor import Reader
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.whole import read_whole
 
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 Y = X + 1000
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[SymbolicTensor, SymbolicTensor, Reader]:
+def pair(tmp_path: Path) -> tuple[SymbolicTensor, SymbolicTensor, Executor]:
     path = tmp_path / "data"
     path.write_bytes(X.numpy().tobytes() + Y.numpy().tobytes())
-    reader = Reader()
+    reader = Executor()
+
+    def read_now(expression: ex.Expression, reason: str) -> torch.Tensor:
+        assert reason
+        return read_whole(reader, expression)
+
     sources = [ex.Source(str(path), name, i * X.nbytes, (4, 6, 5), torch.float32) for i, name in enumerate("xy")]
-    x, y = (SymbolicTensor(source, reader.read_whole) for source in sources)
+    x, y = (SymbolicTensor(source, read_now) for source in sources)
     return x, y, reader
 
 
@@ -88,25 +96,27 @@ COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*STREAMED, *ELEMENTWISE, *COMPUTED])
-def test_value_equals_torch(name: str, pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_value_equals_torch(name: str, pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     x, y, reader = pair
     operation = {**STREAMED, **ELEMENTWISE, **COMPUTED}[name]
     result, expected = operation(x, y), operation(X, Y)
     assert isinstance(result, SymbolicTensor)
     assert reader.stats.num_reads == 0
     assert (result.shape, result.dtype, result.stride()) == (expected.shape, expected.dtype, expected.stride())
-    assert torch.equal(reader.read_whole(expression_of(result)), expected)
+    assert torch.equal(read_whole(reader, expression_of(result)), expected)
     for world_size in (2, 3, 7):
         for rank in range(world_size):
             span = partition_range(expected.numel(), rank, world_size)
             partition = torch.empty(span.numel, dtype=expected.dtype)
-            reader.fill(plan_target("w", expression_of(result), span).copies, partition)
+            planner = Planner()
+            fill = planner.plan_fill("w", expression_of(result), span)
+            reader.fill(fill, partition, planner.values, planner.material)
             assert torch.equal(partition, expected.reshape(-1)[span.start : span.end])
     computed = any(isinstance(leaf, ex.Computed) for leaf in ex.leaves(expression_of(result)))
     assert computed == (name in COMPUTED)
 
 
-def test_equal_reads_and_answers(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_equal_reads_and_answers(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     x, y, reader = pair
     assert torch.equal(x, x[...])
     assert reader.stats.num_reads == 0, "two names for the same bytes"
@@ -116,13 +126,13 @@ def test_equal_reads_and_answers(pair: tuple[SymbolicTensor, SymbolicTensor, Rea
     assert torch.equal(x, X)
 
 
-def test_an_answer_now_reads_now(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_an_answer_now_reads_now(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     x, _, reader = pair
     assert x[1, 2, 3].item() == X[1, 2, 3].item()
     assert reader.stats.read_bytes == 4
 
 
-def test_a_write_through_a_view_is_seen_by_all(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_a_write_through_a_view_is_seen_by_all(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     x, y, reader = pair
     view, row = x.detach(), x.transpose(0, 2)[1]
     row.mul_(2)
@@ -135,17 +145,17 @@ def test_a_write_through_a_view_is_seen_by_all(pair: tuple[SymbolicTensor, Symbo
     expected.view(-1)[7:9].copy_(Y.reshape(-1)[7:9])
     expected[3].fill_(5)
     for symbolic, real in ((x, expected), (view, expected), (row, expected.transpose(0, 2)[1])):
-        assert torch.equal(reader.read_whole(expression_of(symbolic)), real)
-    assert torch.equal(reader.read_whole(expression_of(y)), Y)
+        assert torch.equal(read_whole(reader, expression_of(symbolic)), real)
+    assert torch.equal(read_whole(reader, expression_of(y)), Y)
 
 
-def test_a_streamed_weight_can_be_copied_into_memory(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_a_streamed_weight_can_be_copied_into_memory(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     memory = torch.zeros(6, 5)
     memory.copy_(pair[0][2])
     assert torch.equal(memory, X[2])
 
 
-def test_writes_of_an_unknown_form_are_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_writes_of_an_unknown_form_are_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     with pytest.raises(UnsupportedError, match="in a way that lowmem_load does not know"):
         torch._foreach_mul_([pair[0]], 2.0)
 
@@ -181,36 +191,43 @@ def selected_then_changed(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("code", [reused_buffer, joined_then_changed, copied_then_changed, selected_then_changed])
 def test_tensors_that_code_uses_again_count_as_they_were(
-    pair: tuple[SymbolicTensor, SymbolicTensor, Reader], code: Callable[[torch.Tensor], torch.Tensor]
+    pair: tuple[SymbolicTensor, SymbolicTensor, Executor], code: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     x, _, reader = pair
-    assert torch.equal(reader.read_whole(expression_of(code(x))), code(X.clone()))
+    assert torch.equal(read_whole(reader, expression_of(code(x))), code(X.clone()))
 
 
-def test_out_into_a_weight_is_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_out_into_a_weight_is_refused(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     with pytest.raises(UnsupportedError, match="in a way that lowmem_load does not know"):
         torch.add(torch.ones(X.shape), torch.ones(X.shape), out=pair[0])
 
 
-def test_what_draws_random_numbers_is_drawn_once(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_what_draws_random_numbers_is_drawn_once(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     x, _, reader = pair
     torch.manual_seed(1)
     noisy = torch.bernoulli(x.sigmoid()) + x.clone().normal_()
     torch.manual_seed(1)
     expected = torch.bernoulli(X.sigmoid()) + X.clone().normal_()
     for _ in range(2):
-        assert torch.equal(reader.read_whole(expression_of(noisy)), expected)
+        assert torch.equal(read_whole(reader, expression_of(noisy)), expected)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_product_of_what_must_be_computed_whole(
-    pair: tuple[SymbolicTensor, SymbolicTensor, Reader], num_threads: int, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[SymbolicTensor, SymbolicTensor, Executor], num_threads: int
 ) -> None:
     """It is computed once, and not by a thread that then waits for itself."""
-    monkeypatch.setattr("lowmem_load.read.executor.STAGING_NBYTES", 16)
-    with Reader(num_threads=num_threads) as reader:
-        expression, found = expression_of(pair[0].roll(1, 0) * 2.0), []
-        thread = threading.Thread(target=lambda: found.append(reader.read_whole(expression)), daemon=True)
+    planner, expression, found = Planner(ReadLimits(staging_bytes=16)), expression_of(pair[0].roll(1, 0) * 2.0), []
+    fill = planner.plan_fill("w", expression, FlatRange(0, X.numel()))
+    with Executor(num_threads=num_threads) as reader:
+
+        def run() -> None:
+            whole = torch.empty(X.numel())
+            reader.fill(fill, whole, planner.values, planner.material)
+            reader.finish()
+            found.append(whole.view(X.shape))
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(30)
         assert found, "hangs"
@@ -232,45 +249,45 @@ def initialise(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def test_parameters_are_initialised_as_torch_does_holding_one_at_a_time(
-    pair: tuple[SymbolicTensor, SymbolicTensor, Reader],
+    pair: tuple[SymbolicTensor, SymbolicTensor, Executor],
 ) -> None:
     shapes = ((6, 5), (7, 5))
     torch.manual_seed(3)
     expected = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
     initialise(*expected)
     state = torch.get_rng_state()
-    scratch = Scratch(pair[2].read_whole, lambda numel: partition_range(numel, 1, 3))
+    initialiser = Initialiser(pair[0].read_now)
     symbolic = []
     for shape in shapes:
-        empty = uninitialised(torch.empty(shape, device="meta"), pair[2].read_whole)
-        own(empty, scratch, stays_whole=False)
+        empty = uninitialised(torch.empty(shape, device="meta"), pair[0].read_now)
+        initialise_in(empty, initialiser, partition_range(empty.numel(), 1, 3))
         symbolic.append(torch.nn.Parameter(empty))
     torch.manual_seed(3)
     initialise(*symbolic)
-    scratch.release()
+    initialiser.release()
     assert torch.equal(torch.get_rng_state(), state), "random numbers are drawn as often as by torch"
     for parameter, real in zip(symbolic, expected, strict=True):
         assert isinstance(parameter, SymbolicTensor)
-        kept, span = kept_of(parameter), partition_range(real.numel(), 1, 3)
+        kept, span = initialised_part(parameter), partition_range(real.numel(), 1, 3)
         assert kept is not None
         assert kept.first == span.start
         assert torch.equal(kept.flat, real.detach().reshape(-1)[span.start : span.end])
-        assert torch.equal(pair[2].read_whole(expression_of(parameter)), real.detach())
+        assert torch.equal(read_whole(pair[2], expression_of(parameter)), real.detach())
     assert torch.equal(torch.get_rng_state(), state), "reading again draws nothing"
 
 
-def test_writing_into_a_copy_changes_the_copy_alone(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_writing_into_a_copy_changes_the_copy_alone(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     x, y, reader = pair
     copied = x.half()
     assert copied.mul_(2).add_(y) is copied
     assert reader.stats.num_reads == 0
-    assert torch.equal(reader.read_whole(expression_of(copied)), X.half().mul_(2).add_(Y))
-    assert torch.equal(reader.read_whole(expression_of(x)), X)
+    assert torch.equal(read_whole(reader, expression_of(copied)), X.half().mul_(2).add_(Y))
+    assert torch.equal(read_whole(reader, expression_of(x)), X)
     x.half().normal_()
-    assert torch.equal(reader.read_whole(expression_of(x)), X)
+    assert torch.equal(read_whole(reader, expression_of(x)), X)
 
 
-def test_it_can_be_a_parameter(pair: tuple[SymbolicTensor, SymbolicTensor, Reader]) -> None:
+def test_it_can_be_a_parameter(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
     x, _, reader = pair
     parameter = torch.nn.Parameter(x[0])
     assert isinstance(parameter, torch.nn.Parameter)
@@ -279,23 +296,23 @@ def test_it_can_be_a_parameter(pair: tuple[SymbolicTensor, SymbolicTensor, Reade
     module = torch.nn.Linear(5, 6, device="meta")
     module.weight = parameter
     assert module.weight is parameter
-    assert torch.equal(reader.read_whole(expression_of(module.state_dict()["weight"])), X[0])
+    assert torch.equal(read_whole(reader, expression_of(module.state_dict()["weight"])), X[0])
     assert copy.deepcopy(module).weight.shape == (6, 5)
 
 
 def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
-    pair: tuple[SymbolicTensor, SymbolicTensor, Reader],
+    pair: tuple[SymbolicTensor, SymbolicTensor, Executor],
 ) -> None:
     """Initialising the copy that weight norm computes must not change what is drawn for the next parameter."""
     x, _, reader = pair
-    scratch = Scratch(reader.read_whole, lambda numel: FlatRange(0, numel))
-    missing = uninitialised(torch.empty(5, device="meta"), reader.read_whole)
+    initialiser = Initialiser(x.read_now)
+    missing = uninitialised(torch.empty(5, device="meta"), x.read_now)
     for tensor in (x, missing):
-        own(tensor, scratch, stays_whole=False)
+        initialise_in(tensor, initialiser, FlatRange(0, tensor.numel()))
     torch.manual_seed(5)
     (x * 2).normal_()
     missing.normal_()
     assert reader.stats.num_reads == 0
     torch.manual_seed(5)
     torch.empty_like(X).normal_()
-    assert torch.equal(reader.read_whole(expression_of(missing)), torch.empty(5).normal_())
+    assert torch.equal(read_whole(reader, expression_of(missing)), torch.empty(5).normal_())

@@ -1,4 +1,4 @@
-"""The whole part, on one rank: what is reduced, averaged, skipped and stepped; and splitting an optimizer."""
+"""The replicated part, on one rank: what is reduced, averaged, skipped and stepped; and splitting an optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.partial.replicated import Split, WholePart, follow
+from lowmem_load.partial.replicated import ReplicatedPart, SplitOptimizer, follow
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,9 @@ def lone_process() -> Iterator[None]:
     interface.destroy()
 
 
-def part_of(model: nn.Module, **options: Any) -> WholePart:
+def part_of(model: nn.Module, **options: Any) -> ReplicatedPart:
     settings: dict[str, Any] = {"average": "all", "unused": "skip", **options}
-    return WholePart(dict(model.named_parameters()), torch.device("cpu"), **settings)
+    return ReplicatedPart(dict(model.named_parameters()), torch.device("cpu"), **settings)
 
 
 def two_layers(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -135,9 +135,9 @@ def test_an_optimizer_is_split_and_its_groups_stay_the_ones_that_count() -> None
     ]
     optimizer = torch.optim.AdamW(groups, lr=9.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # replaces optimizer.step
-    split = Split(optimizer)
-    first = split.half({id(a.weight): a.weight, id(a.bias): a.bias})
-    second = split.half({id(b.weight): b.weight, id(b.bias): b.bias})
+    split = SplitOptimizer(optimizer)
+    first = split.derive({id(a.weight): a.weight, id(a.bias): a.bias})
+    second = split.derive({id(b.weight): b.weight, id(b.bias): b.bias})
     assert first is not None and second is not None and type(first) is torch.optim.AdamW
     assert [(group["lr"], group["weight_decay"]) for group in first.param_groups] == [(1.0, 0.01), (2.0, 0.3)]
     assert [group["params"] for group in second.param_groups] == [[b.weight], [b.bias]]
@@ -151,7 +151,7 @@ def test_an_optimizer_is_split_and_its_groups_stay_the_ones_that_count() -> None
     first.step()
     assert torch.equal(b.weight, before) and first.state.keys() == {a.weight, a.bias}
     assert not optimizer.state and not second.state
-    assert split.half({0: a.weight}) is None
+    assert split.derive({0: a.weight}) is None
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
@@ -160,7 +160,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model["a"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     with pytest.raises(UnsupportedError, match="holds state already"):
-        Split(optimizer)
+        SplitOptimizer(optimizer)
 
 
 def test_follow_takes_what_a_schedule_changes() -> None:

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.errors import TruncatedFileError
+from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.copies import FlatRange, partition_range, plan_target
-from lowmem_load.read import executor as reader_module
-from lowmem_load.read.executor import Reader
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.read.executor import Executor
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 OFFSET = 40
@@ -31,12 +32,21 @@ def leaf(path: Path) -> ex.Source:
     return ex.Source(str(path), "w", OFFSET, (24, 30), torch.float32)
 
 
-def read(node: ex.Expression, flat_range: FlatRange, num_threads: int = 1) -> tuple[torch.Tensor, Reader]:
+def read(
+    node: ex.Expression, flat_range: FlatRange, num_threads: int = 1, limits: ReadLimits | None = None
+) -> tuple[torch.Tensor, Executor]:
+    """Plans and executes; what is read is what was planned."""
     destination = torch.full((flat_range.numel,), float("nan")).to(node.dtype)
-    with Reader(num_threads=num_threads) as reader:
-        reader.fill(plan_target("w", node, flat_range).copies, destination)
-        reader.finish()
-    return destination, reader
+    planner, done = Planner(limits), []
+    fill = planner.plan_fill("w", node, flat_range)
+    with Executor(num_threads=num_threads) as executor:
+        executor.on_bytes = done.append
+        executor.fill(fill, destination, planner.values, planner.material)
+        executor.finish()
+    costs = planner.costs([fill])
+    assert (costs.read_bytes, costs.num_reads) == (executor.stats.read_bytes, executor.stats.num_reads)
+    assert sum(done) == costs.needed_bytes, "every needed byte is counted as progress, and no other"
+    return destination, executor
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -46,21 +56,10 @@ def test_a_run_is_read_once_and_nothing_else(file: Path, num_threads: int) -> No
     assert (reader.stats.read_bytes, reader.stats.num_reads) == (233 * 4, 1)
 
 
-def test_every_byte_is_counted_as_progress(file: Path) -> None:
-    done: list[int] = []
-    node = ex.permute(leaf(file), (1, 0))
-    destination = torch.empty(720)
-    with Reader() as reader:
-        reader.on_bytes = done.append
-        reader.fill(plan_target("w", node, FlatRange(0, 720)).copies, destination)
-    assert sum(done) == VALUES.nbytes
-    assert torch.equal(destination, VALUES.T.reshape(-1))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_casts_equal_torch(file: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "STAGING_NBYTES", 64)  # 16 elements at a time
-    values, reader = read(ex.cast(leaf(file), dtype), FlatRange(7, 500))
+def test_casts_equal_torch(file: Path, dtype: torch.dtype) -> None:
+    limits = ReadLimits(staging_bytes=64)  # 16 elements at a time
+    values, reader = read(ex.cast(leaf(file), dtype), FlatRange(7, 500), limits=limits)
     assert torch.equal(values, VALUES.reshape(-1)[7:500].to(dtype))
     assert reader.stats.read_bytes == 493 * 4
 
@@ -85,21 +84,17 @@ def test_strided_reads_equal_torch(
     path.write_bytes(b"\xff" * OFFSET + VALUES.numpy().tobytes())
     node = ex.permute(ex.reshape(leaf(path), shape), dims)
     expected = VALUES.reshape(shape).permute(dims).reshape(-1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_module, "STAGING_NBYTES", staging)
-        patch.setattr(reader_module, "MAX_GAP_NBYTES", gap)
-        for rank in range(world_size):
-            span = partition_range(720, rank, world_size)
-            values, reader = read(node, span)
-            assert torch.equal(values, expected[span.start : span.end])
-            assert reader.stats.read_bytes >= span.numel * 4
-            if gap == 0:
-                assert reader.stats.read_bytes == span.numel * 4
+    for rank in range(world_size):
+        span = partition_range(720, rank, world_size)
+        values, reader = read(node, span, limits=ReadLimits(staging_bytes=staging, max_gap_bytes=gap))
+        assert torch.equal(values, expected[span.start : span.end])
+        assert reader.stats.read_bytes >= span.numel * 4
+        if gap == 0:
+            assert reader.stats.read_bytes == span.numel * 4
 
 
-def test_large_runs_are_read_in_pieces(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "DIRECT_NBYTES", 1000)
-    values, reader = read(leaf(file), FlatRange(0, 720))
+def test_large_runs_are_read_in_pieces(file: Path) -> None:
+    values, reader = read(leaf(file), FlatRange(0, 720), limits=ReadLimits(direct_bytes=1000))
     assert torch.equal(values, VALUES.reshape(-1))
     assert reader.stats.num_reads == 3  # 2880 bytes
 
@@ -108,13 +103,13 @@ def test_large_runs_are_read_in_pieces(file: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_that_shrank_is_an_error(file: Path, num_threads: int, dtype: torch.dtype) -> None:
     os.truncate(file, OFFSET + VALUES.nbytes - 1)
-    with pytest.raises(TruncatedFileError, match=r"data: ended at byte 2919 while 'w' was read \(1 bytes short\)"):
+    with pytest.raises(TruncatedFileError, match=r"data: ended at byte 2919 \(1 bytes short\) while 'w' was read"):
         read(ex.cast(leaf(file), dtype), FlatRange(0, 720), num_threads)
 
 
 def test_a_lost_file_is_an_error(file: Path) -> None:
     file.unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointError, match=r"data: cannot be read: No such file or directory \(while 'w' was read"):
         read(leaf(file), FlatRange(0, 720))
 
 
@@ -126,10 +121,10 @@ def test_files_are_closed(file: Path) -> None:
 
 def test_held_values_may_be_a_part(file: Path) -> None:
     node = ex.Held(torch.arange(10, 20), 10, (5, 6), torch.int64)
-    destination = torch.empty(4, dtype=torch.int64)
-    with Reader() as reader:
-        reader.fill(plan_target("w", node, FlatRange(12, 16)).copies, destination)
-    assert destination.tolist() == [12, 13, 14, 15]
+    assert read(node, FlatRange(12, 16))[0].tolist() == [12, 13, 14, 15]
+    for span in (FlatRange(9, 12), FlatRange(18, 21)):
+        with pytest.raises(PlanError, match=r"are needed, \[10, 20\) are in memory"):
+            read(node, span)
 
 
 def test_computed_values_read_their_inputs_whole(file: Path) -> None:

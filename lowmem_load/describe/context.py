@@ -1,0 +1,50 @@
+"""What describing a model needs from outside: how values are read now, where parameters are initialised, open files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lowmem_load.describe.initialise import Initialiser, ReadNow
+from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.read.source import Opener
+
+Keeps = Callable[[torch.Tensor], FlatRange]
+"""For a parameter, the elements that this rank will be asked for."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What describing one model needs.
+
+    Attributes:
+        read_now: reads an expression for code that needs its value at once.
+        initialiser: where parameters that are not in the files get their values.
+        keeps_of: called with the model once its parameters are there; says what of each this rank will keep.
+        open_source: opens a file of the checkpoint.
+        files: those described so far, by path.
+    """
+
+    read_now: ReadNow
+    initialiser: Initialiser
+    keeps_of: Callable[[nn.Module], Keeps]
+    open_source: Opener
+    files: dict[str, CheckpointFile] = field(default_factory=dict)
+
+    def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
+        """Return the description of a file; each is opened and read once.
+
+        Raises:
+            CheckpointError: see `CheckpointFormat.describe`.
+        """
+        if path not in self.files:
+            source = self.open_source(path)
+            try:
+                self.files[path] = checkpoint_format.describe(source)
+            finally:
+                source.close()
+        return self.files[path]

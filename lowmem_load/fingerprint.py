@@ -1,0 +1,14 @@
+"""Short digests of text, by which ranks compare what must be equal among them: plans, configurations, arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+
+def fingerprint(lines: Iterable[str]) -> str:
+    """Return a digest of text lines: 64 bits in hex."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,298 @@
+"""The plan of one load on one rank: everything that will be read and where it goes. Plain data, proved when it is made.
+
+[Note: plan and material] A plan can be compared, printed and costed in any process. What it needs besides, and what
+cannot be data (values in memory, functions of torch), lies in a `Material` beside it (`planner.py`) and is referred to
+by number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.planning.expression import Shape
+from lowmem_load.planning.ranges import Region
+from lowmem_load.planning.reads import Fill
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a plan, or a part of one, costs on its rank.
+
+    Attributes:
+        needed_bytes: bytes of files that the filled memory is made of.
+        read_bytes: bytes fetched from files: over-read included, headers not.
+        num_reads: reads that fetch them.
+        staging_bytes: of the staging buffer that each reading thread needs.
+        largest_temporary_bytes: of the largest values that are in memory only to compute others.
+    """
+
+    needed_bytes: int = 0
+    read_bytes: int = 0
+    num_reads: int = 0
+    staging_bytes: int = 0
+    largest_temporary_bytes: int = 0
+
+    def plus(self, other: Costs) -> Costs:
+        """Return the costs of doing both, one after the other."""
+        return Costs(
+            self.needed_bytes + other.needed_bytes,
+            self.read_bytes + other.read_bytes,
+            self.num_reads + other.num_reads,
+            max(self.staging_bytes, other.staging_bytes),
+            max(self.largest_temporary_bytes, other.largest_temporary_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldValue:
+    """A value that is in memory before the plan is executed, flat; `origin` says where it comes from."""
+
+    origin: str
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedValue:
+    """The result of an operation on whole tensors: number `function` of the material's, on the filled inputs."""
+
+    operation: str
+    function: int
+    inputs: tuple[Fill, ...]
+    input_shapes: tuple[Shape, ...]
+    shape: Shape
+    dtype: torch.dtype
+
+
+Value = HeldValue | ComputedValue
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPath:
+    """A parameter that is not read straight into its partition.
+
+    Attributes:
+        name: the parameter.
+        reason: why, in words.
+        extra_bytes: bytes held or read beyond the partition for it.
+    """
+
+    name: str
+    reason: str
+    extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A piece of memory of a target.
+
+    Attributes:
+        region: elements of the target that it holds.
+        numel: elements that are allocated, padding behind the region included.
+        on_host: whether it is host memory.
+        fill: how the region is filled.
+    """
+
+    region: Region
+    numel: int
+    on_host: bool
+    fill: Fill
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlan:
+    """A parameter: what this rank holds of it and how that is filled.
+
+    Attributes:
+        names: all names of the parameter; more than one where it is tied.
+        shape, dtype: of the whole parameter, as it will be stored.
+        kind: what becomes of it, as its target names it: "zero3", "replicated".
+        destinations: one for each piece of memory.
+        is_recast: whether an ordinary load keeps it in another dtype.
+        is_uninitialised: whether nothing gives it a value, in which case it is zero.
+        slow_paths: what keeps it from being read straight into its destinations.
+        fingerprint: of what it is made of as a whole: equal on all ranks that read the same files.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    dtype: torch.dtype
+    kind: str
+    destinations: tuple[Destination, ...]
+    is_recast: bool
+    is_uninitialised: bool
+    slow_paths: tuple[SlowPath, ...]
+    fingerprint: str
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all destinations, padding included."""
+        return sum(destination.numel for destination in self.destinations) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """A buffer of the model, whole on every rank.
+
+    Attributes:
+        names: all names of the buffer.
+        shape, dtype: as it will be held.
+        fill: how it is filled; None for one that is in memory already and is only moved or cast.
+        fingerprint: as of `TargetPlan`.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    dtype: torch.dtype
+    fill: Fill | None
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file that a plan was made against.
+
+    Attributes:
+        path: as it was opened.
+        nbytes: its size.
+        digest: of its header, which says what tensor lies where.
+    """
+
+    path: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Everything that a load does on one rank of one world.
+
+    Attributes:
+        name: what is loaded.
+        rank, world_size: of the partition group.
+        targets: the distinct parameters, in the order in which they are read.
+        buffers: the distinct buffers.
+        values: values in memory and computed ones, which steps refer to by number.
+        files: all files of the checkpoint whose headers were read.
+        read_to_describe: operations whose results transformers needed while the model was described, with the bytes
+            that each read; most loads have none.
+        missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
+        costs: of executing the plan.
+        seconds: that describing and planning took on this machine; two plans that differ in them alone are equal.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    targets: tuple[TargetPlan, ...]
+    buffers: tuple[BufferPlan, ...]
+    values: tuple[Value, ...]
+    files: tuple[PlannedFile, ...]
+    read_to_describe: tuple[tuple[str, int], ...]
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    mismatched_keys: tuple[Any, ...]
+    costs: Costs
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def needed_bytes(self) -> int:
+        """See `Costs`."""
+        return self.costs.needed_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """See `Costs`."""
+        return self.costs.read_bytes
+
+    @property
+    def num_reads(self) -> int:
+        """See `Costs`."""
+        return self.costs.num_reads
+
+    @property
+    def staging_bytes(self) -> int:
+        """See `Costs`."""
+        return self.costs.staging_bytes
+
+    @property
+    def largest_temporary_bytes(self) -> int:
+        """See `Costs`."""
+        return self.costs.largest_temporary_bytes
+
+    @property
+    def partition_bytes(self) -> int:
+        """Bytes that this rank holds of parameters that are cut up, padding included."""
+        return sum(target.held_bytes for target in self.targets if target.kind != REPLICATED)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of the parameters that every rank holds whole."""
+        return sum(target.held_bytes for target in self.targets if target.kind == REPLICATED)
+
+    @property
+    def slow_paths(self) -> list[SlowPath]:
+        """Why, and at what cost, parameters are not read straight into their partitions."""
+        return [path for target in self.targets for path in target.slow_paths]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on all ranks that load the same model from the same files in the same way."""
+        lines = sorted(f"{target.name} {target.kind} {target.fingerprint}" for target in self.targets)
+        lines += [f"buffer {buffer.names[0]} {buffer.fingerprint}" for buffer in self.buffers]
+        lines += sorted(f"file {_file_name(file.path)} {file.nbytes} {file.digest}" for file in self.files)
+        return fingerprint(lines)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the plan, to be written as JSON: bytes, counts, names."""
+        kinds = sorted({target.kind for target in self.targets})
+        return {
+            "name": self.name,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "num_targets": {kind: sum(target.kind == kind for target in self.targets) for kind in kinds},
+            "num_elements": sum(target.numel for target in self.targets),
+            "num_buffers": len(self.buffers),
+            "partition_bytes": self.partition_bytes,
+            "replicated_bytes": self.replicated_bytes,
+            "needed_bytes": self.needed_bytes,
+            "read_bytes": self.read_bytes,
+            "num_reads": self.num_reads,
+            "staging_bytes": self.staging_bytes,
+            "largest_temporary_bytes": self.largest_temporary_bytes,
+            "files": [{"path": file.path, "nbytes": file.nbytes, "digest": file.digest} for file in self.files],
+            "read_to_describe": [list(entry) for entry in self.read_to_describe],
+            "missing_keys": list(self.missing_keys),
+            "unexpected_keys": list(self.unexpected_keys),
+            "mismatched_keys": [str(key) for key in self.mismatched_keys],
+            "uninitialised_parameters": [target.name for target in self.targets if target.is_uninitialised],
+            "recast_parameters": [target.name for target in self.targets if target.is_recast],
+            "slow_paths": [[path.name, path.reason, path.extra_bytes] for path in self.slow_paths],
+            "fingerprint": self.fingerprint,
+            "seconds": dict(self.seconds),
+        }
+
+
+REPLICATED = "replicated"
+"""Kind of a parameter that every rank holds whole."""
+
+
+def _file_name(path: str) -> str:
+    """Return what follows the last slash: nodes may have the same file in different folders."""
+    return path.rpartition("/")[2]

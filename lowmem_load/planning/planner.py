@@ -1,0 +1,195 @@
+"""Turns expressions into fills: proved and costed when they are made. Pure: nothing is read or allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lowmem_load.errors import PlanError
+from lowmem_load.planning.copies import Copy, plan_copies
+from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Slice, Source, numel
+from lowmem_load.planning.load_plan import ComputedValue, Costs, HeldValue, Value
+from lowmem_load.planning.proof import prove_coverage
+from lowmem_load.planning.ranges import FlatRange, Rectangle, Region
+from lowmem_load.planning.reads import (
+    Apply,
+    Fill,
+    Move,
+    Piece,
+    Read,
+    ReadLimits,
+    Scatter,
+    Step,
+    plan_pieces,
+    plan_reads,
+    scatter_of,
+    written,
+)
+
+MAX_COPIES = 1 << 20
+"""Copies of one destination on one rank. Far above any known conversion; beyond it a plan costs more than the data."""
+
+
+@dataclass(slots=True)
+class Material:
+    """What the steps of a plan refer to by number. See [Note: plan and material]."""
+
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    functions: list[Callable[[Sequence[torch.Tensor]], torch.Tensor]] = field(default_factory=list)
+
+
+class Planner:
+    """Turns expressions into fills, and collects the values and functions that these share.
+
+    Args:
+        limits: how large reads are.
+
+    Attributes:
+        values: of the plan.
+        material: what goes with it.
+    """
+
+    def __init__(self, limits: ReadLimits | None = None) -> None:
+        self.values: list[Value] = []
+        self.material = Material()
+        self._limits = limits or ReadLimits()
+        self._numbers: dict[int, int] = {}
+        self._known: list[Expression | Callable[..., Any]] = []  # keeps what `_numbers` knows by id alive
+
+    def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
+        """Plan the memory that holds `region` of `expression`, and prove that every element is filled once.
+
+        Args:
+            name: for messages.
+            expression: what the memory is made of.
+            region: the elements that it holds; a rectangle is laid out row-major.
+            on_host: whether it is host memory.
+
+        Raises:
+            PlanError: the region leaves the expression, needs more than `MAX_COPIES` copies, is not covered exactly
+                once, or needs elements that are not in memory.
+        """
+        expression, flat_range = _selected(name, expression, region)
+        steps: list[Step] = []
+        for number, copy in enumerate(plan_copies(expression, flat_range)):
+            if number == MAX_COPIES:
+                raise PlanError(f"{name}: more than {MAX_COPIES} copies are needed for {flat_range.numel} elements")
+            steps += self._steps(name, copy, on_host)
+        prove_coverage(name, [part for step in steps for part in written(step)], flat_range.numel)
+        return Fill(flat_range.numel, expression.dtype, tuple(steps), tuple(dict.fromkeys(self._needed(steps))))
+
+    def costs(self, fills: Iterable[Fill]) -> Costs:
+        """Return what executing some fills costs; a computed value that several of them need is computed for each."""
+        total = Costs()
+        for fill in fills:
+            total = total.plus(self._steps_costs(fill.steps))
+            for number in fill.needs:
+                total = total.plus(self._value_costs(self.values[number]))
+        return total
+
+    def _steps(self, name: str, copy: Copy, on_host: bool) -> Iterator[Step]:
+        leaf = copy.leaf
+        if isinstance(leaf, Source):
+            yield from plan_reads(copy, leaf, self._limits, on_host=on_host)
+        elif isinstance(leaf, Elementwise):
+            yield self._apply(name, leaf, copy)
+        elif isinstance(leaf, Computed):
+            yield Move(self._computed(name, leaf), scatter_of(copy, copy.leaf_start))
+        else:
+            yield Move(self._held(leaf), _within(name, leaf, scatter_of(copy, copy.leaf_start - leaf.first)))
+
+    def _apply(self, name: str, leaf: Elementwise, copy: Copy) -> Apply:
+        widest = max(part.dtype.itemsize for part in (leaf, *leaf.parts))
+        pieces = []
+        for first, size, scatter in plan_pieces(copy, widest, self._limits):
+            span = FlatRange(first, first + size)
+            pieces.append(Piece(size, tuple(self.plan_fill(name, part, span) for part in leaf.parts), scatter))
+        return Apply(leaf.operation, self._function(leaf.compute), leaf.dtype, tuple(pieces))
+
+    def _held(self, leaf: Held) -> int:
+        number = self._numbers.get(id(leaf))
+        if number is None:
+            number = self._add(leaf, HeldValue(leaf.origin, leaf.flat.numel(), leaf.dtype))
+            self.material.tensors[number] = leaf.flat
+        return number
+
+    def _computed(self, name: str, leaf: Computed) -> int:
+        number = self._numbers.get(id(leaf))
+        if number is None:
+            inputs = tuple(self.plan_fill(name, part, FlatRange(0, numel(part))) for part in leaf.inputs)
+            shapes = tuple(part.shape for part in leaf.inputs)
+            function = self._function(leaf.compute)
+            number = self._add(leaf, ComputedValue(leaf.operation, function, inputs, shapes, leaf.shape, leaf.dtype))
+        return number
+
+    def _add(self, leaf: Held | Computed, value: Value) -> int:
+        self._known.append(leaf)
+        self.values.append(value)
+        return self._numbers.setdefault(id(leaf), len(self.values) - 1)
+
+    def _function(self, compute: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> int:
+        if id(compute) not in self._numbers:
+            self._known.append(compute)
+            self.material.functions.append(compute)
+            self._numbers[id(compute)] = len(self.material.functions) - 1
+        return self._numbers[id(compute)]
+
+    @staticmethod
+    def _needed(steps: Iterable[Step]) -> Iterator[int]:
+        for step in steps:
+            if isinstance(step, Move):
+                yield step.value
+            elif isinstance(step, Apply):
+                yield from (number for piece in step.pieces for fill in piece.inputs for number in fill.needs)
+
+    def _steps_costs(self, steps: Iterable[Step]) -> Costs:
+        total = Costs()
+        for step in steps:
+            if isinstance(step, Read):
+                staging = 0 if step.is_direct else step.numel * step.tensor.dtype.itemsize
+                needed = step.needed_bytes_each * step.num_reads
+                total = total.plus(Costs(needed, step.read_bytes, step.num_reads, staging))
+            elif isinstance(step, Apply):
+                for piece in step.pieces:
+                    for fill in piece.inputs:
+                        total = total.plus(self._steps_costs(fill.steps))
+                    held = step.dtype.itemsize + sum(fill.dtype.itemsize for fill in piece.inputs)
+                    total = total.plus(Costs(largest_temporary_bytes=piece.numel * held))
+        return total
+
+    def _value_costs(self, value: Value) -> Costs:
+        if isinstance(value, HeldValue):
+            return Costs()
+        held = math.prod(value.shape) * value.dtype.itemsize
+        held += sum(fill.numel * fill.dtype.itemsize for fill in value.inputs)
+        inner = self.costs(value.inputs)
+        return replace(inner, largest_temporary_bytes=inner.largest_temporary_bytes + held)
+
+
+def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:
+    """Return the expression and the flat range of it that are the elements of `region` in order."""
+    if isinstance(region, Rectangle):
+        sizes = zip(region.starts, region.sizes, expression.shape, strict=True)
+        if any(start < 0 or size < 0 or start + size > extent for start, size, extent in sizes):
+            raise PlanError(f"{name}: {region} of a tensor of shape {expression.shape}")
+        part = Slice(expression, region.starts, (1,) * len(region.sizes), region.sizes, expression.dtype)
+        return part, FlatRange(0, region.numel)
+    if not 0 <= region.start <= region.end <= numel(expression):
+        raise PlanError(f"{name}: elements [{region.start}, {region.end}) of {numel(expression)}")
+    return expression, region
+
+
+def _within(name: str, leaf: Held, scatter: Scatter) -> Scatter:
+    """Return `scatter` if it stays within the elements that are in memory."""
+    reach = sum((loop.size - 1) * loop.source for loop in scatter.loops)
+    if scatter.source_start < 0 or scatter.source_start + reach >= leaf.flat.numel():
+        first = scatter.source_start + leaf.first
+        raise PlanError(
+            f"{name}: elements [{first}, {first + reach + 1}) of a value that is {leaf.origin} are needed, "
+            f"[{leaf.first}, {leaf.first + leaf.flat.numel()}) are in memory"
+        )
+    return scatter

@@ -1,0 +1,65 @@
+"""Which elements of a tensor a rank holds: flat ranges and rectangles, and the partition that ZeRO-3 cuts. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements `[start, end)` of a row-major tensor."""
+
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the range."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Elements `starts[d] <= i < starts[d] + sizes[d]` along each dim `d`, as a row-major tensor of shape `sizes`."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the rectangle."""
+        return math.prod(self.sizes)
+
+
+Region = FlatRange | Rectangle
+"""What one piece of memory holds of a tensor: a ZeRO-3 partition is a flat range, DTensor's shard a rectangle."""
+
+
+def hull(region: Region, shape: tuple[int, ...]) -> FlatRange:
+    """Return the smallest flat range of a tensor of `shape` that holds all elements of `region`."""
+    if isinstance(region, FlatRange):
+        return region
+    if not region.numel:
+        return FlatRange(0, 0)
+    first = last = 0
+    for start, size, extent in zip(region.starts, region.sizes, shape, strict=True):
+        first, last = first * extent + start, last * extent + start + size - 1
+    return FlatRange(first, last + 1)
+
+
+def partition_numel(numel: int, world_size: int) -> int:
+    """Return the elements of a ZeRO-3 partition, padding included: equal on all ranks.
+
+    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py`, `_aligned_size`.
+    """
+    return -(-numel // world_size)
+
+
+def partition_range(numel: int, rank: int, world_size: int) -> FlatRange:
+    """Return the flat range of a parameter of `numel` elements that `rank` of `world_size` owns, without padding.
+
+    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py`, `_padding_size` and `_partition_param`.
+    """
+    size = partition_numel(numel, world_size)
+    return FlatRange(min(rank * size, numel), min((rank + 1) * size, numel))

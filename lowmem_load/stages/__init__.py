@@ -1,0 +1,1 @@
+"""The stages of a load, in order: describe, plan, agree, execute, agree, report."""

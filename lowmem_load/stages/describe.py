@@ -1,0 +1,107 @@
+"""First stage: a model whose parameters are expressions. Reads headers, and what transformers must know at once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.describe.context import Context, Keeps
+from lowmem_load.describe.initialise import Initialiser
+from lowmem_load.hf import loader
+from lowmem_load.planning.expression import Expression
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.ranges import FlatRange, hull
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import Opener
+from lowmem_load.read.whole import read_whole
+from lowmem_load.settings.settings import Settings
+from lowmem_load.targets.make import TargetMaker
+from lowmem_load.targets.target import Layout, Target
+
+
+@dataclass(slots=True)
+class Described:
+    """A model whose parameters are expressions.
+
+    Attributes:
+        name: what is loaded.
+        model: with symbolic parameters and buffers.
+        info: transformers' loading info.
+        settings: resolved for this model.
+        target: where its parameters go.
+        files: of the checkpoint that were opened.
+        read_to_describe: see `LoadPlan`.
+        seconds: that it took.
+    """
+
+    name: str
+    model: nn.Module
+    info: dict[str, Any]
+    settings: Settings
+    target: Target
+    files: tuple[PlannedFile, ...]
+    read_to_describe: tuple[tuple[str, int], ...]
+    seconds: float
+
+
+def describe(
+    call: loader.Call,
+    settings: Settings,
+    make_target: TargetMaker,
+    executor: Executor,
+    *,
+    open_source: Opener,
+    holds_values: bool,
+) -> Described:
+    """Run a `from_pretrained` on symbolic tensors. Local; reads headers, and what transformers must know at once.
+
+    Args:
+        call: the `from_pretrained`.
+        settings: what the load goes by.
+        make_target: makes the model's target.
+        executor: reads what transformers must know at once.
+        open_source: opens files of the checkpoint.
+        holds_values: whether missing parameters are initialised, or only noted.
+    """
+    start = time.perf_counter()
+    reads: dict[str, int] = {}
+    target: Target | None = None
+
+    def read_now(expression: Expression, reason: str) -> torch.Tensor:
+        before = executor.stats.read_bytes
+        whole = read_whole(executor, expression)
+        if executor.stats.read_bytes > before:
+            reads[reason] = reads.get(reason, 0) + executor.stats.read_bytes - before
+        return whole
+
+    def target_of(model: nn.Module) -> Target:
+        nonlocal settings, target
+        if target is None:
+            settings = settings.for_model(getattr(model, "config", None))
+            target = make_target(settings, model)
+        return target
+
+    def keeps_of(model: nn.Module) -> Keeps:
+        layout, known = target_of(model).layout, _names_by_id(model)
+        return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
+
+    initialiser = Initialiser(read_now, holds_values=holds_values)
+    context = Context(read_now, initialiser, keeps_of, open_source)
+    model, info = call.describe(context)
+    files = tuple(PlannedFile(file.path, file.nbytes, file.digest) for file in context.files.values())
+    found = target_of(model)
+    return Described(call.name, model, info, settings, found, files, tuple(reads.items()), time.perf_counter() - start)
+
+
+def _names_by_id(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
+    """Return the smallest flat range of a parameter that holds all regions of it that this rank has."""
+    hulls = [hull(region, tuple(parameter.shape)) for region in layout.regions]
+    return FlatRange(min(part.start for part in hulls), max(part.end for part in hulls))

@@ -1,0 +1,67 @@
+"""Third stage: memory is made and filled as the plan says. Nothing is planned any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lowmem_load.describe.tensor import SymbolicTensor, forget
+from lowmem_load.hf import loader
+from lowmem_load.planning.load_plan import BufferPlan
+from lowmem_load.read.executor import Executor
+from lowmem_load.stages.plan import Planned
+from lowmem_load.targets.target import Target
+
+
+def execute(planned: Planned, target: Target, executor: Executor, sample: Callable[[], None] = lambda: None) -> None:
+    """Fill the described model: every symbolic parameter and buffer becomes one that holds its values.
+
+    Args:
+        planned: is used up; what a missing parameter was initialised with goes with it.
+        target: makes the memory; prepared.
+        executor: fills it.
+        sample: called after each parameter.
+    """
+    plan = planned.plan
+    executor.expect(plan.files)
+    for buffer in plan.buffers:
+        _fill_buffer(buffer, planned, target, executor)
+    last_use = {
+        number: position
+        for position, part in enumerate(plan.targets)
+        for destination in part.destinations
+        for number in destination.fill.needs
+    }
+    for position, part in enumerate(plan.targets):
+        parameter = planned.parameters.pop(part.name)
+        made, memory = target.make(part, parameter, executor.finish)
+        for destination, tensor in zip(part.destinations, memory, strict=True):
+            fill = destination.fill
+            executor.fill(fill, tensor[: fill.numel], plan.values, planned.material)
+            for number in fill.needs:
+                if last_use[number] == position:
+                    planned.material.tensors.pop(number, None)
+        loader.copy_marks(parameter, made)
+        for module, name in planned.places.pop(part.name):
+            setattr(module, name, made)
+        if isinstance(parameter, SymbolicTensor):
+            forget(parameter)
+        sample()
+    executor.finish()
+    target.finish()
+
+
+def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor: Executor) -> None:
+    before = planned.buffers.pop(buffer.names[0])
+    after = before
+    if buffer.fill is not None:
+        flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device="cpu")
+        executor.fill(buffer.fill, flat, planned.plan.values, planned.material)
+        executor.finish()
+        after = flat.view(buffer.shape)
+    if not after.is_meta:
+        after = after.to(device=target.device, dtype=buffer.dtype)
+    if after is not before:
+        for module, name in planned.places.pop(buffer.names[0]):
+            setattr(module, name, after)

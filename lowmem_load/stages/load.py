@@ -1,0 +1,167 @@
+"""The stages in order, and the agreement of the ranks between them: describe, plan, agree, execute, agree, report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.hf import loader, names
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.ranks.group import RankGroup
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile, Opener
+from lowmem_load.report import LoadReport, host_memory
+from lowmem_load.settings.settings import Settings
+from lowmem_load.stages.describe import Described, describe
+from lowmem_load.stages.execute import execute
+from lowmem_load.stages.plan import Planned, make_plan
+from lowmem_load.targets.make import TargetMaker
+
+MAX_THREADS = 4
+"""Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
+
+REPORT_ATTRIBUTE = "lowmem_load_report"
+"""Where a model keeps its `LoadReport`; `load_report(model)` finds it."""
+
+PROGRESS_DELAY_S = 3.0
+"""Seconds before the progress bar appears: short loads stay quiet."""
+
+_PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
+"""Keywords of loads that transformers itself does under stages 0 to 2."""
+
+
+def plan_only(
+    call: loader.Call, settings: Settings, make_target: TargetMaker, rank: int, open_source: Opener = LocalFile
+) -> LoadPlan:
+    """Return the plan of a load for one rank, without loading. Local: no process group, no DeepSpeed engine."""
+    _refuse_device_map(call, settings)
+    state = torch.get_rng_state()
+    try:
+        with Executor(open_source=open_source) as executor:
+            described = describe(call, settings, make_target, executor, open_source=open_source, holds_values=False)
+            _refuse_quantized(described)
+            return make_plan(described, rank).plan
+    finally:
+        torch.set_rng_state(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Loads models for one set of settings on one group of ranks.
+
+    Attributes:
+        settings: what the load goes by; resolved for each model.
+        ranks: that load together.
+        make_target: makes each model's target.
+        progress: see `lowmem_load.load_model`.
+        open_source: opens files of the checkpoint.
+    """
+
+    settings: Settings
+    ranks: RankGroup
+    make_target: TargetMaker
+    progress: bool | None = None
+    open_source: Opener = LocalFile
+
+    def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
+        _refuse_device_map(call, self.settings)
+        if self.settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF):
+            return call.run()
+        memory = host_memory()
+        report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
+        report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
+        with self._same_random_numbers(), self._executor() as executor:
+            described = self._describe(call, executor, report)
+            planned = self._plan(described, report)
+            report.take_plan(planned.plan, described.settings.ds_config)
+            self._execute(planned, described, executor, report)
+            report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
+        kept = described.target.gathered_for_good(described.model)
+        report.persistent_parameters, report.persistent_elements = len(kept), sum(kept.values())
+        if report.uninitialised_parameters and report.rank == 0:
+            warnings.warn(
+                f"{call.name}: not in the files, and left uninitialised by transformers: "
+                f"{', '.join(report.uninitialised_parameters)}; they are zero",
+                stacklevel=4,
+            )
+        setattr(described.model, REPORT_ATTRIBUTE, report)
+        return described.model, described.info
+
+    def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:
+        with self.ranks.agreed(f"{call.name}: describing the model") as digest, report.phase("describe"):
+            described = describe(
+                call, self.settings, self.make_target, executor, open_source=self.open_source, holds_values=True
+            )
+            info = sorted(described.info.items())
+            digest.append(fingerprint(f"{key} {sorted(map(str, keys))}" for key, keys in info))
+        return described
+
+    def _plan(self, described: Described, report: LoadReport) -> Planned:
+        with self.ranks.agreed(f"{described.name}: planning") as digest, report.phase("plan"):
+            _refuse_quantized(described)
+            planned = make_plan(described, self.ranks.rank)
+            described.target.prepare(described.model)
+            digest.append(planned.plan.fingerprint)
+        return planned
+
+    def _execute(self, planned: Planned, described: Described, executor: Executor, report: LoadReport) -> None:
+        reading, bar = self.ranks.agreed(f"{described.name}: reading"), self._bar(planned.plan.needed_bytes)
+        with reading, report.phase("read"), bar as executor.on_bytes:
+            execute(planned, described.target, executor, report.sample_memory)
+
+    def _executor(self) -> Executor:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size))
+        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // max(1, local_ranks)))
+        return Executor(num_threads=num_threads, open_source=self.open_source)
+
+    @contextlib.contextmanager
+    def _bar(self, total: int) -> Iterator[Callable[[int], object]]:
+        shown = self.progress if self.progress is not None else sys.stderr.isatty()
+        with tqdm(
+            total=total,
+            desc="Loading partitions",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not shown or self.ranks.rank != 0,
+            delay=0 if self.progress else PROGRESS_DELAY_S,
+        ) as bar:
+            yield bar.update
+
+    @contextlib.contextmanager
+    def _same_random_numbers(self) -> Iterator[None]:
+        """Give every rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
+        if self.ranks.world_size == 1:
+            yield
+            return
+        before = torch.get_rng_state()
+        common = self.ranks.broadcast_object(before, src=0)
+        torch.set_rng_state(common)
+        try:
+            yield
+        finally:
+            if not torch.equal(before, common):
+                torch.set_rng_state(before)
+
+
+def _refuse_device_map(call: loader.Call, settings: Settings) -> None:
+    if settings.stage == 3 and call.kwargs.get("device_map") is not None:
+        raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
+
+
+def _refuse_quantized(described: Described) -> None:
+    quantizer = getattr(described.model, "hf_quantizer", None)
+    if quantizer is not None and described.settings.stage == 3:
+        names.refuse_quantized(quantizer, {})

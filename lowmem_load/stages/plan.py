@@ -1,0 +1,218 @@
+"""Second stage: a proved plan of every parameter and buffer of a described model, for one rank. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.describe.initialise import INITIALISED, UNINITIALISED
+from lowmem_load.describe.tensor import SymbolicTensor, initialised_part
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.planning.expression import (
+    IN_MEMORY,
+    Cast,
+    Computed,
+    Elementwise,
+    Expression,
+    Held,
+    Source,
+    cast,
+    held,
+    leaves,
+    numel,
+)
+from lowmem_load.planning.load_plan import (
+    BufferPlan,
+    Costs,
+    Destination,
+    LoadPlan,
+    SlowPath,
+    TargetPlan,
+)
+from lowmem_load.planning.planner import Material, Planner
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.reads import Fill, Read
+from lowmem_load.stages.describe import Described
+from lowmem_load.targets.target import Layout
+
+Place = tuple[nn.Module, str]
+"""A module, and the name of one of its own parameters or buffers."""
+
+
+@dataclass(slots=True)
+class Planned:
+    """A plan, and what of the described model it is about.
+
+    Attributes:
+        plan: see `LoadPlan`.
+        material: what the plan's steps refer to by number.
+        parameters: the described parameters, by the first of their names.
+        places: all places of each parameter and buffer, by the first of its names.
+        buffers: the described buffers, by the first of their names.
+    """
+
+    plan: LoadPlan
+    material: Material
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def make_plan(described: Described, rank: int) -> Planned:
+    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
+    start = time.perf_counter()
+    planner, model, target = Planner(), described.model, described.target
+    parameters, places, names_of = _distinct(model, "named_parameters")
+    targets = [
+        _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
+        for name, parameter in parameters.items()
+    ]
+    targets.sort(key=_first_byte)
+    buffers, buffer_places, buffer_names = _distinct(model, "named_buffers")
+    fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
+    buffer_plans = [
+        _plan_buffer(planner, buffer_names[name], buffer, keeps_fp32=id(buffer) in fp32)
+        for name, buffer in buffers.items()
+    ]
+    costs = Costs()
+    for plan in targets:
+        costs = costs.plus(planner.costs(destination.fill for destination in plan.destinations))
+    costs = costs.plus(planner.costs(plan.fill for plan in buffer_plans if plan.fill is not None))
+    load_plan = LoadPlan(
+        name=described.name,
+        rank=rank,
+        world_size=described.settings.world_size,
+        targets=tuple(targets),
+        buffers=tuple(buffer_plans),
+        values=tuple(planner.values),
+        files=described.files,
+        read_to_describe=described.read_to_describe,
+        missing_keys=tuple(sorted(described.info["missing_keys"])),
+        unexpected_keys=tuple(sorted(described.info["unexpected_keys"])),
+        mismatched_keys=tuple(described.info["mismatched_keys"]),
+        costs=costs,
+        seconds={"describe": described.seconds, "plan": time.perf_counter() - start},
+    )
+    return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers)
+
+
+def _distinct(model: nn.Module, listed: str) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
+    """Return the distinct parameters (or buffers) by their first names, with all places and all names of each."""
+    first: dict[int, str] = {}
+    tensors: dict[str, Any] = {}
+    places: dict[str, list[Place]] = {}
+    all_names: dict[str, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for last, tensor in getattr(module, listed)(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{last}" if prefix else last
+            key = first.setdefault(id(tensor), name)
+            tensors.setdefault(key, tensor)
+            places.setdefault(key, []).append((module, last))
+            all_names.setdefault(key, []).append(name)
+    return tensors, places, all_names
+
+
+def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:
+    name, expression = names_[0], _described(names_[0], parameter)
+    is_recast = expression.dtype != layout.dtype
+    whole = fingerprint([_line(parameter, expression), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
+    if is_recast and isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
+        expression = expression.part
+    stored = cast(expression, layout.dtype)
+    destinations = tuple(
+        Destination(region, size, layout.on_host, planner.plan_fill(name, stored, region, on_host=layout.on_host))
+        for region, size in zip(layout.regions, layout.numels, strict=True)
+    )
+    found = leaves(expression)
+    slow_paths = tuple(_slow_paths(name, parameter, found, [destination.fill for destination in destinations]))
+    return TargetPlan(
+        names=tuple(names_),
+        shape=tuple(parameter.shape),
+        dtype=layout.dtype,
+        kind=layout.kind,
+        destinations=destinations,
+        is_recast=is_recast,
+        is_uninitialised=any(isinstance(leaf, Computed) and leaf.operation == UNINITIALISED for leaf in found),
+        slow_paths=slow_paths,
+        fingerprint=whole,
+    )
+
+
+def _described(name: str, parameter: torch.Tensor) -> Expression:
+    if isinstance(parameter, SymbolicTensor):
+        return initialised_part(parameter) or parameter.expression
+    if parameter.is_meta:
+        raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initialising it")
+    return held(parameter)
+
+
+def _plan_buffer(planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool) -> BufferPlan:
+    """Plan a buffer whole, as an ordinary load holds it.
+
+    One that is kept in fp32 is read in fp32: upcasting it later would not give back what a cast took.
+    """
+    dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
+    whole = held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.expression
+    if isinstance(buffer, SymbolicTensor):
+        expression = whole
+        while keeps_fp32 and isinstance(expression, Cast):
+            expression = expression.part
+        fill = planner.plan_fill(names_[0], cast(expression, dtype), FlatRange(0, numel(expression)))
+    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, fingerprint([_line(buffer, whole)]))
+
+
+def _slow_paths(name: str, parameter: nn.Parameter, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
+    """Yield why, and at what cost, a parameter is not read straight into its partition."""
+    for leaf in found:
+        if isinstance(leaf, Held) and leaf.origin == INITIALISED:
+            nbytes = parameter.numel() * parameter.dtype.itemsize
+            yield SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes)
+        elif isinstance(leaf, Held) and leaf.origin != IN_MEMORY:
+            yield SlowPath(name, f"made of {leaf.origin}", leaf.flat.numel() * leaf.dtype.itemsize)
+        elif isinstance(leaf, Computed) and leaf.operation != UNINITIALISED:
+            nbytes = sum(numel(part) * part.dtype.itemsize for part in leaf.inputs)
+            yield SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes)
+    gathered = [over for fill in fills for step in fill.steps if (over := _gathered_bytes(step)) is not None]
+    if gathered:
+        yield SlowPath(name, "gathered from scattered bytes", sum(gathered))
+
+
+def _gathered_bytes(step: object) -> int | None:
+    """Return the bytes that are read beyond those needed by a read of scattered elements.
+
+    None for one that takes runs as they lie.
+    """
+    if not isinstance(step, Read) or step.is_direct:
+        return None
+    over = step.read_bytes - step.needed_bytes_each * step.num_reads
+    has_runs = any(loop.source == loop.destination == 1 for loop in (*step.outer, *step.scatter.loops))
+    return over if over > 0 or not has_runs else None
+
+
+def _first_byte(target: TargetPlan) -> tuple[str, int, str]:
+    """Sort key: files are read front to back."""
+    for destination in target.destinations:
+        for step in destination.fill.steps:
+            if isinstance(step, Read):
+                return step.tensor.path, step.tensor.start, target.name
+    return "", 0, target.name
+
+
+def _line(tensor: torch.Tensor, expression: Expression) -> str:
+    """Describe all of a tensor, not this rank's part: ranks that differ here hold different files or arguments."""
+    parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
+    for leaf in leaves(expression):
+        parts.append(type(leaf).__name__)
+        if isinstance(leaf, Source):
+            parts.append(f"{leaf.path.rpartition('/')[2]} {leaf.name} {leaf.start} {leaf.shape} {leaf.dtype}")
+        elif isinstance(leaf, Held):
+            parts.append(leaf.origin)
+        elif isinstance(leaf, Computed | Elementwise):
+            parts.append(leaf.operation)
+    return "; ".join(parts)

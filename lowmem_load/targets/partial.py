@@ -1,0 +1,66 @@
+"""The target of partial ZeRO-3: parameters of the chosen modules go to one target, all others to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import nn
+
+from lowmem_load.planning.load_plan import TargetPlan
+from lowmem_load.targets.choice import check_ties, is_below
+from lowmem_load.targets.target import Layout, Target
+
+
+class Partial:
+    """Sends parameters to one of two targets, by name. A `Target`.
+
+    Args:
+        chosen: names of the topmost chosen modules, see [Note: chosen modules] in `targets/choice.py`.
+        inside: target of all parameters below them; also of buffers.
+        outside: target of the others.
+    """
+
+    def __init__(self, chosen: Collection[str], inside: Target, outside: Target) -> None:
+        self._chosen, self._inside, self._outside = chosen, inside, outside
+
+    @property
+    def device(self) -> torch.device:
+        """Where buffers live."""
+        return self._inside.device
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+        """See `Target`."""
+        return self._of(name).layout(name, parameter)
+
+    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+        """See `Target`."""
+        return self._inside.fp32_buffers(model)
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Target`.
+
+        Raises:
+            ConfigError: a parameter is shared by a chosen and another module.
+        """
+        check_ties(model, {name: model.get_submodule(name) for name in self._chosen})
+        self._inside.prepare(model)
+        self._outside.prepare(model)
+
+    def make(
+        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """See `Target`."""
+        return self._of(plan.name).make(plan, parameter, wait)
+
+    def finish(self) -> None:
+        """See `Target`."""
+        self._inside.finish()
+        self._outside.finish()
+
+    def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
+        """See `Target`."""
+        return self._inside.gathered_for_good(model)
+
+    def _of(self, name: str) -> Target:
+        return self._inside if is_below(name, self._chosen) else self._outside

@@ -1,0 +1,140 @@
+"""The target of ZeRO-3 partitions. What a rank holds is arithmetic; DeepSpeed is imported when memory is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
+from lowmem_load.planning.load_plan import TargetPlan
+from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
+from lowmem_load.settings.settings import Settings
+from lowmem_load.targets.choice import mark
+from lowmem_load.targets.target import Layout
+
+if TYPE_CHECKING:
+    from lowmem_load.ds.partition import Partitioner
+
+KIND = "zero3"
+"""Of parameters that are cut up."""
+
+
+class Zero3:
+    """Every parameter a ZeRO-3 parameter in the dtype in which DeepSpeed will run. A `Target`.
+
+    Args:
+        settings: resolved, stage 3.
+        rank: in the partition group.
+        device: the accelerator's, where whole parameters are gathered and buffers live.
+        group: the ranks among which parameters are cut up; None for all.
+        modules: names of the topmost modules whose parameters come here; "" is the model itself.
+
+    Raises:
+        UnsupportedError: names the setting that cannot be followed, and why.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        rank: int,
+        device: torch.device,
+        group: Any = None,
+        modules: Collection[str] = ("",),
+    ) -> None:
+        _refuse(settings, group)
+        self._settings, self._rank, self._group, self._modules = settings, rank, group, modules
+        self.device = device
+        self._partitioner: Partitioner | None = None
+        self._ids: dict[int, int] = {}
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the protocol's
+        """See `Target`. The second region, if there is one, is hpZ's secondary partition, shared within a node."""
+        world_size, secondary_size = self._settings.world_size, self._settings.secondary_size
+        numel = parameter.numel()
+        regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
+        if secondary_size > 1:  # a whole number of partitions: padding is that of the first
+            size = numels[0] * (world_size // secondary_size)
+            first = size * (self._rank % secondary_size)
+            regions.append(FlatRange(min(first, numel), min(first + size, numel)))
+            numels.append(size)
+        dtype = self._settings.dtype if parameter.is_floating_point() else parameter.dtype
+        on_host = self.device.type == "cpu" or self._settings.offload_device != "none"
+        return Layout(KIND, dtype, tuple(regions), tuple(numels), on_host)
+
+    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+        """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
+        setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
+        if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
+            return []  # without importing DeepSpeed
+        from lowmem_load.ds.partition import fp32_buffers
+
+        return fp32_buffers(model, setting, self._settings.dtype)
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Target`. Needs DeepSpeed's `comm` and `LOCAL_RANK` (see `ranks.process_group`)."""
+        from lowmem_load.ds.partition import Partitioner
+
+        partitioner = Partitioner(self._settings.ds_config, self._group)
+        expected = (self._settings.dtype, self.device.type, self._rank, self._settings.world_size)
+        found = (partitioner.dtype, partitioner.device.type, partitioner.rank, partitioner.world_size)
+        if found != expected:
+            raise IncompatibleVersionError(
+                f"zero.Init takes dtype, device, rank and world size {found} from this ds_config, the plan {expected}"
+            )
+        self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
+        self.device = partitioner.device
+        mark(model.get_submodule(name) for name in self._modules)
+
+    def make(
+        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """See `Target`."""
+        partitioner = self._partitioner
+        assert partitioner is not None  # prepare comes first
+        if partitioner.needs_room:
+            wait()
+            partitioner.swap_out()
+        made = partitioner.new_parameter(
+            torch.Size(plan.shape), plan.dtype, parameter.requires_grad, self._ids[id(parameter)]
+        )
+        memory = partitioner.allocate(made)
+        planned = [(destination.region, destination.numel) for destination in plan.destinations]
+        found = [(destination.flat_range, destination.tensor.numel()) for destination in memory]
+        if found != planned:
+            raise IncompatibleVersionError(f"{plan.name}: DeepSpeed holds {found} of it, the plan has {planned}")
+        return made, [destination.tensor for destination in memory]
+
+    def finish(self) -> None:
+        """Write what lies in the swapper's buffers to its files."""
+        if self._partitioner is not None:
+            self._partitioner.swap_out()
+
+    def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
+        """See `Target`: those that are at most stage3_param_persistence_threshold elements large."""
+        from lowmem_load.ds.partition import persistent
+
+        return persistent(self._settings.ds_config, model)
+
+
+def _names_fp32(module: nn.Module) -> bool:
+    return bool(getattr(module, "_keep_in_fp32_modules_strict", None) or getattr(module, "_keep_in_fp32_modules", None))
+
+
+def _refuse(settings: Settings, group: Any) -> None:
+    """Raise for what DeepSpeed itself cannot do, and for what would have to be ignored."""
+    has_secondary = settings.ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    if settings.ds_config.get("weight_quantization", {}).get("quantized_initialization"):
+        raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")
+    if has_secondary and settings.offload_device == "nvme":
+        raise UnsupportedError(
+            "zero_hpz_partition_size with offload_param.device 'nvme': DeepSpeed has no swapper for secondary "
+            "partitions; remove one of them"
+        )
+    if has_secondary and group is not None:
+        raise UnsupportedError(
+            "zero_hpz_partition_size with data_parallel_group: DeepSpeed cuts secondary groups out of all ranks; "
+            "remove one of them"
+        )

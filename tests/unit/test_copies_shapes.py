@@ -1,0 +1,119 @@
+"""How many pieces a plan has and what it costs to find them, by the shapes of the expression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load.planning import copies
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.ranges import FlatRange, partition_range
+from tests.unit.test_copies import copies_of, execute, expressions, source, stacked, value_of
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_stacks_of_thousands_of_parts_are_cut_once_per_part(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """Two stacks of 2000 experts, one after the other (0) or joined within each expert (1, 2), on one rank."""
+    parts = 2000
+    stacks = [stacked([source(f"{kind}{e}", 2, 3) for e in range(parts)]) for kind in ("gate", "up")]
+    node = ex.concat(stacks, dim)
+    cuts = []
+    cut = copies._cut
+    monkeypatch.setattr(copies, "_cut", lambda *arguments: cuts.append(1) or cut(*arguments))
+    assert len(copies_of(node, FlatRange(0, ex.numel(node)))) == 2 * parts
+    assert len(cuts) <= 2 * parts
+
+
+def test_parts_without_elements_are_passed_over() -> None:
+    data = {"a": torch.arange(6).reshape(2, 3), "b": torch.arange(4).reshape(2, 2) + 100}
+    empty = source("empty", 2, 0)
+    node = ex.concat([empty, source("a", 2, 3), empty, empty, source("b", 2, 2), empty], 1)
+    found, span = copies_of(node, FlatRange(0, 10)), FlatRange(0, 10)
+    assert len(found) == 2
+    assert torch.equal(execute(found, data, span, torch.int64), torch.cat([data["a"], data["b"]], 1).reshape(-1))
+
+
+@st.composite
+def _with_repeats(draw: st.DrawFn) -> ex.Expression:
+    """An expression of which some dims may be repeated, and then regrouped and reordered with the others."""
+    node, _ = draw(expressions())
+    repeats = draw(st.lists(st.integers(1, 3), max_size=2))
+    node = ex.expand(ex.reshape(node, (*node.shape, *(1 for _ in repeats))), (*node.shape, *repeats))
+    node = ex.permute(node, draw(st.permutations(range(len(node.shape)))))
+    divisors = [n for n in range(1, ex.numel(node) + 1) if ex.numel(node) % n == 0]
+    rows = draw(st.sampled_from(divisors))
+    return ex.permute(ex.reshape(node, (rows, ex.numel(node) // rows)), draw(st.permutations(range(2))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_with_repeats(), st.integers(1, 3))
+def test_loops_do_not_meet(node: ex.Expression, world_size: int) -> None:
+    """What [Note: loops do not meet] says of every index, and what `_cut` and `_unwrap` take from it."""
+    walk, iterations_before = copies._walk, copies._iterations_before
+
+    def checked_walk(node: ex.Expression, nest: copies._Nest) -> Iterator[copies.Copy]:
+        for index in nest.index:
+            sizes = zip(index.coefficients, nest.sizes, strict=True)
+            reach = 0
+            for coefficient, size in sorted((c, size) for c, size in sizes if size > 1 and c):
+                assert coefficient > reach
+                reach += coefficient * (size - 1)
+        return walk(node, nest)
+
+    def checked_iterations(nest: copies._Nest, index: copies._Index, loop: int, border: int) -> tuple[int, int]:
+        ended, begun = iterations_before(nest, index, loop, border)
+        assert 0 <= ended <= begun <= ended + 1
+        return ended, begun
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "_walk", checked_walk)
+        patch.setattr(copies, "_iterations_before", checked_iterations)
+        for rank in range(world_size):
+            copies_of(node, partition_range(ex.numel(node), rank, world_size))
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "most"),
+    [
+        ((2, 2), (1, 4), 1),
+        ((5, 3), (3, 5), 7),  # 5 rows of 3 in 3 rows of 5: a piece for each stretch between two row ends
+        ((4, 6), (8, 3), 1),
+        ((9, 4), (6, 6), 4),
+    ],
+)
+@pytest.mark.parametrize("factor", [1, 2, 1000])
+def test_regrouping_costs_what_one_period_of_the_rows_costs(
+    shape: tuple[int, int], other: tuple[int, int], most: int, factor: int
+) -> None:
+    """A transposed reshape takes as many copies of a large matrix as of a small one of the same proportions."""
+    node = ex.permute(ex.reshape(source("w", *(factor * n for n in shape)), tuple(factor * n for n in other)), (1, 0))
+    assert len(copies_of(node, FlatRange(0, ex.numel(node)))) == most
+
+
+def test_whole_rows_after_a_part_of_a_row_stay_together() -> None:
+    """Elements [3, 64) of a transposed matrix of 8 columns: the end of one row, and 7 whole rows."""
+    node = ex.slice_dim(ex.reshape(ex.permute(source("w", 8, 8), (1, 0)), (64,)), 0, 3, 1, 61)
+    assert [copy.sizes for copy in copies_of(node, FlatRange(0, 61))] == [(5,), (7, 8)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "step"),
+    [((50, 30), (30, 50), 1), ((36, 25), (60, 15), 1), ((40, 21), (8, 105), 2), ((12, 35), (20, 7), 3)],
+)
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+def test_regrouped_rows_keep_their_values(
+    shape: tuple[int, int], other: tuple[int, int], step: int, world_size: int
+) -> None:
+    """Every `step`-th row under another shape, transposed, and that under the first shape, transposed again."""
+    data = {"w": torch.arange(shape[0] * step * shape[1]).reshape(shape[0] * step, shape[1])}
+    sliced = ex.slice_dim(source("w", shape[0] * step, shape[1]), 0, step - 1, step, shape[0])
+    once = ex.permute(ex.reshape(sliced, (ex.numel(sliced) // other[1], other[1])), (1, 0))
+    twice = ex.permute(ex.reshape(once, shape), (1, 0))
+    for node in (once, twice):
+        spans = [partition_range(ex.numel(node), rank, world_size) for rank in range(world_size)]
+        rebuilt = torch.cat([execute(copies_of(node, span), data, span, torch.int64) for span in spans])
+        assert torch.equal(rebuilt, value_of(node, data).reshape(-1))

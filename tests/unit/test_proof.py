@@ -1,0 +1,286 @@
+"""The proof that copies cover a destination once, against counting the writes to each element."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load.errors import PlanError
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning import proof
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.proof import prove_coverage
+from lowmem_load.planning.ranges import partition_range
+from tests.unit.test_copies import source
+
+
+@dataclass(frozen=True)
+class Nest:
+    destination_start: int
+    sizes: tuple[int, ...]
+    destination_strides: tuple[int, ...]
+
+
+def run(start: int, size: int) -> Nest:
+    return Nest(start, (size,), (1,))
+
+
+def elements_of(nest: Nest) -> np.ndarray:
+    """Returns the elements that a nest writes, as often as it writes them."""
+    elements = np.array([nest.destination_start])
+    for size, stride in zip(nest.sizes, nest.destination_strides, strict=True):
+        elements = (elements[:, None] + stride * np.arange(size)).reshape(-1)
+    return elements
+
+
+def in_ascending_order(nest: Nest) -> bool:
+    """Whether the loops do not run into each other: from the largest stride to the smallest, elements only grow."""
+    loops = sorted(zip(nest.destination_strides, nest.sizes, strict=True), reverse=True)
+    ordered = replace(nest, sizes=tuple(n for _, n in loops), destination_strides=tuple(s for s, _ in loops))
+    return bool((np.diff(elements_of(ordered)) > 0).all())
+
+
+def check_against_counting(nests: Sequence[Nest], numel: int) -> None:
+    """The proof succeeds exactly if every element is written once, and what it says of the others is true."""
+    written = np.concatenate([np.zeros(0, int), *map(elements_of, nests)])
+    outside = written[(written < 0) | (written >= numel)]
+    counts = np.bincount(written[(written >= 0) & (written < numel)], minlength=numel)
+    if all(map(in_ascending_order, nests)) and not outside.size and (counts == 1).all():
+        prove_coverage("w", nests, numel)
+        return
+    with pytest.raises(PlanError, match=r"^w: ") as failure:
+        prove_coverage("w", nests, numel)
+    message = str(failure.value)
+    if "run into each other" in message:
+        assert not all(map(in_ascending_order, nests))
+    elif "leaves" in message:
+        assert outside.size
+    else:
+        found = re.search(r"elements \[(\d+), (\d+)\) are (not covered|covered twice)", message)
+        assert found, message
+        named = counts[int(found[1]) : int(found[2])]
+        assert named.size and (named == 0 if found[3] == "not covered" else named > 1).all(), message
+
+
+nests = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 8)), max_size=3).flatmap(
+    lambda loops: st.builds(
+        Nest, st.integers(-1, 8), st.just(tuple(n for n, _ in loops)), st.just(tuple(s for _, s in loops))
+    )
+)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[list[Nest], int]:
+    """Nests that write each element once: a box, cut and interleaved again and again."""
+    shape = draw(st.lists(st.integers(1, 6), max_size=3))
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    pieces = [Nest(0, tuple(shape), strides)]
+    for _ in range(draw(st.integers(0, 8))):
+        nest = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
+        loops = [loop for loop, size in enumerate(nest.sizes) if size > 1]
+        if not loops:
+            pieces.append(nest)
+            continue
+        loop = draw(st.sampled_from(loops))
+        size, stride = nest.sizes[loop], nest.destination_strides[loop]
+        number = draw(st.integers(2, size))
+        cut, interleave = [(0, number - 1, 1), (number - 1, size - number + 1, 1)], []
+        for first in range(number):
+            interleave.append((first, -(-(size - first) // number), number))
+        for first, new_size, step in draw(st.sampled_from([cut, interleave])):
+            new_sizes = (*nest.sizes[:loop], new_size, *nest.sizes[loop + 1 :])
+            new_strides = (*nest.destination_strides[:loop], stride * step, *nest.destination_strides[loop + 1 :])
+            pieces.append(Nest(nest.destination_start + first * stride, new_sizes, new_strides))
+    return draw(st.permutations(pieces)), math.prod(shape)
+
+
+@st.composite
+def disturbed(draw: st.DrawFn) -> tuple[list[Nest], int]:
+    """A tiling with one nest changed, left out or repeated."""
+    pieces, numel = draw(tilings())
+    nest = pieces.pop()
+    change = draw(st.sampled_from(["start", "size", "stride", "drop", "repeat"]))
+    if change == "start":
+        pieces.append(replace(nest, destination_start=nest.destination_start + draw(st.sampled_from([-1, 1, 2]))))
+    elif change in ("size", "stride") and nest.sizes:
+        loop = draw(st.integers(0, len(nest.sizes) - 1))
+        field = "sizes" if change == "size" else "destination_strides"
+        values = list(getattr(nest, field))
+        values[loop] += draw(st.sampled_from([-1, 1]))
+        pieces.append(replace(nest, **{field: tuple(values)}))
+    elif change == "repeat":
+        pieces += [nest, nest]
+    return pieces, numel
+
+
+@settings(max_examples=500, deadline=None)
+@given(tilings() | disturbed() | st.tuples(st.lists(nests, max_size=4), st.integers(0, 24)))
+def test_the_proof_agrees_with_counting(case: tuple[list[Nest], int]) -> None:
+    check_against_counting(*case)
+
+
+@settings(max_examples=500, deadline=None)
+@given(tilings() | disturbed(), st.integers(1, 12))
+def test_a_bitmap_in_windows_agrees_with_counting(case: tuple[list[Nest], int], cells: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "_rows", lambda group, start, end: None)
+        patch.setattr(proof, "PROOF_CELLS", cells)
+        check_against_counting(*case)
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        ([run(0, 4), run(5, 5)], r"w: elements \[4, 5\) are not covered"),
+        ([run(0, 6), run(5, 5)], r"w: elements \[5, 6\) are covered twice"),
+        ([run(0, 9)], r"elements \[9, 10\) are not covered"),
+        ([], r"elements \[0, 10\) are not covered"),
+        ([run(0, 11)], r"a copy to \[0, 11\) leaves the 10 elements"),
+        ([run(-1, 11)], r"a copy to \[-1, 10\) leaves the 10 elements"),
+        ([Nest(0, (5,), (2,))], r"elements \[1, 2\) are not covered"),
+        ([Nest(0, (5,), (2,)), run(1, 5)], r"elements \[2, 3\) are covered twice"),
+        ([Nest(0, (5, 2), (1, 1))], r"loops of a copy run into each other: \(5, 2\) by \(1, 1\)"),
+        ([Nest(0, (10, 2), (1, 0))], "loops of a copy run into each other"),
+    ],
+)
+def test_holes_and_overlaps_are_named(copies: list[Nest], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        prove_coverage("w", copies, 10)
+
+
+def test_copies_of_nothing_write_nothing() -> None:
+    prove_coverage("w", [Nest(3, (0, 2), (2, 1)), run(0, 4), run(20, 0)], 4)
+    prove_coverage("w", [], 0)
+    prove_coverage("w", [Nest(0, (), ())], 1)
+
+
+@pytest.fixture
+def no_bitmap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, elements: object) -> None:
+        raise AssertionError(f"{name} needs a bitmap")
+
+    monkeypatch.setattr(proof, "_prove_on_bitmap", refuse)
+
+
+MANY = 1 << 27
+"""Rows of a destination whose bitmap would take more than `PROOF_CELLS` cells."""
+
+
+@pytest.mark.parametrize(
+    ("copies", "numel", "message"),
+    [
+        # even and odd elements; the last odd one is missing, and the first even one is there twice
+        ([Nest(0, (MANY,), (2,)), Nest(1, (MANY - 1,), (2,)), run(0, 1)], 2 * MANY, r"\[0, 1\) are covered twice"),
+        ([Nest(0, (MANY,), (2,)), Nest(1, (MANY - 1,), (2,)), run(2 * MANY - 2, 1)], 2 * MANY, "are covered twice"),
+        # left and right columns, one element too wide and one too narrow
+        ([Nest(0, (MANY, 4), (9, 1)), Nest(3, (MANY, 5), (9, 1))], 9 * MANY, r"\[3, 4\) are covered twice"),
+    ],
+)
+@pytest.mark.usefixtures("no_bitmap")
+def test_an_element_written_twice_is_found_at_any_size(copies: list[Nest], numel: int, message: str) -> None:
+    assert sum(math.prod(copy.sizes) for copy in copies) == numel
+    with pytest.raises(PlanError, match=message):
+        prove_coverage("w", copies, numel)
+
+
+@pytest.mark.parametrize(
+    ("copies", "numel"),
+    [
+        ([Nest(0, (MANY,), (2,)), Nest(1, (MANY,), (2,))], 2 * MANY),
+        # a partition that begins and ends within a row of (4, 5) elements
+        ([run(0, 3), Nest(3, (MANY, 4), (9, 1)), Nest(7, (MANY - 1, 5), (9, 1)), run(9 * MANY - 2, 5)], 9 * MANY + 3),
+        # columns that themselves interleave, with strides that do not divide the row
+        ([Nest(0, (MANY, 3), (9, 1)), Nest(3, (MANY, 3), (9, 2)), Nest(4, (MANY, 3), (9, 2))], 9 * MANY),
+        # columns [4, 6) and [10, 12) of 12 are one copy of stride 6
+        ([Nest(0, (MANY, 4), (12, 1)), Nest(4, (2 * MANY, 2), (6, 1)), Nest(6, (MANY, 4), (12, 1))], 12 * MANY),
+        # such a copy, that begins and ends within a row
+        ([Nest(0, (2 * MANY, 3), (4, 1)), run(3, 1), Nest(7, (MANY - 1,), (8,)), Nest(11, (MANY - 1,), (8,))], 0),
+    ],
+)
+@pytest.mark.usefixtures("no_bitmap")
+def test_copies_that_interleave_need_no_bitmap(copies: list[Nest], numel: int) -> None:
+    prove_coverage("w", copies, numel or sum(math.prod(copy.sizes) for copy in copies))
+
+
+@pytest.mark.usefixtures("no_bitmap")
+def test_plans_of_large_conversions_need_no_bitmap() -> None:
+    transposed = ex.permute(source("w", 128, 1536, 4096), (0, 2, 1))
+    gate_up = [ex.reshape(source(kind, 128, 4096, 1536), (128, 4096, 1536, 1)) for kind in ("gate", "up")]
+    interleaved = ex.reshape(ex.concat(gate_up, 3), (128, 4096, 3072))
+    side_by_side = ex.concat([transposed, interleaved, source("b", 128, 4096, 7)], 2)
+    for node in (transposed, interleaved, side_by_side):
+        for world_size in (1, 2, 7):
+            for rank in range(world_size):
+                Planner().plan_fill("w", node, partition_range(ex.numel(node), rank, world_size))
+
+
+ROWS = 5
+UNEQUAL = [
+    # even elements of 12 in steps of 4, odd ones in steps of 6
+    [*(Nest(start, (3 * ROWS,), (4,)) for start in (0, 2)), *(Nest(start, (2 * ROWS,), (6,)) for start in (1, 3, 5))],
+    # whatever row of 4 the first two are put into, another copy runs over its end
+    [Nest(0, (2,), (2,)), Nest(1, (3,), (4,)), Nest(3, (3, 2), (4, 1)), Nest(6, (2,), (4,))],
+]
+
+
+@pytest.mark.parametrize("cells", [1, 7, 1 << 24])
+@pytest.mark.parametrize("granule", [1, 3])
+@pytest.mark.parametrize("nests", UNEQUAL)
+def test_copies_that_do_not_fall_into_rows_take_a_bitmap(
+    monkeypatch: pytest.MonkeyPatch, nests: list[Nest], granule: int, cells: int
+) -> None:
+    copies = [
+        Nest(
+            nest.destination_start * granule,
+            (*nest.sizes, granule),
+            (*(stride * granule for stride in nest.destination_strides), 1),
+        )
+        for nest in nests
+    ]
+    numel = sum(math.prod(copy.sizes) for copy in copies)
+    monkeypatch.setattr(proof, "PROOF_CELLS", cells)
+    windows: list[int] = []
+    zeros = np.zeros
+    monkeypatch.setattr(np, "zeros", lambda size, dtype: windows.append(size) or zeros(size, dtype))
+    prove_coverage("w", copies, numel)
+    assert sum(windows) == numel // granule and max(windows) <= cells
+    shifted = replace(copies[2], destination_start=copies[2].destination_start - 1)
+    check_against_counting([*copies[:2], shifted, *copies[3:]], numel)
+
+
+@pytest.mark.parametrize(("cells", "named"), [(4, "[1, 4)"), (6, "[1, 6)"), (24, "[1, 9)")])
+def test_what_a_window_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch, cells: int, named: str) -> None:
+    monkeypatch.setattr(proof, "PROOF_CELLS", cells)
+    monkeypatch.setattr(proof, "_rows", lambda group, start, end: None)
+    with pytest.raises(PlanError, match=re.escape(f"elements {named} are not covered")):
+        prove_coverage("w", [Nest(0, (2,), (9,))], 10)
+
+
+def test_a_bitmap_larger_than_one_window_finds_the_last_element() -> None:
+    rows = 1 << 21  # 12 * 2 ** 21 elements: two windows
+    copies = [Nest(start, (3 * rows,), (4,)) for start in (0, 2)]
+    copies += [Nest(start, (2 * rows,), (6,)) for start in (1, 3)]
+    last = 12 * rows - 1
+    prove_coverage("w", [*copies, Nest(5, (2 * rows,), (6,))], 12 * rows)
+    with pytest.raises(PlanError, match=rf"elements \[{last - 1}, {last}\) are covered twice"):
+        prove_coverage("w", [*copies, Nest(5, (2 * rows - 1,), (6,)), run(last - 1, 1)], 12 * rows)
+    with pytest.raises(PlanError, match=rf"elements \[{last}, {last + 1}\) are not covered"):
+        prove_coverage("w", [*copies, Nest(5, (2 * rows - 1,), (6,))], 12 * rows)
+
+
+@pytest.mark.usefixtures("no_bitmap")
+def test_many_copies_beside_one_are_proved_without_pairing_them() -> None:
+    """20 000 rows of a column each a copy of its own, beside one copy of the other columns; none is skipped."""
+    rows = 20_000
+    copies = [Nest(0, (rows, 4), (9, 1)), *(run(9 * row + 4, 5) for row in range(rows))]
+    prove_coverage("w", copies, 9 * rows)
+    copies[rows // 2] = replace(copies[rows // 2], destination_start=copies[rows // 2].destination_start - 1)
+    with pytest.raises(PlanError, match="covered twice"):
+        prove_coverage("w", copies, 9 * rows)
