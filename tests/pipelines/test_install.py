@@ -33,10 +33,9 @@ def order_warnings(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     return result, [str(warning.message) for warning in caught if warning.category is LoadOrderWarning]
 
 
-def follow(path: str) -> dict[str, Any]:
+def follow(path: str) -> None:
     """Rank function."""
     import deepspeed
-    import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -49,91 +48,71 @@ def follow(path: str) -> dict[str, Any]:
     def partitioned(model: Any) -> set[bool]:
         return {is_partitioned(parameter) for parameter in model.parameters()}
 
-    found: dict[str, Any] = {}
     before, ordinary_initialize = global_state(), deepspeed.initialize
     lowmem_load.install()
     lowmem_load.install()  # does nothing
-    plain, found["warnings of a plain load"] = order_warnings(load)
-    found["plain"] = partitioned(plain), partitioned(AutoModelForCausalLM.from_config(plain.config))
-    found["name kept"] = AutoModelForCausalLM.from_pretrained.__name__, LlamaForCausalLM.from_pretrained.__name__
+    plain, messages = order_warnings(load)
+    assert messages == []
+    assert partitioned(plain) == {False}
+    assert partitioned(AutoModelForCausalLM.from_config(plain.config)) == {False}
+    assert AutoModelForCausalLM.from_pretrained.__name__ == "from_pretrained"
+    assert LlamaForCausalLM.from_pretrained.__name__ == "from_pretrained"
 
     alive = HfDeepSpeedConfig(STAGE_2)
-    found["stage 2"] = partitioned(load())
+    assert partitioned(load()) == {False}
     alive = HfDeepSpeedConfig(UNRESOLVED)
-    streamed, found["warnings of a streamed load"] = order_warnings(load)
-    found["streamed"] = partitioned(streamed), partitioned(LlamaForCausalLM.from_pretrained(path))
-    found["differences"] = differences(streamed, plain, dist.get_rank(), dist.get_world_size())
-    found["report"] = lowmem_load.load_report(streamed).ds_config["zero_optimization"]["reduce_bucket_size"]
-    found["from_config"] = partitioned(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))
-    try:
+    streamed, messages = order_warnings(load)
+    assert messages == []
+    assert partitioned(streamed) == {True}
+    assert partitioned(LlamaForCausalLM.from_pretrained(path)) == {True}
+    assert differences(streamed, plain) == []
+    assert lowmem_load.load_report(streamed).ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
+    assert partitioned(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) == {True}
+    with pytest.raises(lowmem_load.ConfigError, match="remove device_map"):
         load(device_map="auto")
-    except lowmem_load.ConfigError as error:
-        found["device_map"] = str(error)
     with lowmem_load.streaming(BF16):
-        found["streaming in it"] = {str(p.dtype) for p in load().parameters()}
-        try:
+        assert {p.dtype for p in load().parameters()} == {torch.bfloat16}
+        with pytest.raises(lowmem_load.ConfigError, match="call it after the block"):
             lowmem_load.uninstall()
-        except lowmem_load.ConfigError as error:
-            found["uninstall in streaming"] = str(error)
 
     del alive
     gc.collect()
-    dropped, found["warnings of a dropped config"] = order_warnings(load)
-    found["dropped"] = partitioned(dropped)
+    dropped, messages = order_warnings(load)
+    assert partitioned(dropped) == {False}
+    assert len(messages) == 1
+    assert "keep it in a variable" in messages[0]
     unset_hf_deepspeed_config()
-    found["warnings after unset"] = order_warnings(load)[1]
+    assert order_warnings(load)[1] == []
 
     def initialize(model: Any, config: dict[str, Any]) -> list[str]:
         engine, messages = order_warnings(lambda: deepspeed.initialize(model=model, config=config)[0])
         engine.destroy()
         return messages
 
-    found["initialize streamed"] = initialize(streamed, FP32)
-    found["initialize stage 0"] = initialize(load(), {**STAGE_2, "zero_optimization": {"stage": 0}})
-    found["initialize whole"] = initialize(dropped, FP32)
-    found["initialize partition"] = order_warnings(
+    assert initialize(streamed, FP32) == []
+    assert initialize(load(), {**STAGE_2, "zero_optimization": {"stage": 0}}) == []
+    messages = initialize(dropped, FP32)
+    assert len(messages) == 1
+    assert "every rank holds 0.1 MiB of it whole" in messages[0]
+    assert "then call from_pretrained" in messages[0]
+    _, messages = order_warnings(
         lambda: lowmem_load.initialize(load(), FP32, partition="model", optimizer=torch.optim.AdamW)
-    )[1]
+    )
+    assert messages == []
 
     lowmem_load.uninstall()
     lowmem_load.uninstall()  # does nothing
-    found["restored"] = global_state() == before and deepspeed.initialize is ordinary_initialize
-    found["alive"] = HfDeepSpeedConfig(FP32)
+    assert global_state() == before
+    assert deepspeed.initialize is ordinary_initialize
+    alive = HfDeepSpeedConfig(FP32)
     with lowmem_load.streaming():
-        found["streaming()"] = partitioned(load())
-    del found["alive"]
-    found["restored by streaming()"] = global_state()[:4] == before[:4]
-    return found
+        assert partitioned(load()) == {True}
+    del alive
+    assert global_state()[:4] == before[:4]
 
 
 def test_install_follows_the_active_configuration(checkpoints: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    for found in run_ranks(follow, str(path)):
-        assert found["warnings of a plain load"] == []
-        assert found["plain"] == ({False}, {False})
-        assert found["name kept"] == ("from_pretrained", "from_pretrained")
-        assert found["stage 2"] == {False}
-        assert found["warnings of a streamed load"] == []
-        assert found["streamed"] == ({True}, {True})
-        assert found["differences"] == []
-        assert found["report"] == 32 * 32
-        assert found["from_config"] == {True}
-        assert "remove device_map" in found["device_map"]
-        assert found["streaming in it"] == {"torch.bfloat16"}
-        assert "call it after the block" in found["uninstall in streaming"]
-        assert found["dropped"] == {False}
-        [message] = found["warnings of a dropped config"]
-        assert "keep it in a variable" in message
-        assert found["warnings after unset"] == []
-        assert found["initialize streamed"] == []
-        assert found["initialize stage 0"] == []
-        [message] = found["initialize whole"]
-        assert "every rank holds 0.1 MiB of it whole" in message
-        assert "then call from_pretrained" in message
-        assert found["initialize partition"] == []
-        assert found["restored"] is True
-        assert found["streaming()"] == {True}
-        assert found["restored by streaming()"] is True
+    run_ranks(follow, str(builders.tiny_llama(checkpoints, torch.float32)))
 
 
 def test_install_inside_a_streaming_block_is_refused() -> None:
@@ -148,7 +127,7 @@ def test_install_inside_a_streaming_block_is_refused() -> None:
     assert global_state() == before
 
 
-def model_before_arguments(model_path: str, out: str) -> dict[str, Any]:
+def make_model_before_arguments(model_path: str, out: str) -> None:
     """Rank function: the mistake that Trainer's documentation warns of, then the same with the right order."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -171,6 +150,9 @@ def model_before_arguments(model_path: str, out: str) -> dict[str, Any]:
     row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
     wrong = Trainer(model=model, args=arguments, train_dataset=[row] * 16)
     _, messages = order_warnings(wrong.train)
+    assert len(messages) == 1
+    assert messages[0].startswith("LlamaForCausalLM: every rank holds")
+    assert "First make TrainingArguments(deepspeed=...)" in messages[0]
 
     right = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_path),
@@ -180,14 +162,10 @@ def model_before_arguments(model_path: str, out: str) -> dict[str, Any]:
     import deepspeed
 
     config = {**FP32, "train_micro_batch_size_per_gpu": 1}
-    return {"wrong": messages, "lora": order_warnings(lambda: deepspeed.initialize(model=right, config=config))[1]}
+    assert order_warnings(lambda: deepspeed.initialize(model=right, config=config))[1] == []
 
 
 @pytest.mark.slow
 def test_a_model_before_its_training_arguments_is_reported(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, torch.float32)
-    for found in run_ranks(model_before_arguments, str(path), str(tmp_path)):
-        [message] = found["wrong"]
-        assert message.startswith("LlamaForCausalLM: every rank holds")
-        assert "First make TrainingArguments(deepspeed=...)" in message
-        assert found["lora"] == []
+    run_ranks(make_model_before_arguments, str(path), str(tmp_path))
