@@ -19,7 +19,7 @@ MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
 
 WHOLE_MODEL = "_whole_model"
-"""Attribute of the shell that `zero3_engine` gives to `deepspeed.initialize` in a model's place."""
+"""Attribute of the shell that `ds/engine.py` gives to `deepspeed.initialize` in a model's place."""
 
 NAMES_SHOWN = 8
 """Names that an error message lists."""
