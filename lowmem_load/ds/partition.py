@@ -117,7 +117,7 @@ class PartitionMemory:
 class Partitioner:
     """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
 
-    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `distributed.DistributedInterface`).
+    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `ranks.process_group.DistributedInterface`).
 
     Args:
         ds_config: resolved (no "auto" that ZeRO-3 reads), stage 3.
