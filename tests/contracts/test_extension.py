@@ -182,7 +182,6 @@ def bands_of(cls: Any, path: Path, rank: int, world_size: int) -> tuple[nn.Modul
         (builders.tiny_bert, "BertForSequenceClassification"),  # the head is initialised
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*newly initialized")
 def test_bands_of_all_ranks_are_the_ordinary_load(
     build: Callable[[Path], Path], class_name: str, checkpoints: Path
 ) -> None:
