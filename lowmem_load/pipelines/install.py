@@ -15,7 +15,7 @@ from torch import nn
 
 from lowmem_load.ds.engine import is_shell
 from lowmem_load.ds.initialize_hook import hooked
-from lowmem_load.ds.partition import is_partitioned, whole_numel
+from lowmem_load.ds.parameters import is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_models

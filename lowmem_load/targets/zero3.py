@@ -70,7 +70,7 @@ class Zero3:
         setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
         if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
             return []  # without importing DeepSpeed
-        from lowmem_load.ds.partition import fp32_buffers
+        from lowmem_load.ds.parameters import fp32_buffers
 
         return fp32_buffers(model, setting, self._settings.dtype)
 
@@ -115,7 +115,7 @@ class Zero3:
 
     def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
         """See `Target`: those that are at most stage3_param_persistence_threshold elements large."""
-        from lowmem_load.ds.partition import persistent
+        from lowmem_load.ds.parameters import persistent
 
         return persistent(self._settings.ds_config, model)
 
