@@ -14,14 +14,20 @@ from torch import nn
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds.comm import SUPPORTED
 
-require(
-    SUPPORTED,
-    {
-        "deepspeed.runtime.keep_in_fp32": ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"),
-        "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
-        "deepspeed.runtime.zero.utils": ("is_zero_param",),
-    },
-)
+
+def _check_contract() -> None:
+    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on."""
+    require(
+        SUPPORTED,
+        {
+            "deepspeed.runtime.keep_in_fp32": ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"),
+            "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
+            "deepspeed.runtime.zero.utils": ("is_zero_param",),
+        },
+    )
+
+
+_check_contract()
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern  # noqa: E402
