@@ -133,7 +133,7 @@ def require_live() -> None:
 def _minorities(digests: dict[int, str | None]) -> dict[int, str]:
     """A message for each rank whose digest is not the most frequent one (of equals: the lowest rank's)."""
     usual = Counter(digests.values()).most_common(1)[0][0]
-    holders = _spell_ranks([rank for rank, digest in digests.items() if digest == usual])
+    holders = spell_ranks([rank for rank, digest in digests.items() if digest == usual])
     return {
         rank: f"holds digest {digest}, where rank(s) {holders} hold {usual}"
         for rank, digest in digests.items()
@@ -141,7 +141,7 @@ def _minorities(digests: dict[int, str | None]) -> dict[int, str]:
     }
 
 
-def _spell_ranks(ranks: list[int]) -> str:
+def spell_ranks(ranks: list[int]) -> str:
     """Ascending ranks with runs shortened: [0, 1, 2, 5] is `0-2, 5`."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:

@@ -54,6 +54,7 @@ class Executor:
 
     Attributes:
         stats: what was read so far.
+        num_threads: reads in flight.
         on_bytes: called with the number of needed bytes that reached a destination, from any thread; by default a
             no-op.
     """
@@ -61,7 +62,7 @@ class Executor:
     def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = int
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._open = open_source
         self._planned: dict[str, PlannedFile] = {}
         self._sources: dict[str, ByteSource] = {}
@@ -216,7 +217,7 @@ class Executor:
         if self._pool is None:
             task()
             return
-        if len(self._pending) >= 2 * self._num_threads:
+        if len(self._pending) >= 2 * self.num_threads:
             self._reap(wait(self._pending, return_when=FIRST_COMPLETED).done)
         self._pending.add(self._pool.submit(task))
 

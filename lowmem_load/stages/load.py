@@ -26,6 +26,7 @@ from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
+from lowmem_load.stages.same_bytes import agree_on_bytes
 from lowmem_load.targets.make import TargetMaker
 
 MAX_THREADS = 4
@@ -86,6 +87,10 @@ class Load:
             described = self._describe(call, executor, report)
             planned = self._plan(described, report)
             report.take_plan(planned.plan, described.settings.ds_config)
+            with report.phase("compare"):
+                agree_on_bytes(
+                    self.ranks, call.name, described.files, self.open_source, num_threads=executor.num_threads
+                )
             self._execute(planned, described, executor, report)
             report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
         kept = described.target.gathered_for_good(described.model)

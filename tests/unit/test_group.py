@@ -27,7 +27,7 @@ def test_agree_on_one_rank_raises_the_error_itself() -> None:
     ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3], "0, 2-3"), (range(512), "0-511")]
 )
 def test_spell_ranks(ranks: list[int], text: str) -> None:
-    assert rank_group._spell_ranks(list(ranks)) == text
+    assert rank_group.spell_ranks(list(ranks)) == text
 
 
 def test_minorities_are_measured_against_the_most_frequent_digest() -> None:

@@ -1,0 +1,59 @@
+"""Between planning and reading: all ranks prove that they read the same bytes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.ranks.group import RankGroup, spell_ranks
+from lowmem_load.read.sample import sample_digests
+from lowmem_load.read.source import Opener, machine
+
+
+def agree_on_bytes(
+    ranks: RankGroup, name: str, files: Sequence[PlannedFile], open_source: Opener, *, num_threads: int
+) -> None:
+    """Raise on all ranks unless their files hold the same bytes; see [Note: the sample] in `planning/sample.py`.
+
+    Ranks of one machine that opened the very same files count as one, and one machine needs no sample.
+
+    Collective: one small exchange, and where the files are not the very same two more.
+
+    Args:
+        ranks: that load together, and have agreed on names, sizes and headers of the files.
+        name: what is loaded.
+        files: that were planned against.
+        open_source: opens one.
+        num_threads: files read at a time.
+
+    Raises:
+        CheckpointError: names the first file that differs, and which ranks hold which.
+        RankError: a rank cannot read its files.
+    """
+    ordered = sorted(files, key=lambda file: (file.path.rpartition("/")[2], file.digest))
+    seen = fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)])
+    gathered = ranks.all_gather_object((seen, secrets.randbits(64)))
+    views = [view for view, _ in gathered]
+    first_of = {view: views.index(view) for view in dict.fromkeys(views)}
+    if len(first_of) == 1:
+        return
+    with ranks.agreed(f"{name}: comparing the files of the ranks"):
+        digests = None
+        if first_of[seen] == ranks.rank:
+            digests = sample_digests(ordered, gathered[0][1], open_source, num_threads=num_threads)
+    samples = ranks.all_gather_object((digests, [file.path for file in ordered]))
+    for number, file in enumerate(ordered):
+        holders: dict[str, list[int]] = {}
+        for rank, view in enumerate(views):
+            of_view = samples[first_of[view]][0]
+            assert of_view is not None
+            holders.setdefault(of_view[number], []).append(rank)
+        if len(holders) > 1:
+            groups = [f"rank(s) {spell_ranks(held)}: {samples[held[0]][1][number]}" for held in holders.values()]
+            raise CheckpointError(
+                f"{file.path.rpartition('/')[2]}: the ranks hold {len(holders)} different files of this name, so the "
+                f"model would be a mixture: {'; '.join(groups)}. Give all ranks the same checkpoint and revision"
+            )

@@ -1,0 +1,64 @@
+"""Samples of files: blocks lie inside, one in each stratum, at places that the seed decides."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.sample import BLOCK_BYTES, MAX_BLOCKS, MAX_BLOCKS_IN_ALL, MIN_BLOCKS, sample_offsets
+from lowmem_load.read.sample import sample_digests
+from lowmem_load.read.source import LocalFile
+
+
+def file(nbytes: int, path: str = "model.safetensors") -> PlannedFile:
+    return PlannedFile(path, nbytes, "", "")
+
+
+@given(st.integers(0, 1 << 40), st.integers(1, 3000), st.integers(0, 1 << 64))
+def test_every_stratum_has_one_block(nbytes: int, num_files: int, seed: int) -> None:
+    sampled = sample_offsets([file(nbytes)] * num_files, seed)
+    for _, offsets in sampled[:3]:
+        assert 1 <= len(offsets) <= MAX_BLOCKS
+        stratum = nbytes / len(offsets)
+        for number, offset in enumerate(offsets):
+            assert int(number * stratum) <= offset <= int((number + 1) * stratum)
+            assert offset + BLOCK_BYTES <= nbytes or nbytes < BLOCK_BYTES
+    assert sum(len(offsets) for _, offsets in sampled) <= max(MAX_BLOCKS_IN_ALL, MIN_BLOCKS * num_files)
+
+
+def test_a_stretch_of_two_strata_is_always_hit() -> None:
+    nbytes = 256 << 20
+    for seed in range(20):
+        ((_, offsets),) = sample_offsets([file(nbytes)], seed)
+        gaps = [b - a for a, b in pairwise(offsets)]
+        assert max(gaps) <= 2 * nbytes / len(offsets)
+
+
+def test_places_depend_on_the_seed_alone() -> None:
+    assert sample_offsets([file(1 << 30)], 7) == sample_offsets([file(1 << 30)], 7)
+    assert sample_offsets([file(1 << 30)], 7) != sample_offsets([file(1 << 30)], 8)
+
+
+def digests(path: Path, version: str, seed: int = 0) -> list[str]:
+    planned = PlannedFile(str(path), path.stat().st_size, "", version)
+    return sample_digests([planned], seed, LocalFile, num_threads=1)
+
+
+def test_digests_tell_other_bytes(tmp_path: Path) -> None:
+    found = []
+    for value in (b"\0", b"\1", b"\0"):
+        (tmp_path / "file").write_bytes(value * 100_000)
+        found += digests(tmp_path / "file", LocalFile(str(tmp_path / "file")).version)
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match="was replaced or written to"):
+        digests(tmp_path / "file", "another")
