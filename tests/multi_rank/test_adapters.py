@@ -78,6 +78,6 @@ def test_adapters_equal_the_ordinary_load(adapters: Path, world_size: int) -> No
 
 
 def test_they_are_planned_as_they_are_loaded(adapters: Path) -> None:
-    kinds = [name for name in KINDS if name != "olora"]  # see test_a_plan_without_values_is_that_of_the_load
+    kinds = list(KINDS)
     auto_class = {"auto_class": "AutoModelForCausalLM"}
     run_ranks(plan_adapters, {name: (str(adapters / name), FP32, auto_class) for name in kinds})

@@ -177,7 +177,6 @@ def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> 
     return module(weight=made)
 
 
-@pytest.mark.xfail(reason="plan() does not name what initialisation reads from files", raises=AssertionError)
 @pytest.mark.parametrize("build", [written_into, written_from_another])
 def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> None:
     """What is read for a parameter that is written into while the model is described is named in both."""
