@@ -310,12 +310,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             before.dtype,
         )
         return written
-    read_now = written.read_now
-    value.initialiser.write(
-        value,
-        lambda whole: change(whole, [read_now(other, str(func)) for other in others]),
-        draws,
-    )
+    value.initialiser.write(value, str(func), change, others, draws)
     return written
 
 

@@ -62,11 +62,11 @@ def whole(*_: Any) -> Target:
     return Whole(CPU)
 
 
-def described(file: Path, build: Build, make_target: Any = whole) -> Described:
+def described(file: Path, build: Build, make_target: Any = whole, *, holds_values: bool = True) -> Described:
     settings = read_settings({"zero_optimization": {"stage": 3}}, world_size=3)
     call: Any = Call(file, build)
     with Executor() as executor:
-        return describe(call, settings, make_target, executor, open_source=LocalFile, holds_values=True)
+        return describe(call, settings, make_target, executor, open_source=LocalFile, holds_values=holds_values)
 
 
 def planned(file: Path, build: Build, make_target: Any = whole, *, rank: int = 0) -> LoadPlan:
@@ -158,6 +158,31 @@ def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file
         execute(result, found.target, executor)
     assert not found.model.get_parameter("forgotten").any()
     assert found.model.get_parameter("initialised").all()
+
+
+def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+    """As PEFT's OLoRA changes the weights that it adapts."""
+    initialise_in(tensors["x"], context.initialiser, FlatRange(0, 24))
+    tensors["x"].sub_(1.0)
+    context.initialiser.release()
+    return module(weight=tensors["x"])
+
+
+def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+    """As a missing parameter that is initialised from one that is there."""
+    made = uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
+    initialise_in(made, context.initialiser, FlatRange(0, 24))
+    made.copy_(tensors["y"])
+    context.initialiser.release()
+    return module(weight=made)
+
+
+@pytest.mark.parametrize("build", [written_into, written_from_another])
+def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> None:
+    """What is read for a parameter that is written into while the model is described is named in both."""
+    plans = [make_plan(described(file, build, holds_values=holds_values), 0).plan for holds_values in (True, False)]
+    assert plans[0].read_to_describe == plans[1].read_to_describe
+    assert plans[0] == plans[1]
 
 
 def test_a_parameter_that_has_no_value_at_all_is_refused(file: Path) -> None:
