@@ -61,7 +61,9 @@ def prepare(method: str) -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     if method == "lowmem":
-        import lowmem_load  # noqa: F401
+        # As DeepSpeed and transformers, it is imported before the clock and the memory start; it does so lazily itself.
+        import lowmem_load.ds.partition
+        import lowmem_load.load  # noqa: F401
 
 
 def load_ordinary(job: Job) -> Loaded:

@@ -37,7 +37,7 @@ _Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class SharedValue:
     """What a tensor and all views of it share. See [Note: writes] in `describe/tensor.py`.
 
     Attributes:
@@ -71,19 +71,35 @@ class Initialiser:
     Memory: the largest parameter that is written into, plus what is kept of each.
 
     Args:
-        read_now: reads the value that a parameter has before it is written into.
-        holds_values: whether values are wanted. Else writes are noted and nothing is computed or allocated: enough for
-            a plan, in which such a value is a number of elements.
+        read_now: reads what parameters hold before they are written into, and what is written into them.
+        note: takes its place where values are not wanted, and returns meta tensors. Then writes are noted and nothing
+            is read, computed or allocated: enough for a plan, in which such a value is a number of elements.
     """
 
-    def __init__(self, read_now: ReadNow, *, holds_values: bool = True) -> None:
-        self._read_now, self._holds_values = read_now, holds_values
-        self._current: Value | None = None
+    def __init__(self, read_now: ReadNow, note: ReadNow | None = None) -> None:
+        self._holds_values = note is None
+        self._read_now, self._read = read_now, note or read_now
+        self._current: SharedValue | None = None
         self._idle_draws: list[Callable[[], object]] = []
         self._whole = torch.empty(0, device=CPU)
 
-    def write(self, value: Value, change: Callable[[torch.Tensor], object], draws: bool) -> None:
-        """Apply `change` to the whole of `value`; `draws` says whether it draws random numbers."""
+    def write(
+        self,
+        value: SharedValue,
+        operation: str,
+        change: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
+        others: Sequence[Expression],
+        draws: bool,
+    ) -> None:
+        """Apply an operation to the whole of a value.
+
+        Args:
+            value: to be changed.
+            operation: for reports.
+            change: takes the whole, which it changes, and the values of `others`.
+            others: what is written.
+            draws: whether `change` draws random numbers.
+        """
         if self._current is not value:
             self.release()
             self._whole, self._current = self._fetch(value), value
@@ -93,22 +109,29 @@ class Initialiser:
             for draw in self._idle_draws:
                 draw()
             self._idle_draws.clear()
-        value.log.append((torch.get_rng_state() if draws else None, change))
+
+        def write_again(whole: torch.Tensor) -> None:
+            change(whole, [self._read_now(other, operation) for other in others])
+
+        value.log.append((torch.get_rng_state() if draws else None, write_again))
         if self._holds_values:
-            change(self._whole)
+            write_again(self._whole)
+        else:
+            for other in others:
+                self._read(other, operation)
         value.expression = _replayed(value.before, value.log, len(value.log))
 
-    def _fetch(self, value: Value) -> torch.Tensor:
+    def _fetch(self, value: SharedValue) -> torch.Tensor:
         """Return the whole of `value`; one that has none yet gets memory of its own."""
         expression = value.expression
+        if value.log or not self._is_uninitialised(value):
+            return self._read(expression, INITIALISED)
         if not self._holds_values:
             return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
-        if value.log or not self._is_uninitialised(value):
-            return self._read_now(expression, INITIALISED)
         return _pages(numel(expression), expression.dtype).view(expression.shape)
 
     @staticmethod
-    def _is_uninitialised(value: Value) -> bool:
+    def _is_uninitialised(value: SharedValue) -> bool:
         return isinstance(value.expression, Computed) and value.expression.operation == UNINITIALISED
 
     def skip(self, draw: Callable[[], object]) -> None:

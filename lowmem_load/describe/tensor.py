@@ -5,7 +5,7 @@ touching data. Views, concatenations and casts become expression nodes; any othe
 whose inputs are read whole when, and only when, its result is needed. Only an operation that must answer now
 (`torch.equal`, `item`, a mask) reads at once; tensors that it makes say so.
 
-[Note: writes] Views share the `Value` of the tensor they were taken from, so a write through one is seen by all.
+[Note: writes] Views share the `SharedValue` of the tensor they were taken from, so a write through one is seen by all.
 Writing into a copy that nobody owns is described like any other operation. Writing into a parameter (initialisation,
 as a rule) is done at once, because random numbers must be drawn in the order in which an ordinary load draws them:
 the `Initialiser` holds one parameter whole at a time, and of the others the elements that this rank will keep.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lowmem_load.describe.initialise import UNINITIALISED, Initialiser, ReadNow, Value, with_random_state
+from lowmem_load.describe.initialise import UNINITIALISED, Initialiser, ReadNow, SharedValue, with_random_state
 from lowmem_load.describe.operations import describe, is_described
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
@@ -69,7 +69,7 @@ class SymbolicTensor(torch.Tensor):
         read_now: reads an expression, for operations that need data at once.
     """
 
-    value: Value
+    value: SharedValue
     views: tuple[_View, ...]
     twin: torch.Tensor
     read_now: ReadNow
@@ -77,12 +77,12 @@ class SymbolicTensor(torch.Tensor):
     @staticmethod
     def __new__(  # noqa: D102  the class docstring says it
         cls,
-        expression: Expression | Value,
+        expression: Expression | SharedValue,
         read_now: ReadNow,
         twin: torch.Tensor | None = None,
         views: tuple[_View, ...] = (),
     ) -> SymbolicTensor:
-        value = expression if isinstance(expression, Value) else Value(expression)
+        value = expression if isinstance(expression, SharedValue) else SharedValue(expression)
         if twin is None:
             twin = torch.empty(value.expression.shape, dtype=value.expression.dtype, device="meta")
         tensor = torch.Tensor._make_wrapper_subclass(
@@ -310,12 +310,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             before.dtype,
         )
         return written
-    read_now = written.read_now
-    value.initialiser.write(
-        value,
-        lambda whole: change(whole, [read_now(other, str(func)) for other in others]),
-        draws,
-    )
+    value.initialiser.write(value, str(func), change, others, draws)
     return written
 
 

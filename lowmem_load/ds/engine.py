@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import zip_longest
 from typing import Any
 
@@ -33,7 +33,9 @@ from torch import nn
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds.comm import SUPPORTED
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.targets.choice import WHOLE_MODEL, entry_modules
+
+WHOLE_MODEL = "_whole_model"
+"""Attribute of the shell that is given to `deepspeed.initialize` in a model's place."""
 
 PLACEHOLDER = "lowmem_load_placeholder"
 """A parameter of one element that no forward uses: DeepSpeed makes no ZeRO-3 optimizer without a trainable one."""
@@ -324,6 +326,20 @@ def _positional_names(module: nn.Module, count: int) -> list[str]:
         return []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [parameter.name for parameter in parameters if parameter.kind in positional][:count]
+
+
+def is_shell(model: nn.Module) -> bool:
+    """Whether DeepSpeed is given `model` for a partial engine, so that what is whole in it is so on purpose."""
+    return WHOLE_MODEL in vars(model)
+
+
+def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules whose forward is the way into the chosen part: containers run no forward, their items do."""
+    for module in chosen.values():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from entry_modules(dict(module.named_children()))
+        else:
+            yield module
 
 
 def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:

@@ -46,8 +46,6 @@ def _check_contract() -> None:
             ),
             _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
             "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
-            "deepspeed.runtime.keep_in_fp32": ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"),
-            "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
             "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
             "deepspeed.runtime.zero.utils": ("is_zero_param",),
             "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
@@ -94,8 +92,6 @@ _check_contract()
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
-from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern  # noqa: E402
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
     Init,
@@ -117,7 +113,7 @@ class PartitionMemory:
 class Partitioner:
     """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
 
-    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `distributed.DistributedInterface`).
+    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `ranks.process_group.DistributedInterface`).
 
     Args:
         ds_config: resolved (no "auto" that ZeRO-3 reads), stage 3.
@@ -312,40 +308,6 @@ class Partitioner:
         return _described(partition, numel, None)
 
 
-def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
-
-    Args:
-        module: whose class may name some.
-        setting: data_types.keep_in_fp32_modules of the ds_config; None where it is absent.
-        dtype: in which DeepSpeed runs.
-    """
-    pattern = keep_in_fp32_pattern(module, setting, dtype)
-    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
-
-
-def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
-    """Return the parameters, by name, that an engine will keep whole on every rank between steps, with their elements.
-
-    Source: deepspeed 0.19.8 `parameter_offload.py`, `mark_persistent_parameters`.
-
-    Args:
-        ds_config: resolved.
-        module: those of its parameters count that are ZeRO-3 parameters.
-    """
-    config = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
-    require_attributes(SUPPORTED, config, ("model_persistence_threshold", "param_persistence_threshold"))
-    kept: dict[str, int] = {}
-    elements = 0
-    for name, parameter in module.named_parameters():
-        size = parameter.ds_numel if is_zero_param(parameter) else None
-        if size is None or size > config.param_persistence_threshold:
-            continue
-        if elements + size <= config.model_persistence_threshold:
-            kept[name], elements = size, elements + size
-    return kept
-
-
 class _Mpu:
     """What DeepSpeedConfig asks a model-parallel unit: among how many ranks a batch is divided."""
 
@@ -423,29 +385,6 @@ def _described(partition: torch.Tensor, numel: int, final_location: OffloadDevic
     partition.status = PartitionedParamStatus.AVAILABLE
     partition.final_location = final_location
     return partition
-
-
-def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Return whether `parameter` is a ZeRO-3 parameter."""
-    return bool(is_zero_param(parameter))
-
-
-def whole_numel(parameter: torch.Tensor) -> int:
-    """Return how many elements `parameter` has in all, partitioned or not."""
-    numel: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
-    return numel
-
-
-def partition_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's partition of a ZeRO-3 parameter, flat, padding included; shares its memory."""
-    partition: torch.Tensor = parameter.ds_tensor
-    return partition
-
-
-def group_size_of(parameter: torch.Tensor) -> int:
-    """Return among how many ranks a ZeRO-3 parameter is cut up."""
-    size: int = dist.get_world_size(parameter.ds_process_group)
-    return size
 
 
 def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:

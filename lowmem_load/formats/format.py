@@ -18,6 +18,7 @@ class CheckpointFile:
         path: as it was opened.
         nbytes: its size.
         digest: of the bytes that say what tensor lies where.
+        version: of the source when these were read.
         names: of its tensors, in the order of the file.
         metadata: free-form strings; None where the file has none.
         expression: what a tensor, given by name, is made of; names of the same tensor give the same object. Raises
@@ -27,6 +28,7 @@ class CheckpointFile:
     path: str
     nbytes: int
     digest: str
+    version: str
     names: tuple[str, ...]
     metadata: Mapping[str, str] | None
     expression: Callable[[str], Expression]

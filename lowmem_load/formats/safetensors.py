@@ -257,7 +257,7 @@ class Safetensors:
             HeaderError: the header is malformed.
             TruncatedFileError: the file is shorter than its header promises.
         """
-        path = source.path
+        path, version = source.path, source.version
         prefix = read_bytes(source, 0, PREFIX_NBYTES)
         raw = read_bytes(source, PREFIX_NBYTES, header_nbytes(prefix, path, source.nbytes))
         header = parse_header(raw, path, source.nbytes)
@@ -267,7 +267,7 @@ class Safetensors:
             return Source(path, name, entry.start, entry.shape, entry.dtype)
 
         digest = hashlib.sha256(raw).hexdigest()[:16]
-        return CheckpointFile(path, source.nbytes, digest, tuple(header.tensors), header.metadata, expression)
+        return CheckpointFile(path, source.nbytes, digest, version, tuple(header.tensors), header.metadata, expression)
 
 
 def code_of(dtype: torch.dtype) -> str:

@@ -54,7 +54,7 @@ class TorchZip:
             CheckpointError: the file cannot be read, is not such a zip, or holds anything but tensors.
             TruncatedFileError: the file ends early.
         """
-        path = source.path
+        path, version = source.path, source.version
         entries = _read_directory(source)
         prefix = _prefix(entries, path)
         byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)
@@ -70,7 +70,9 @@ class TorchZip:
             named[name] = expressions[tensor]
         digest = hashlib.sha256(pickled)
         digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in entries.items())).encode())
-        return CheckpointFile(path, source.nbytes, digest.hexdigest()[:16], tuple(named), None, named.__getitem__)
+        return CheckpointFile(
+            path, source.nbytes, digest.hexdigest()[:16], version, tuple(named), None, named.__getitem__
+        )
 
 
 # -- the zip ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which DeepSpeed configuration is active in transformers: that of TrainingArguments, accelerate or the caller.
 
-Part of the transformers seam, see `hf.py`. transformers keeps a weak reference to the `HfDeepSpeedConfig` that was made
-last (integrations/deepspeed.py); every `from_pretrained` asks it whether to load for ZeRO-3.
+Part of the transformers seam, see `loader.py`. transformers keeps a weak reference to the `HfDeepSpeedConfig` that was
+made last (integrations/deepspeed.py); every `from_pretrained` asks it whether to load for ZeRO-3.
 """
 
 from __future__ import annotations

@@ -244,7 +244,8 @@ class _RealData(TorchFunctionMode):
         self._read_now = read_now
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.data.__set__ and isinstance(args[1], SymbolicTensor):
+        # `==`: torch makes the wrapper anew each time it is looked up.
+        if func == torch.Tensor.data.__set__ and isinstance(args[1], SymbolicTensor):
             parameter, value = args
             if not isinstance(parameter, SymbolicTensor):
                 args = (parameter, self._read_now(expression_of(value), "assigning to the data of an adapter"))

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lowmem_load.ds.engine import is_shell
 from lowmem_load.ds.initialize_hook import hooked
-from lowmem_load.ds.partition import is_partitioned, whole_numel
+from lowmem_load.ds.parameters import is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.load import streaming
 from lowmem_load.settings.ds_config import read_ds_config
-from lowmem_load.targets.choice import is_shell
 
 WHOLE_SHARE = 0.5
 """Share of a model's elements that is whole from which on it counts as not partitioned.

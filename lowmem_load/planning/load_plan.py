@@ -29,7 +29,8 @@ class Costs:
         read_bytes: bytes fetched from files: over-read included, headers not.
         num_reads: reads that fetch them.
         staging_bytes: of the staging buffer that each reading thread needs.
-        largest_temporary_bytes: of the largest values that are in memory only to compute others.
+        largest_temporary_bytes: of the largest values that are in memory only to compute others. Whole tensors are
+            computed one at a time; each reading thread may hold as much for elementwise operations.
     """
 
     needed_bytes: int = 0
@@ -172,11 +173,13 @@ class PlannedFile:
         path: as it was opened.
         nbytes: its size.
         digest: of its header, which says what tensor lies where.
+        version: of the source, see `read.source.ByteSource`; another node's may differ, so it is not compared.
     """
 
     path: str
     nbytes: int
     digest: str
+    version: str = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)

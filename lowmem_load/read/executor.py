@@ -87,7 +87,7 @@ class Executor:
             self._sources.clear()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:
-        """From now on refuse a file that is not as large as it was when it was planned against."""
+        """From now on refuse a file that is not what it was when it was planned against."""
         self._planned.update((file.path, file) for file in files)
 
     def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], material: Material) -> None:
@@ -102,6 +102,11 @@ class Executor:
         known = {number: self._value(number, values, material) for number in fill.needs}
         for task in self._tasks(fill.steps, destination, known, material):
             self._run(task)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a file that was read is no longer what it was when it was planned against."""
+        for path in self._sources:
+            self._check_unchanged(path)
 
     def finish(self) -> None:
         """Wait until all memory given so far is filled.
@@ -189,14 +194,16 @@ class Executor:
     def _source(self, path: str) -> ByteSource:
         with self._lock:
             if path not in self._sources:
-                source = self._sources[path] = self._open(path)
-                planned = self._planned.get(path)
-                if planned is not None and source.nbytes != planned.nbytes:
-                    raise CheckpointError(
-                        f"{path}: has {source.nbytes} bytes, it had {planned.nbytes} when its header was read; it was "
-                        "replaced meanwhile, so load again"
-                    )
+                self._sources[path] = self._open(path)
+                self._check_unchanged(path)
             return self._sources[path]
+
+    def _check_unchanged(self, path: str) -> None:
+        planned = self._planned.get(path)
+        if planned is not None and self._sources[path].version != planned.version:
+            raise CheckpointError(
+                f"{path}: was replaced or written to after its header was read; load again once nobody writes to it"
+            )
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)

@@ -15,6 +15,9 @@ from typing import Protocol
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 
+MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
+"""Buffers that one system call fills; it refuses more."""
+
 
 class ByteSource(Protocol):
     """Bytes that can be read by position, from several threads at a time."""
@@ -29,7 +32,7 @@ class ByteSource(Protocol):
 
     @property
     def version(self) -> str:
-        """What changes when the bytes do: equal as long as they are the same."""
+        """What changes when the bytes do: equal as long as they are the same. Looked up anew each time."""
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, one after the other, with the bytes from `offset` on.
@@ -71,14 +74,20 @@ class LocalFile:
             self.close()
             raise CheckpointError(f"{path}: is not a regular file")
         self.nbytes = found.st_size
-        self.version = f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+
+    @property
+    def version(self) -> str:
+        """Device, inode, size and time of change of the open file."""
+        with _our_errors(self.path):
+            found = os.fstat(self._descriptor)
+        return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""
         left = [buffer for buffer in buffers if buffer.nbytes]
         with _our_errors(self.path):
             while left:
-                num_bytes = os.preadv(self._descriptor, left, offset)
+                num_bytes = os.preadv(self._descriptor, left[:MAX_BUFFERS], offset)
                 if num_bytes == 0:
                     short = sum(buffer.nbytes for buffer in left)
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")

@@ -82,9 +82,9 @@ class Settings:
 
     @property
     def secondary_size(self) -> int:
-        """Ranks among which hpZ's secondary copy is cut up; 1 without hpZ."""
+        """Ranks among which hpZ's secondary copy is cut up; 0 without hpZ. On a single rank there is a copy, too."""
         size: int = self.ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
-        return min(size, self.world_size)
+        return min(size, self.world_size) if size > 1 else 0
 
     @property
     def fingerprint(self) -> str:

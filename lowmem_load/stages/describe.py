@@ -12,8 +12,9 @@ from torch import nn
 from lowmem_load.describe.context import Context, Keeps
 from lowmem_load.describe.initialise import Initialiser
 from lowmem_load.hf import loader
-from lowmem_load.planning.expression import Expression
+from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, hull
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import Opener
@@ -78,6 +79,14 @@ def describe(
             reads[reason] = reads.get(reason, 0) + executor.stats.read_bytes - before
         return whole
 
+    def note(expression: Expression, reason: str) -> torch.Tensor:
+        planner = Planner()
+        fill = planner.plan_fill(reason, expression, FlatRange(0, numel(expression)))
+        read_bytes = planner.costs([fill]).read_bytes
+        if read_bytes:
+            reads[reason] = reads.get(reason, 0) + read_bytes
+        return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
+
     def target_of(model: nn.Module) -> Target:
         nonlocal settings, target
         if target is None:
@@ -89,10 +98,10 @@ def describe(
         layout, known = target_of(model).layout, _names_by_id(model)
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
-    initialiser = Initialiser(read_now, holds_values=holds_values)
+    initialiser = Initialiser(read_now, None if holds_values else note)
     context = Context(read_now, initialiser, keeps_of, open_source)
     model, info = call.describe(context)
-    files = tuple(PlannedFile(file.path, file.nbytes, file.digest) for file in context.files.values())
+    files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     found = target_of(model)
     return Described(call.name, model, info, settings, found, files, tuple(reads.items()), time.perf_counter() - start)
 

@@ -49,6 +49,7 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
             forget(parameter)
         sample()
     executor.finish()
+    executor.check_unchanged()
     target.finish()
 
 

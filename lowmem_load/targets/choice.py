@@ -7,7 +7,7 @@ parameter that a chosen and another module share cannot be both partitioned and 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from lowmem_load.settings.settings import Choice, Partition, choices_of
 
 MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
-
-WHOLE_MODEL = "_whole_model"
-"""Attribute of the shell that `zero3_engine` gives to `deepspeed.initialize` in a model's place."""
 
 NAMES_SHOWN = 8
 """Names that an error message lists."""
@@ -115,20 +112,6 @@ def _partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Ten
         return True
     parameters = list(module.parameters())
     return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_marked, module.modules()))
-
-
-def is_shell(model: nn.Module) -> bool:
-    """Whether DeepSpeed is given `model` for a partial engine, so that what is whole in it is so on purpose."""
-    return WHOLE_MODEL in vars(model)
-
-
-def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules whose forward is the way into the chosen part: containers run no forward, their items do."""
-    for module in chosen.values():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            yield from entry_modules(dict(module.named_children()))
-        else:
-            yield module
 
 
 def _matches(entry: Choice, name: str, module: nn.Module) -> bool:

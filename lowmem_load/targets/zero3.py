@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
+from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
 from lowmem_load.settings.settings import Settings
@@ -33,6 +33,7 @@ class Zero3:
         modules: names of the topmost modules whose parameters come here; "" is the model itself.
 
     Raises:
+        ConfigError: DeepSpeed cannot cut up parameters among so many ranks as the settings say.
         UnsupportedError: names the setting that cannot be followed, and why.
     """
 
@@ -55,7 +56,7 @@ class Zero3:
         world_size, secondary_size = self._settings.world_size, self._settings.secondary_size
         numel = parameter.numel()
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
-        if secondary_size > 1:  # a whole number of partitions: padding is that of the first
+        if secondary_size:  # a whole number of partitions: padding is that of the first
             size = numels[0] * (world_size // secondary_size)
             first = size * (self._rank % secondary_size)
             regions.append(FlatRange(min(first, numel), min(first + size, numel)))
@@ -69,7 +70,7 @@ class Zero3:
         setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
         if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
             return []  # without importing DeepSpeed
-        from lowmem_load.ds.partition import fp32_buffers
+        from lowmem_load.ds.parameters import fp32_buffers
 
         return fp32_buffers(model, setting, self._settings.dtype)
 
@@ -114,7 +115,7 @@ class Zero3:
 
     def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
         """See `Target`: those that are at most stage3_param_persistence_threshold elements large."""
-        from lowmem_load.ds.partition import persistent
+        from lowmem_load.ds.parameters import persistent
 
         return persistent(self._settings.ds_config, model)
 
@@ -125,7 +126,7 @@ def _names_fp32(module: nn.Module) -> bool:
 
 def _refuse(settings: Settings, group: Any) -> None:
     """Raise for what DeepSpeed itself cannot do, and for what would have to be ignored."""
-    has_secondary = settings.ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    has_secondary = settings.secondary_size > 0
     if settings.ds_config.get("weight_quantization", {}).get("quantized_initialization"):
         raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")
     if has_secondary and settings.offload_device == "nvme":
@@ -137,4 +138,9 @@ def _refuse(settings: Settings, group: Any) -> None:
         raise UnsupportedError(
             "zero_hpz_partition_size with data_parallel_group: DeepSpeed cuts secondary groups out of all ranks; "
             "remove one of them"
+        )
+    if has_secondary and settings.world_size % settings.secondary_size:
+        raise ConfigError(
+            f"zero_hpz_partition_size {settings.secondary_size} does not divide the {settings.world_size} ranks, which "
+            "DeepSpeed refuses; use a divisor"
         )

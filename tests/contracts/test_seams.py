@@ -19,6 +19,7 @@ from deepspeed.ops import op_builder
 from deepspeed.runtime import keep_in_fp32, lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero import config as zero_config
 from deepspeed.runtime.zero import offload_config
 from deepspeed.runtime.zero import partition_parameters as pp
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -29,7 +30,7 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface
-from lowmem_load.ds import comm
+from lowmem_load.ds import comm, parameters
 from lowmem_load.ds import engine as zero3_engine
 from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
@@ -59,7 +60,6 @@ def lone_process() -> Iterator[DistributedInterface]:
         (pp, "PartitionedParamStatus"),
         (op_builder, "AsyncIOBuilder"),
         (AsyncPartitionedParameterSwapper, "swap_out_and_release"),
-        (keep_in_fp32, "buffers_to_keep_in_fp32"),
         (groups, "_get_zero_param_intra_parallel_group"),
     ],
 )
@@ -67,6 +67,15 @@ def test_a_deepspeed_without_a_name_is_refused(owner: object, name: str, monkeyp
     monkeypatch.delattr(owner, name)
     with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(name)):
         zero3._check_contract()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(keep_in_fp32, "buffers_to_keep_in_fp32"), (zero_config, "DeepSpeedZeroConfig")]
+)
+def test_parameters_without_a_name_are_refused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(name)):
+        parameters._check_contract()
 
 
 def test_arguments_are_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +213,7 @@ def test_an_installation_without_sources_is_accepted(monkeypatch: pytest.MonkeyP
     hf._check_contract()
     zero3._check_contract()
     zero3_engine._check_contract()
+    parameters._check_contract()
 
 
 @pytest.mark.parametrize(

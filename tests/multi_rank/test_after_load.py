@@ -135,7 +135,7 @@ def from_config() -> list[float]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from lowmem_load import DistributedInterface, load_report, streaming
-    from lowmem_load.ds.partition import is_partitioned
+    from lowmem_load.ds.parameters import is_partitioned
     from lowmem_load.report import host_memory
 
     DistributedInterface()

@@ -161,7 +161,7 @@ def make_several(path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
     from lowmem_load import ModelEngine
-    from lowmem_load.ds.partition import is_partitioned
+    from lowmem_load.ds.parameters import is_partitioned
 
     def visible() -> Any:
         return integration._hf_deepspeed_config_weak_ref

@@ -44,7 +44,7 @@ def stream_and_restore(llama: str, bert: str) -> None:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     from lowmem_load import load_report, streaming
-    from lowmem_load.ds.partition import is_partitioned
+    from lowmem_load.ds.parameters import is_partitioned
 
     before = global_state()
     with streaming(BF16):
@@ -244,7 +244,7 @@ def load_corner_cases(llama: str, half: str, adapter: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
     from lowmem_load import DistributedInterface, load_model, load_report, streaming
-    from lowmem_load.ds.partition import partition_of
+    from lowmem_load.ds.parameters import partition_of
     from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 
     rank = DistributedInterface().rank

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_load.ds.engine import entry_modules
 from lowmem_load.errors import ConfigError
 from lowmem_load.targets.choice import (
     MARK,
     check_ties,
     choose,
     chosen_parameters,
-    entry_modules,
     mark,
     partitioned_modules,
 )

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.ranks import group as rank_group
 from lowmem_load.ranks import process_group as distributed
 from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
@@ -285,19 +284,6 @@ def test_fake_backend_is_one_rank_of_many(fn: Callable[[], Any], env: list[str])
     assert found["env"] == env
 
 
-def _agree_alone() -> None:
-    error = CheckpointError("config.json: absent")
-    interface = DistributedInterface()
-    interface.agree("reading", None)
-    with pytest.raises(CheckpointError) as caught:
-        interface.agree("reading", error)
-    assert caught.value is error
-
-
-def test_agree_on_one_rank_raises_the_error_itself() -> None:
-    alone(_agree_alone)
-
-
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in (*LAUNCHER, *distributed._FOREIGN_SIZES):
@@ -351,19 +337,3 @@ def test_default_timeout_is_thirty_minutes_or_what_deepspeed_is_told(monkeypatch
     assert distributed._default_timeout() == timedelta(minutes=30)
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", "120")
     assert distributed._default_timeout() == timedelta(minutes=120)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3], "0, 2-3"), (range(512), "0-511")]
-)
-def test_spell_ranks(ranks: list[int], text: str) -> None:
-    assert rank_group._spell_ranks(list(ranks)) == text
-
-
-def test_minorities_are_measured_against_the_most_frequent_digest() -> None:
-    assert rank_group._minorities(dict(enumerate(["a", "a", "a"]))) == {}
-    assert rank_group._minorities(dict(enumerate(["a", "b"]))) == {1: "holds digest b, where rank(s) 0 hold a"}
-    assert rank_group._minorities(dict(enumerate(["x", "a", "a", None]))) == {
-        0: "holds digest x, where rank(s) 1-2 hold a",
-        3: "holds digest None, where rank(s) 1-2 hold a",
-    }

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,23 @@ import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError, TruncatedFileError, UnsupportedError
-from lowmem_load.formats.safetensors import BITS, MAX_HEADER_NBYTES, PREFIX_NBYTES, header_nbytes, parse_header
+from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.safetensors import (
+    BITS,
+    DTYPES,
+    MAX_HEADER_NBYTES,
+    PREFIX_NBYTES,
+    Safetensors,
+    header_nbytes,
+    parse_header,
+)
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile
+from lowmem_load.read.whole import read_whole
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
@@ -171,3 +186,36 @@ def test_arbitrary_json_is_refused_or_understood(value: Any, data_nbytes: int) -
     except CheckpointError:
         return
     assert sum(entry.nbytes for entry in header.tensors.values()) == data_nbytes
+
+
+def described(path: str) -> CheckpointFile:
+    return Safetensors().describe(LocalFile(path))
+
+
+def test_every_dtype_that_safetensors_writes(tmp_path: Path) -> None:
+    ones_and_zeros = torch.arange(48, dtype=torch.uint8) % 2  # bytes that are bools, too
+    tensors = {
+        code: ones_and_zeros[: 6 * dtype.itemsize].clone().view(dtype).reshape(2, 3) for code, dtype in DTYPES.items()
+    }
+    path = str(tmp_path / "model.safetensors")
+    save_file(tensors, path, metadata={"format": "pt"})
+    file = described(path)
+    assert file.metadata == {"format": "pt"}
+    with Executor() as executor, safe_open(path, "pt") as opened:
+        for code, tensor in tensors.items():
+            whole, theirs = read_whole(executor, file.expression(code)), opened.get_tensor(code)
+            assert (whole.dtype, whole.shape) == (tensor.dtype, tensor.shape) == (theirs.dtype, theirs.shape)
+            assert torch.equal(whole.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read: No such file"):
+        described(str(path))
+    save_file({"a": torch.ones(10)}, str(path))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TruncatedFileError, match="the header promises"):
+        described(str(path))
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        described(str(path))

@@ -1,0 +1,144 @@
+"""What any `CheckpointFormat` must do, as tests."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+
+import torch
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
+from lowmem_load.planning.expression import Source, leaves, numel
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import partition_range
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.whole import read_whole
+from lowmem_load.testing.memory import MemorySource
+from lowmem_load.testing.raises import raises
+
+PATH = "file"
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+SHAPES = ((3, 5), (7,), (), (2, 3, 4), (1, 1), (0,), (4, 0, 2))
+
+MAX_PROBED_NBYTES = 1024
+"""Bytes of tensors that may be read on the way: the first and last bytes of a file say what it is."""
+
+NUM_CUTS = 200
+
+
+class FormatContract(abc.ABC):
+    """Tests of a checkpoint format."""
+
+    @abc.abstractmethod
+    def format(self) -> CheckpointFormat:
+        """Make the format."""
+
+    @abc.abstractmethod
+    def encode(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
+        """Return a file of this format that holds some tensors by name."""
+
+    def test_names_are_those_of_the_file_in_its_order(self) -> None:
+        """So are size and path; a file without tensors is none the worse."""
+        for names in (["z", "a", "m.weight"], []):
+            data = self.encode({name: torch.ones(2) for name in names})
+            file = self._describe(data)
+            assert (sorted(file.names), file.nbytes, file.path) == (sorted(names), len(data), PATH)
+            starts = [_sources(file, name)[0].start for name in file.names]
+            assert starts == sorted(starts)
+
+    def test_every_tensor_comes_back_bit_by_bit(self) -> None:
+        """Of any dtype and shape."""
+        tensors = {
+            f"{dtype} {shape}": _random(dtype, shape, seed) for seed, dtype in enumerate(DTYPES) for shape in SHAPES
+        }
+        data = self.encode(tensors)
+        file = self._describe(data)
+        assert set(file.names) == set(tensors)
+        with Executor(open_source=lambda path: MemorySource(path, data)) as executor:
+            for name, tensor in tensors.items():
+                found = read_whole(executor, file.expression(name))
+                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+                assert torch.equal(_bytes(found), _bytes(tensor)), name
+
+    def test_a_rank_reads_its_part_of_a_tensor_and_no_more(self) -> None:
+        """What a rank of several holds of a contiguous tensor is one read."""
+        tensor = _random(torch.float32, (37, 11), seed=1)
+        data = self.encode({"other": torch.ones(5), "weight": tensor})
+        expression = self._describe(data).expression("weight")
+        for rank in range(4):
+            span, planner = partition_range(numel(expression), rank, 4), Planner()
+            fill, memory = planner.plan_fill("weight", expression, span), torch.empty(span.numel)
+            with Executor(open_source=lambda path: MemorySource(path, data)) as executor:
+                executor.fill(fill, memory, planner.values, planner.material)
+                executor.finish()
+                assert (executor.stats.read_bytes, executor.stats.num_reads) == (span.numel * 4, 1)
+            assert torch.equal(_bytes(memory), _bytes(tensor.reshape(-1)[span.start : span.end]))
+
+    def test_nothing_but_headers_is_read(self) -> None:
+        """Neither when a file is described nor when an expression is asked for."""
+        data = self.encode({name: _random(torch.float32, (256, 256), seed) for seed, name in enumerate("abcd")})
+        source = MemorySource(PATH, data)
+        file = self.format().describe(source)
+        tensors = [source for name in file.names for source in _sources(file, name)]
+        held = [(leaf.start, leaf.start + numel(leaf) * leaf.dtype.itemsize) for leaf in tensors]
+        assert sum(end - start for start, end in held) == 4 * 256 * 256 * 4
+        probed = sum(max(0, min(end, last) - max(start, first)) for start, end in source.reads for first, last in held)
+        assert probed <= MAX_PROBED_NBYTES
+        assert sum(end - start for start, end in source.reads) < len(data) // 16
+
+    def test_the_digest_is_that_of_what_lies_where(self) -> None:
+        """Equal for other values in the same places; another for other names, dtypes, shapes or places."""
+        ones = {"a": torch.ones(4, 6), "b": torch.ones(8)}
+        digest = self._describe(self.encode(ones)).digest
+        assert self._describe(self.encode(ones)).digest == digest
+        assert self._describe(self.encode({name: 2 * tensor for name, tensor in ones.items()})).digest == digest
+        others: dict[str, dict[str, torch.Tensor]] = {
+            "name": {"a": ones["a"], "c": ones["b"]},
+            "dtype": {"a": ones["a"].int(), "b": ones["b"]},
+            "shape": {"a": ones["a"].reshape(6, 4), "b": ones["b"]},
+            "size": {"a": ones["a"], "b": torch.ones(9)},
+            "names exchanged": {"b": ones["a"], "a": ones["b"]},
+            "one more": {**ones, "c": torch.ones(1)},
+            "one less": {"a": ones["a"]},
+        }
+        for what, tensors in others.items():
+            assert self._describe(self.encode(tensors)).digest != digest, what
+
+    def test_a_file_that_is_cut_off_is_refused(self) -> None:
+        """Wherever: within the header, within the data, before the last byte."""
+        data = self.encode({"a": _random(torch.float32, (20, 30), seed=2), "b": torch.ones(3)})
+        self._describe(data)
+        for nbytes in {*range(0, len(data), max(1, len(data) // NUM_CUTS)), len(data) - 1}:
+            with raises(CheckpointError, naming=PATH):
+                self._describe(data[:nbytes])
+
+    def test_another_kind_of_file_is_refused(self) -> None:
+        """Whatever its bytes are."""
+        for data in (bytes(1000), b"version https://git-lfs.github.com/spec/v1\n", b"<!DOCTYPE html>", b"\xff" * 5000):
+            with raises(CheckpointError, naming=PATH):
+                self._describe(data)
+
+    def _describe(self, data: bytes) -> CheckpointFile:
+        return self.format().describe(MemorySource(PATH, data))
+
+
+def _sources(file: CheckpointFile, name: str) -> list[Source]:
+    return [leaf for leaf in leaves(file.expression(name)) if isinstance(leaf, Source)]
+
+
+def _random(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    numel = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,39 @@
+"""Bytes in memory as a source, for tests that need no files and want to know what is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from lowmem_load.errors import TruncatedFileError
+
+
+class MemorySource:
+    """Bytes in memory, with a note of what is read of them. A `ByteSource`.
+
+    Args:
+        path: what names it in messages.
+        data: the bytes.
+
+    Attributes:
+        reads: first byte and end, exclusive, of each read so far.
+    """
+
+    def __init__(self, path: str, data: bytes) -> None:
+        self.path, self.nbytes = path, len(data)
+        self.version = hashlib.sha256(data).hexdigest()
+        self.reads: list[tuple[int, int]] = []
+        self._data = data
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `ByteSource`."""
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        if end > max(offset, self.nbytes):
+            raise TruncatedFileError(f"{self.path}: ended at byte {self.nbytes} ({end - self.nbytes} bytes short)")
+        self.reads.append((offset, end))
+        for buffer in buffers:
+            buffer[:] = self._data[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+
+    def close(self) -> None:
+        """Do nothing."""

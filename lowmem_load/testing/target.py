@@ -1,0 +1,208 @@
+"""What any `Target` must do, as tests."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lowmem_load.planning.expression import cast, held
+from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, Region
+from lowmem_load.read.executor import Executor
+from lowmem_load.targets.target import Layout, Target
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "odd": (5, 7),
+    "even": (8, 12),
+    "deep": (3, 5, 2),
+    "row": (13,),
+    "fewer_elements_than_ranks": (2,),
+    "column": (3, 1),
+    "one": (1, 1),
+    "scalar": (),
+    "empty": (0, 4),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class TargetContract(abc.ABC):
+    """Tests of a target: what all ranks of several worlds hold, together, of parameters of many shapes.
+
+    Attributes:
+        worlds: numbers of ranks.
+        modules: names of the modules that hold the parameters: where that decides what becomes of them, one of each.
+    """
+
+    worlds: tuple[int, ...] = (1, 2, 3, 4)
+    modules: tuple[str, ...] = ("model",)
+
+    @abc.abstractmethod
+    def target(self, rank: int, world_size: int) -> Target:
+        """Make the target of one rank."""
+
+    def test_a_layout_is_pure(self) -> None:
+        """The same whenever it is asked for, and nothing is allocated for it."""
+        for name, parameter in self._parameters():
+            for rank, world_size in self._ranks():
+                target = self.target(rank, world_size)
+                with _NothingAllocated():
+                    first, second = target.layout(name, parameter), target.layout(name, parameter)
+                assert first == second == self.target(rank, world_size).layout(name, parameter), name
+                assert parameter.is_meta
+
+    def test_ranks_agree_on_what_becomes_of_a_parameter(self) -> None:
+        """Kind, dtype and the number of pieces are the same on all ranks."""
+        for name, parameter in self._parameters():
+            for world_size in self.worlds:
+                layouts = self._layouts(name, parameter, world_size)
+                found = {(layout.kind, layout.dtype, len(layout.regions), layout.on_host) for layout in layouts}
+                assert len(found) == 1, name
+                assert layouts[0].kind
+                assert layouts[0].regions
+
+    def test_memory_is_large_enough_for_its_region(self) -> None:
+        """What is allocated beyond it is padding."""
+        for name, parameter in self._parameters():
+            for rank, world_size in self._ranks():
+                layout = self.target(rank, world_size).layout(name, parameter)
+                for region, numel in zip(layout.regions, layout.numels, strict=True):
+                    assert 0 <= region.numel <= numel, (name, rank, world_size)
+
+    def test_every_element_is_held_as_often_as_its_kind_says(self) -> None:
+        """Whole on every rank if it is replicated. Else once, and equally often in what is held besides."""
+        for name, parameter in self._parameters():
+            for world_size in self.worlds:
+                layouts = self._layouts(name, parameter, world_size)
+                for number in range(len(layouts[0].regions)):
+                    counts = torch.zeros(parameter.shape, dtype=torch.int64)
+                    for layout in layouts:
+                        held_once = torch.zeros_like(counts)
+                        _view(held_once, layout.regions[number]).add_(1)
+                        counts += held_once
+                    distinct = set(counts.reshape(-1).tolist())
+                    where = (name, f"{world_size} ranks", f"region {number}")
+                    if layouts[0].kind == REPLICATED:
+                        assert distinct <= {world_size}, where
+                    elif number == 0:
+                        assert distinct <= {1}, where
+                    else:
+                        assert len(distinct) <= 1, where
+                        assert 0 not in distinct, where
+
+    def test_what_all_ranks_hold_is_the_parameter(self) -> None:
+        """Filled as the planner plans it, the pieces of all ranks are its elements, in the target's dtype."""
+        for seed, (name, parameter) in enumerate(self._parameters()):
+            values = _values(parameter, seed)
+            for world_size in self.worlds:
+                layouts = self._layouts(name, parameter, world_size)
+                for number in range(len(layouts[0].regions)):
+                    whole = torch.full(parameter.shape, float("nan"), dtype=layouts[0].dtype)
+                    for layout in layouts:
+                        region = layout.regions[number]
+                        piece = _filled(name, values, layout, number)
+                        _view(whole, region).copy_(piece.view(_view(whole, region).shape))
+                    assert torch.equal(whole, values.to(layouts[0].dtype)), (name, world_size)
+
+    def test_memory_is_made_as_planned(self) -> None:
+        """On rank 0 of 1: for each destination flat memory in the planned dtype, whose padding is zero."""
+        target, model = self.target(0, 1), nn.Module()
+        for module in self.modules:
+            model.add_module(module, nn.Module())
+        for name, parameter in self._parameters():
+            module, _, last = name.rpartition(".")
+            model.get_submodule(module).register_parameter(last, parameter)
+        plans = [
+            _target_plan(name, parameter, target.layout(name, parameter)) for name, parameter in self._parameters()
+        ]
+        target.prepare(model)
+        made: dict[str, nn.Parameter] = {}
+        for plan in plans:
+            parameter = model.get_parameter(plan.name)
+            made[plan.name], memory = target.make(plan, parameter, lambda: None)
+            for destination, tensor in zip(plan.destinations, memory, strict=True):
+                assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, (destination.numel,)), plan.name
+                assert tensor.is_contiguous(), plan.name
+                assert not tensor[destination.region.numel :].any(), plan.name
+                tensor[: destination.region.numel].fill_(1)
+            assert isinstance(made[plan.name], nn.Parameter)
+            assert made[plan.name].requires_grad == parameter.requires_grad, plan.name
+        target.finish()
+        for name, parameter in made.items():
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, parameter)
+        assert set(target.gathered_for_good(model)) <= set(made)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for module in self.modules:
+            for dtype in DTYPES:
+                for label, shape in SHAPES.items():
+                    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), label != "even")
+                    yield f"{module}.{label}_{str(dtype).rpartition('.')[2]}", parameter
+
+    def _ranks(self) -> Iterator[tuple[int, int]]:
+        for world_size in self.worlds:
+            for rank in range(world_size):
+                yield rank, world_size
+
+    def _layouts(self, name: str, parameter: nn.Parameter, world_size: int) -> list[Layout]:
+        return [self.target(rank, world_size).layout(name, parameter) for rank in range(world_size)]
+
+
+class _NothingAllocated(TorchFunctionMode):
+    """Inside, no call of torch may return a tensor that has memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert not isinstance(result, torch.Tensor) or result.is_meta, func
+        return result
+
+
+def _values(parameter: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def _view(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return the elements of `region` as a view."""
+    if isinstance(region, FlatRange):
+        return whole.view(-1)[region.start : region.end]
+    for dim, (start, size) in enumerate(zip(region.starts, region.sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+def _filled(name: str, values: torch.Tensor, layout: Layout, number: int) -> torch.Tensor:
+    planner, region = Planner(), layout.regions[number]
+    fill = planner.plan_fill(name, cast(held(values), layout.dtype), region, on_host=layout.on_host)
+    memory = torch.full((layout.numels[number],), float("nan"), dtype=layout.dtype)
+    with Executor() as executor:
+        executor.fill(fill, memory[: fill.numel], planner.values, planner.material)
+    assert memory[fill.numel :].isnan().all(), f"{name}: padding was written"
+    return memory[: fill.numel]
+
+
+def _target_plan(name: str, parameter: nn.Parameter, layout: Layout) -> TargetPlan:
+    planner, shape = Planner(), tuple(parameter.shape)
+    stored = cast(held(torch.zeros(math.prod(shape), dtype=parameter.dtype).view(shape)), layout.dtype)
+    destinations = tuple(
+        Destination(region, numel, layout.on_host, planner.plan_fill(name, stored, region, on_host=layout.on_host))
+        for region, numel in zip(layout.regions, layout.numels, strict=True)
+    )
+    return TargetPlan(
+        names=(name,),
+        shape=shape,
+        dtype=layout.dtype,
+        kind=layout.kind,
+        destinations=destinations,
+        is_recast=parameter.dtype != layout.dtype,
+        is_uninitialised=False,
+        slow_paths=(),
+        fingerprint="",
+    )

@@ -1,0 +1,32 @@
+"""Every checkpoint format passes the shipped contract."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+import safetensors.torch
+import torch
+
+from lowmem_load.formats.format import CheckpointFormat
+from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.testing.format import FormatContract
+
+
+class TestSafetensors(FormatContract):
+    def format(self) -> CheckpointFormat:
+        return Safetensors()
+
+    def encode(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
+        return safetensors.torch.save(dict(tensors))
+
+
+class TestTorchZip(FormatContract):
+    def format(self) -> CheckpointFormat:
+        return TorchZip()
+
+    def encode(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
+        file = io.BytesIO()
+        torch.save(dict(tensors), file)
+        return file.getvalue()

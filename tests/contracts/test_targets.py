@@ -1,0 +1,82 @@
+"""Every target passes the shipped contract, under each setting that changes what ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load import DistributedInterface
+from lowmem_load.settings.settings import Settings, read_settings
+from lowmem_load.targets.partial import Partial
+from lowmem_load.targets.target import Target
+from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.zero3 import Zero3
+from lowmem_load.testing.target import TargetContract
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def lone_process() -> Iterator[None]:
+    interface = DistributedInterface()
+    yield
+    interface.destroy()
+
+
+def settings(world_size: int, *, bf16: bool = False, **zero: Any) -> Settings:
+    config = {"zero_optimization": {"stage": 3, **zero}, "bf16": {"enabled": bf16}}
+    return read_settings(config, world_size=world_size).for_model(None)
+
+
+class TestZero3(TargetContract):
+    def target(self, rank: int, world_size: int) -> Target:
+        return Zero3(settings(world_size), rank, CPU)
+
+
+class TestZero3Bf16(TargetContract):
+    def target(self, rank: int, world_size: int) -> Target:
+        return Zero3(settings(world_size, bf16=True), rank, CPU)
+
+
+class TestZero3Offloaded(TargetContract):
+    def target(self, rank: int, world_size: int) -> Target:
+        return Zero3(settings(world_size, offload_param={"device": "cpu"}), rank, CPU)
+
+
+class TestZero3WithSecondaryPartitions(TargetContract):
+    worlds = (1, 2, 4)  # DeepSpeed makes groups of 2
+
+    def target(self, rank: int, world_size: int) -> Target:
+        return Zero3(settings(world_size, zero_hpz_partition_size=2), rank, CPU)
+
+
+class TestWhole(TargetContract):
+    def target(self, *_: int) -> Target:
+        return Whole(CPU)
+
+
+class TestPartial(TargetContract):
+    modules = ("inside", "outside", "inside_too", "insides")
+
+    def target(self, rank: int, world_size: int) -> Target:
+        chosen = ("inside", "inside_too")
+        return Partial(chosen, Zero3(settings(world_size, bf16=True), rank, CPU, None, chosen), Whole(CPU))
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("inside.weight", "zero3"),
+            ("inside.layer.weight", "zero3"),
+            ("inside_too.weight", "zero3"),
+            ("outside.weight", "replicated"),
+            ("insides.weight", "replicated"),
+        ],
+    )
+    def test_a_parameter_goes_where_its_module_does(self, name: str, kind: str) -> None:
+        parameter = torch.empty(3, 4, device="meta")
+        layout = self.target(1, 2).layout(name, parameter)
+        assert layout.kind == kind
+        assert layout.dtype == (torch.bfloat16 if kind == "zero3" else torch.float32)

@@ -1,0 +1,186 @@
+"""plan() is the plan that a rank makes and executes, made in a plain process: no group, no DeepSpeed, headers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from lowmem_load import LoadPlan, plan
+from tests import builders
+from tests.multi_rank.test_formats import with_fp8
+from tests.parity import BF16, FP32
+from tests.ranks import REPO, run_ranks
+
+FP16 = {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}}
+
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+"""Path, ds_config and keywords of a load."""
+
+
+def stage_3(**zero: Any) -> dict[str, Any]:
+    return {**BF16, "zero_optimization": {"stage": 3, **zero}}
+
+
+def adapter(checkpoints: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoints / "adapter"
+    if not folder.is_dir():
+        base = AutoModelForCausalLM.from_pretrained(builders.tiny_llama(checkpoints, torch.float32))
+        get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], r=2)).save_pretrained(folder)
+    return folder
+
+
+def fp8(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    from transformers import FineGrainedFP8Config
+
+    folder, options = with_fp8(checkpoints, tmp_path)
+    fields = {key: value for key, value in options["quantization"].items() if key != "quant_method"}
+    return folder, {"quantization_config": FineGrainedFP8Config(**fields)}
+
+
+def tied_twice(checkpoints: Path, tmp_path: Path) -> Path:
+    """A tied weight under both its names, which transformers compares."""
+    folder = Path(shutil.copytree(builders.tiny_qwen2_tied(checkpoints), tmp_path / "tied"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def with_gaps(checkpoints: Path, tmp_path: Path) -> Path:
+    """Tensors that were saved as views with gaps, of which only torch knows what they hold."""
+    folder = Path(shutil.copytree(builders.as_torch_bin(builders.tiny_llama(checkpoints)), tmp_path / "gaps"))
+    state = torch.load(folder / "pytorch_model.bin")
+    for name in [name for name in state if "mlp" in name]:
+        state[name] = torch.nn.functional.pad(state[name], (1, 2))[:, 1:-2]
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+def cases(checkpoints: Path, tmp_path: Path, world_size: int) -> dict[str, Case]:
+    llama, bert = builders.tiny_llama(checkpoints), builders.tiny_bert(checkpoints)
+    odd = builders.tiny_llama(checkpoints, torch.float32, "20KB", **builders.ODD_SIZES)
+    qwen2, mixtral = builders.tiny_qwen2_tied(checkpoints), builders.tiny_mixtral(checkpoints)
+    llava = builders.tiny_llava(checkpoints)
+    quantized, quantization = fp8(checkpoints, tmp_path)
+    classifier = {"auto_class": "BertForSequenceClassification"}
+    language = ["model.language_model", "lm_head"]
+    found: dict[str, tuple[Path, dict[str, Any], dict[str, Any]]] = {
+        "llama": (llama, BF16, {}),
+        "llama, odd sizes, sharded": (odd, FP32, {}),
+        "llama, cast to bf16": (odd, BF16, {}),
+        "llama, cast to fp16": (odd, FP16, {"auto_class": "AutoModelForCausalLM"}),
+        "qwen2, tied": (qwen2, BF16, {}),
+        "qwen2, tied, both names": (tied_twice(checkpoints, tmp_path), BF16, {}),
+        "mixtral, experts fused": (mixtral, BF16, {}),
+        "mixtral, .bin": (builders.as_torch_bin(mixtral, 2), BF16, {}),
+        "qwen2, .bin, both names": (
+            builders.as_torch_bin(qwen2, ties={"lm_head.weight": "model.embed_tokens.weight"}),
+            BF16,
+            {},
+        ),
+        ".bin with gaps": (with_gaps(checkpoints, tmp_path), FP32, {}),
+        "bert, head missing": (bert, FP32, classifier),
+        "bert, head missing, cast": (bert, BF16, classifier),
+        "fp8, scaled by blocks": (quantized, BF16, quantization),
+        "adapter": (adapter(checkpoints), FP32, {"auto_class": "AutoModelForCausalLM"}),
+        "offloaded to the host": (llama, stage_3(offload_param={"device": "cpu"}), {}),
+        "nothing kept whole": (llama, stage_3(stage3_param_persistence_threshold=0), {}),
+        "auto": (llama, {**stage_3(reduce_bucket_size="auto"), "bf16": {"enabled": "auto"}}, {}),
+        "partial": (llava, FP32, {"partition": language}),
+        "partial, bf16 outside too": (llava, BF16, {"partition": language, "dtype": torch.bfloat16}),
+        "partial, nothing": (llava, FP32, {"partition": []}),
+        "stage 0": (llama, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, {}),
+        "stage 2, head missing": (bert, {"zero_optimization": {"stage": 2}}, classifier),
+    }
+    if world_size != 3:  # DeepSpeed wants a divisor
+        found["hpZ"] = (odd, stage_3(zero_hpz_partition_size=2), {})
+    return {name: (str(path), config, kwargs) for name, (path, config, kwargs) in found.items()}
+
+
+def executed_plans(loads: dict[str, Case]) -> dict[str, LoadPlan]:
+    """Rank function: the plans that loads executed, each of which read what its plan says."""
+    from lowmem_load import load_model, load_report
+    from lowmem_load.stages import load as stages
+
+    executed: list[LoadPlan] = []
+    ordinary = stages.execute
+
+    def kept(planned: Any, *args: Any) -> None:
+        executed.append(planned.plan)
+        ordinary(planned, *args)
+
+    found: dict[str, LoadPlan] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "execute", kept)
+        for name, (path, config, kwargs) in loads.items():
+            report = load_report(load_model(path, config, **kwargs))
+            (found[name],) = executed
+            executed.clear()
+            of_plan = found[name]
+            described = sum(nbytes for _, nbytes in of_plan.read_to_describe)
+            assert report.read_bytes == of_plan.read_bytes + described, name
+            assert described or report.num_reads == of_plan.num_reads, name
+            assert report.needed_bytes == of_plan.needed_bytes, name
+            assert report.partition_bytes == of_plan.partition_bytes, name
+            assert report.whole_bytes == of_plan.replicated_bytes, name
+            assert report.slow_paths == of_plan.slow_paths, name
+    return found
+
+
+def differing(left: Any, right: Any, path: str = "plan") -> Iterator[str]:
+    """Yields where two plans differ, the deepest fields that do."""
+    if dataclasses.is_dataclass(left) and type(left) is type(right):
+        for field in dataclasses.fields(left):
+            if field.compare:
+                yield from differing(getattr(left, field.name), getattr(right, field.name), f"{path}.{field.name}")
+    elif isinstance(left, tuple) and isinstance(right, tuple) and len(left) == len(right):
+        for number, (one, other) in enumerate(zip(left, right, strict=True)):
+            yield from differing(one, other, f"{path}[{number}]")
+    elif left != right:
+        yield f"{path}: {left!r} executed, {right!r} planned"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers in its old words
+def test_a_rank_executes_the_plan_that_any_process_makes(checkpoints: Path, tmp_path: Path, world_size: int) -> None:
+    loads = cases(checkpoints, tmp_path, world_size)
+    ranks = run_ranks(executed_plans, loads, world_size=world_size, timeout_s=300)
+    assert not dist.is_initialized()
+    for rank, executed in enumerate(ranks):
+        for name, (path, config, kwargs) in loads.items():
+            planned = plan(path, config, rank=rank, world_size=world_size, **kwargs)
+            assert next(differing(executed[name], planned), None) is None, name
+            assert executed[name] == planned, name
+    fingerprints = {name: {executed[name].fingerprint for executed in ranks} for name in loads}
+    assert all(len(each) == 1 for each in fingerprints.values())
+
+
+PROGRAM = """
+import sys
+import lowmem_load
+found = lowmem_load.plan(sys.argv[1], {"zero_optimization": {"stage": 3}}, rank=511, world_size=512)
+assert found.read_bytes == found.needed_bytes < 1000
+assert "deepspeed" not in sys.modules, "deepspeed was imported"
+import torch.distributed
+assert not torch.distributed.is_initialized()
+"""
+
+
+def test_planning_needs_no_deepspeed_and_no_group(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints)
+    command = [sys.executable, "-c", PROGRAM, str(path)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,123 @@
+"""What the documents name is there: paths, links, public names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lowmem_load
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lowmem_load"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+README = ROOT / "README.md"
+
+# A path ends in a slash or in the name of a file of ours; it may lie in the package or in the repository.
+PATH = re.compile(r"(?<![\w/.*:-])[\w.-]+(?:/[\w.-]+)*(?:/(?![\w*])|\.(?:py|md|toml|ya?ml)\b)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"```.*?```", re.DOTALL)
+MODULE_NAME = re.compile(r"(?<![\w./-])lowmem_load((?:\.\w+)+)")
+IMPORTED = re.compile(r"^\s*(?:>>> )?from lowmem_load import ([\w, ]+)$", re.MULTILINE)
+
+
+def _text(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def _paths(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the paths that a text names, and whether each exists: in the repository, the package or a folder beside it.
+
+    Left out are links, and what begins at the root of a machine.
+    """
+    for line in re.sub(r"\]\([^)]*\)|https?://\S+", "]", text).splitlines():
+        paths = PATH.findall(line)
+        bases = [ROOT, PACKAGE, *(PACKAGE / path for path in paths if path.endswith("/"))]  # a table's row
+        yield from ((path, any((base / path).exists() for base in bases)) for path in paths)
+
+
+def _missing_paths(text: str) -> list[str]:
+    return sorted({path for path, exists in _paths(text) if not exists})
+
+
+def _layout() -> str:
+    return _text(README).split("\n## Layout\n")[1]
+
+
+def _anchors(document: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", CODE.sub("", _text(document)), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _dead_links(document: Path) -> list[str]:
+    dead = []
+    for link in LINK.findall(CODE.sub("", _text(document))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        found = (document.parent / path).resolve() if path else document
+        if not found.exists() or (anchor and anchor not in _anchors(found)):
+            dead.append(link)
+    return dead
+
+
+def _names(text: str) -> set[str]:
+    """Return what a text calls `lowmem_load.x`, or imports from there."""
+    imported = {name for line in IMPORTED.findall(text) for name in re.split(r"\s*,\s*", line.strip())}
+    return imported | {name[1:] for name in MODULE_NAME.findall(text)}
+
+
+def _private_names(text: str) -> set[str]:
+    """Return the names whose first part is not public."""
+    return {name for name in _names(text) if name.split(".")[0] not in lowmem_load.__all__}
+
+
+def _is_module(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"], ids=lambda path: path.name
+)
+def test_paths_exist(document: Path) -> None:
+    assert len(list(_paths(_text(document)))) > 10
+    assert _missing_paths(_text(document)) == []
+
+
+def test_the_layout_names_every_folder_and_nothing_else() -> None:
+    assert _missing_paths(_layout()) == []
+    folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert folders - {path for path, _ in _paths(_layout())} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(document: Path) -> None:
+    assert _dead_links(document) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_are_public_or_modules(document: Path) -> None:
+    assert {name for name in _private_names(_text(document)) if not _is_module(name)} == set()
+
+
+def test_the_readme_uses_public_names_alone() -> None:
+    assert _names(_text(README))
+    assert _private_names(_text(README)) == set()
+
+
+def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+    text = "`planning/gone.py`, `nowhere/`, `targets/zero3.py`, `docs/`, HTTP/S3, [a](b.md), https://x.org/y.md"
+    row = "| `planning/` | `ranges.py`, `whole.py` |"
+    assert _missing_paths(f"{text}\n{row}") == ["nowhere/", "planning/gone.py", "whole.py"]
+    document = tmp_path / "page.md"
+    document.write_text(
+        "# One `thing`, twice\n[a](#one-thing-twice) [b](#two) [c](page.md#two) [d](gone.md) [e](https://x.org)"
+    )
+    assert _dead_links(document) == ["#two", "page.md#two", "gone.md"]
+    names = "from lowmem_load import plan, nothing\n`lowmem_load.plan` `lowmem_load.ds.partition` `lowmem_load.gone`"
+    assert _private_names(names) == {"ds.partition", "gone", "nothing"}
+    assert _is_module("ds.partition") and not _is_module("gone")

@@ -1,0 +1,66 @@
+"""Flat ranges and rectangles, and ZeRO-3's partition, against counting elements one by one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load.planning.ranges import FlatRange, Rectangle, hull, partition_numel, partition_range
+
+
+@given(st.integers(0, 300), st.integers(1, 20))
+def test_a_partition_is_a_row_of_the_padded_parameter(numel: int, world_size: int) -> None:
+    """As DeepSpeed cuts: padded to a multiple of the ranks, then split evenly."""
+    padded = torch.arange(-(-numel // world_size) * world_size).view(world_size, -1)
+    for rank in range(world_size):
+        span, row = partition_range(numel, rank, world_size), padded[rank]
+        assert partition_numel(numel, world_size) == row.numel()
+        assert list(range(span.start, span.end)) == row[row < numel].tolist()
+
+
+@pytest.mark.parametrize(
+    ("numel", "world_size", "expected"),
+    [
+        (10, 1, [(0, 10)]),
+        (10, 2, [(0, 5), (5, 10)]),
+        (10, 4, [(0, 3), (3, 6), (6, 9), (9, 10)]),  # ceil(10 / 4) = 3
+        (3, 4, [(0, 1), (1, 2), (2, 3), (3, 3)]),
+        (5, 4, [(0, 2), (2, 4), (4, 5), (5, 5)]),  # ceil(5 / 4) = 2: the last rank holds padding alone
+        (0, 2, [(0, 0), (0, 0)]),
+    ],
+)
+def test_partitions(numel: int, world_size: int, expected: list[tuple[int, int]]) -> None:
+    found = [partition_range(numel, rank, world_size) for rank in range(world_size)]
+    assert [(span.start, span.end) for span in found] == expected
+    assert [span.numel for span in found] == [end - start for start, end in expected]
+
+
+@st.composite
+def rectangles(draw: st.DrawFn) -> tuple[Rectangle, tuple[int, ...]]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    starts = tuple(draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True))
+    return Rectangle(starts, sizes), shape
+
+
+@settings(max_examples=200)
+@given(rectangles())
+def test_a_hull_is_the_smallest_range_with_all_elements(case: tuple[Rectangle, tuple[int, ...]]) -> None:
+    rectangle, shape = case
+    inside = torch.arange(math.prod(shape)).view(shape)
+    for dim, (start, size) in enumerate(zip(rectangle.starts, rectangle.sizes, strict=True)):
+        inside = inside.narrow(dim, start, size)
+    assert rectangle.numel == inside.numel()
+    found = hull(rectangle, shape)
+    if inside.numel():
+        assert found == FlatRange(int(inside.min()), int(inside.max()) + 1)
+    else:
+        assert found.numel == 0
+
+
+def test_the_hull_of_a_flat_range_is_itself() -> None:
+    assert hull(FlatRange(3, 9), (4, 5)) == FlatRange(3, 9)

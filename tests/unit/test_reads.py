@@ -1,0 +1,181 @@
+"""From copies to reads: the same elements go to the same places, in few reads that keep to their limits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load.planning.copies import Copy
+from lowmem_load.planning.expression import Source
+from lowmem_load.planning.reads import (
+    Apply,
+    Loop,
+    Move,
+    Piece,
+    Read,
+    ReadLimits,
+    Scatter,
+    plan_pieces,
+    plan_reads,
+    scatter_of,
+    written,
+)
+
+SOURCE = Source("file", "w", 0, (10_000,), torch.float32)
+ITEMSIZE = 4
+
+
+def copy_of(start: int, destination: int, *loops: tuple[int, int, int], casts: tuple[torch.dtype, ...] = ()) -> Copy:
+    """Loops are (size, leaf stride, destination stride)."""
+    sizes, leaf_strides, destination_strides = zip(*loops, strict=True)
+    return Copy(SOURCE, start, destination, sizes, leaf_strides, destination_strides, casts)
+
+
+def pairs(start: int, destination: int, loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:
+    """Yields which element goes where, one by one."""
+    for iterations in itertools.product(*(range(loop.size) for loop in loops)):
+        moved = list(zip(iterations, loops, strict=True))
+        yield (
+            start + sum(t * loop.source for t, loop in moved),
+            destination + sum(t * loop.destination for t, loop in moved),
+        )
+
+
+def expected(copy: Copy) -> list[tuple[int, int]]:
+    loops = list(map(Loop, copy.sizes, copy.leaf_strides, copy.destination_strides))
+    return sorted(pairs(copy.leaf_start, copy.destination_start, loops))
+
+
+def moved_by(reads: Sequence[Read]) -> list[tuple[int, int]]:
+    found = []
+    for read in reads:
+        each = list(read.each())
+        assert len(each) == read.num_reads
+        for first, shift in each:
+            for source, destination in pairs(
+                read.scatter.source_start, read.scatter.destination_start, read.scatter.loops
+            ):
+                assert 0 <= source < read.numel, "of what was fetched"
+                found.append((first + source, destination + shift))
+    return sorted(found)
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Copy:
+    """Loops in any order of strides, of which the destination's are those of a dense box, permuted."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    inside, strides = 1, []
+    for size in sizes:
+        strides.append(inside)
+        inside *= size
+    order = draw(st.permutations(range(len(sizes))))
+    loops, stride = [], 1
+    for loop in order:
+        if draw(st.integers(0, 5)) == 0:
+            loops.append((sizes[loop], 0, strides[loop]))  # repeated elements
+        else:
+            stride *= draw(st.integers(1, 4))
+            loops.append((sizes[loop], stride, strides[loop]))
+            stride *= sizes[loop]
+    return copy_of(draw(st.integers(0, 50)), draw(st.integers(0, 50)), *draw(st.permutations(loops)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(copies(), st.sampled_from([4, 16, 100, 1 << 20]), st.sampled_from([0, 4, 40, 4096]), st.booleans())
+def test_reads_move_what_the_copy_says(copy: Copy, staging: int, gap: int, on_host: bool) -> None:
+    limits = ReadLimits(staging_bytes=staging, direct_bytes=staging, max_gap_bytes=gap)
+    reads = list(plan_reads(copy, SOURCE, limits, on_host=on_host))
+    assert moved_by(reads) == expected(copy)
+    for read in reads:
+        assert read.numel * ITEMSIZE <= max(staging, ITEMSIZE)
+        distinct = {source for source, _ in pairs(0, 0, read.scatter.loops)}
+        assert len(distinct) * ITEMSIZE == read.needed_bytes_each
+        holes = sorted(distinct)
+        assert all((b - a - 1) * ITEMSIZE <= gap for a, b in itertools.pairwise(holes)), (
+            "a gap beyond the limit is read"
+        )
+
+
+@settings(max_examples=200, deadline=None)
+@given(copies(), st.sampled_from([4, 16, 100, 1 << 20]))
+def test_pieces_are_those_of_the_copy(copy: Copy, staging: int) -> None:
+    found = []
+    for first, numel, scatter in plan_pieces(copy, ITEMSIZE, ReadLimits(staging_bytes=staging)):
+        assert numel * ITEMSIZE <= max(staging, ITEMSIZE)
+        for source, destination in pairs(scatter.source_start, scatter.destination_start, scatter.loops):
+            assert 0 <= source < numel
+            found.append((first + source, destination))
+    assert sorted(found) == expected(copy)
+
+
+def test_a_run_is_read_into_place_in_pieces() -> None:
+    (whole, rest) = plan_reads(copy_of(7, 3, (25, 1, 1)), SOURCE, ReadLimits(direct_bytes=40), on_host=True)
+    assert (whole.is_direct, whole.numel, whole.num_reads) == (True, 10, 2)  # 40 bytes are 10 elements
+    assert list(whole.each()) == [(7, 0), (17, 10)]
+    assert (rest.first, rest.numel, rest.scatter.destination_start) == (27, 5, 23)
+    assert (whole.read_bytes, rest.read_bytes) == (80, 20)
+
+
+@pytest.mark.parametrize(
+    ("loops", "casts", "on_host"),
+    [
+        ([(25, 1, 1)], (), False),  # accelerator memory: files are not read into it
+        ([(25, 1, 1)], (torch.bfloat16,), True),
+        ([(25, 2, 1)], (), True),
+        ([(5, 1, 5), (5, 5, 1)], (), True),  # transposed
+    ],
+)
+def test_what_is_no_run_of_the_same_bytes_is_staged(
+    loops: list[tuple[int, int, int]], casts: tuple[torch.dtype, ...], on_host: bool
+) -> None:
+    (read,) = plan_reads(copy_of(0, 0, *loops, casts=casts), SOURCE, ReadLimits(), on_host=on_host)
+    assert not read.is_direct
+    assert read.scatter.casts == casts
+
+
+def test_pieces_that_lie_close_are_read_together() -> None:
+    rows = copy_of(0, 0, (100, 20, 3), (3, 1, 1))  # 3 of every 20 elements: gaps of 17, that is 68 bytes
+    (together,) = plan_reads(rows, SOURCE, ReadLimits(max_gap_bytes=68), on_host=True)
+    assert (together.num_reads, together.numel) == (1, 99 * 20 + 3)
+    assert together.needed_bytes_each == 300 * ITEMSIZE
+    (apart,) = plan_reads(rows, SOURCE, ReadLimits(max_gap_bytes=67), on_host=True)
+    assert (apart.num_reads, apart.numel) == (100, 3)
+    assert apart.read_bytes == 300 * ITEMSIZE
+
+
+def test_an_element_that_goes_to_many_places_is_needed_once() -> None:
+    (read,) = plan_reads(copy_of(5, 0, (8, 0, 4), (4, 1, 1)), SOURCE, ReadLimits(), on_host=True)
+    assert (read.num_reads, read.numel, read.needed_bytes_each) == (1, 4, 16)
+
+
+def test_a_million_reads_are_one_step() -> None:
+    (read,) = plan_reads(copy_of(0, 0, (1 << 20, 5000, 1)), SOURCE, ReadLimits(), on_host=True)
+    assert (read.num_reads, read.numel) == (1 << 20, 1)
+
+
+def test_what_a_step_writes() -> None:
+    """Reads with their outer loops, moves, and each piece of an operation."""
+    scatter = Scatter(0, 5, (Loop(3, 1, 1),), ())
+    (of_read,) = written(Read(SOURCE, 0, 3, (Loop(4, 7, 10),), scatter, is_direct=False))
+    assert (of_read.destination_start, of_read.sizes, of_read.destination_strides) == (5, (4, 3), (10, 1))
+    (of_move,) = written(Move(0, scatter))
+    assert (of_move.destination_start, of_move.sizes, of_move.destination_strides) == (5, (3,), (1,))
+    (one,) = written(Move(0, Scatter(0, 9, (), ())))
+    assert (one.destination_start, one.sizes, one.destination_strides) == (9, (1,), (1,))
+    other = Scatter(0, 8, (Loop(2, 1, 1),), ())
+    pieces = (Piece(3, (), scatter), Piece(2, (), other))
+    assert [part.destination_start for part in written(Apply("neg", 0, torch.float32, pieces))] == [5, 8]
+
+
+def test_a_scatter_starts_where_the_buffer_holds_the_first_element() -> None:
+    copy = copy_of(40, 6, (2, 10, 3), (3, 1, 1))
+    scatter = scatter_of(copy, 4)
+    assert (scatter.source_start, scatter.destination_start) == (4, 6)
+    assert scatter.loops == (Loop(2, 10, 3), Loop(3, 1, 1))
+    assert math.prod(loop.size for loop in scatter.loops) == copy.numel

@@ -1,0 +1,213 @@
+"""What a load goes by is read once, resolved once, and passed down."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lowmem_load import DistributedInterface, ModelEngine, load_model, load_report, plan, streaming
+from lowmem_load.errors import ConfigError
+from lowmem_load.hf.loader import deepspeed_config
+from lowmem_load.settings import ds_config, precision
+from lowmem_load.settings.settings import Partition, Settings, choices_of, read_settings
+from tests import builders
+
+ZERO_3: dict[str, Any] = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"}}
+
+
+def read(world_size: int = 2, partition: Partition | None = None, **sections: Any) -> Settings:
+    return read_settings({**ZERO_3, **sections}, world_size=world_size, partition=partition)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_callers_dict_is_neither_changed_nor_kept() -> None:
+    config = copy.deepcopy(ZERO_3)
+    settings = read_settings(config, world_size=2).for_model(SimpleNamespace(hidden_size=8))
+    assert config == ZERO_3
+    config["zero_optimization"]["stage"] = 0
+    assert settings.ds_config["zero_optimization"]["stage"] == settings.stage == 3
+
+
+def test_what_depends_on_the_model_is_resolved_with_it_and_once() -> None:
+    settings = read()
+    assert not settings.is_resolved
+    resolved = settings.for_model(SimpleNamespace(hidden_size=8))
+    assert resolved.is_resolved
+    assert resolved.ds_config["zero_optimization"]["reduce_bucket_size"] == 64
+    assert resolved.for_model(SimpleNamespace(hidden_size=9)) is resolved
+    assert settings.ds_config["zero_optimization"]["reduce_bucket_size"] == "auto"
+    with pytest.raises(ConfigError, match=r"reduce_bucket_size.*no hidden_size"):
+        settings.for_model(None)
+
+
+def test_they_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read().stage = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("sections", "dtype"),
+    [
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, torch.float16),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, torch.float32),
+    ],
+)
+def test_the_dtype_is_the_engines(sections: dict[str, Any], dtype: torch.dtype) -> None:
+    assert read(**sections).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("offload", "device"), [(None, "none"), ({}, "none"), ({"device": "cpu"}, "cpu"), ({"device": "nvme"}, "nvme")]
+)
+def test_where_partitions_stay(offload: dict[str, Any] | None, device: str) -> None:
+    assert read(zero_optimization={"stage": 3, "offload_param": offload}).offload_device == device
+    assert read(zero_optimization={"stage": 3}).offload_device == "none"
+
+
+def test_where_partitions_stay_may_be_spelled_as_deepspeed_does() -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+    assert (
+        read(zero_optimization={"stage": 3, "offload_param": {"device": OffloadDeviceEnum.cpu}}).offload_device == "cpu"
+    )
+
+
+@pytest.mark.parametrize(("size", "world_size", "expected"), [(1, 4, 0), (2, 4, 2), (8, 4, 4), (2, 1, 1)])
+def test_ranks_of_a_secondary_partition(size: int, world_size: int, expected: int) -> None:
+    settings = read(world_size, zero_optimization={"stage": 3, "zero_hpz_partition_size": size})
+    assert settings.secondary_size == expected
+
+
+def test_ranks_that_were_given_the_same_have_one_fingerprint() -> None:
+    same = read(zero_optimization={"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/on/node1"}})
+    other = read(zero_optimization={"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/on/node2"}})
+    assert same.fingerprint == other.fingerprint
+    different = [
+        same,
+        read(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}),
+        read(),
+        read(bf16={"enabled": True}, fp16={"enabled": "auto"}),
+        read(partition="model"),
+        read(train_batch_size=4),
+    ]
+    assert len({settings.fingerprint for settings in different}) == len(different)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_only_stage_3_takes_a_partition(stage: int) -> None:
+    with pytest.raises(ConfigError, match=f"partition needs ZeRO stage 3, the ds_config has stage {stage}"):
+        read(partition=["model"], zero_optimization={"stage": stage})
+
+
+def test_entries_of_a_partition() -> None:
+    def predicate(name: str, module: nn.Module) -> bool:
+        return bool(name and module)
+
+    assert choices_of("a.*") == ["a.*"]
+    assert choices_of(nn.Linear) == [nn.Linear]
+    assert choices_of(("a", predicate, nn.Module)) == ["a", predicate, nn.Module]
+    assert choices_of([]) == []
+    for entry in (3, None, int, [["a"]]):
+        with pytest.raises(ConfigError, match=r"partition: cannot use .*; give module names or globs"):
+            read(partition=[entry])  # type: ignore[list-item]
+
+
+# -- once ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lone_process() -> Iterator[None]:
+    interface = DistributedInterface()
+    yield
+    interface.destroy()
+
+
+@pytest.fixture
+def calls() -> Iterator[Counter[str]]:
+    """How often each of these was called, by whomever."""
+    functions = (ds_config.read_ds_config, ds_config.resolve_auto, ds_config.zero_stage, precision.precision_of)
+    names = {function.__code__: function.__name__ for function in functions}
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in names:
+            found[names[frame.f_code]] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    yield found
+    sys.setprofile(before)
+
+
+ONCE = {"read_ds_config": 1, "resolve_auto": 1, "precision_of": 1, "zero_stage": 1}
+
+
+def by_load_model(path: str) -> nn.Module:
+    return load_model(path, ZERO_3)
+
+
+def by_streaming(path: str) -> nn.Module:
+    with streaming(ZERO_3):
+        return AutoModelForCausalLM.from_pretrained(path)
+
+
+def as_active(path: str) -> nn.Module:
+    """As under Trainer or accelerate, which have set the configuration."""
+    with deepspeed_config(ZERO_3), streaming():
+        return AutoModelForCausalLM.from_pretrained(path)
+
+
+def by_model_engine(path: str) -> nn.Module:
+    return ModelEngine({"model": path}, {"config_file": ZERO_3}).model
+
+
+@pytest.mark.parametrize("load", [by_load_model, by_streaming, as_active, by_model_engine])
+def test_a_load_reads_and_resolves_its_ds_config_once(
+    load: Any, checkpoints: Path, calls: Counter[str], lone_process: None
+) -> None:
+    model = load(str(builders.tiny_llama(checkpoints)))
+    assert load_report(model).ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
+    assert calls == ONCE
+
+
+def test_a_plan_does_too(checkpoints: Path, calls: Counter[str]) -> None:
+    plan(builders.tiny_llama(checkpoints), ZERO_3, rank=1, world_size=2)
+    assert calls == ONCE
+
+
+def test_models_of_one_block_share_what_was_read(checkpoints: Path, calls: Counter[str], lone_process: None) -> None:
+    path = builders.tiny_llama(checkpoints)
+    with streaming(ZERO_3):
+        for _ in range(3):
+            AutoModelForCausalLM.from_pretrained(path)
+    assert calls == {**ONCE, "resolve_auto": 3}, "what depends on the model is resolved for each"
+
+
+def test_a_predicate_is_asked_once_for_each_module(checkpoints: Path, lone_process: None) -> None:
+    asked: Counter[str] = Counter()
+
+    def predicate(name: str, _: nn.Module) -> bool:
+        asked[name] += 1
+        return name == "model.layers.1" or name.startswith("lm_")
+
+    path = builders.tiny_llama(checkpoints)
+    model = load_model(path, ZERO_3, partition=[predicate])
+    names = [name for name, _ in model.named_modules() if name]
+    assert asked == dict.fromkeys(names, 1)
+    asked.clear()
+    plan(path, ZERO_3, rank=0, world_size=2, partition=predicate)
+    assert asked == dict.fromkeys(names, 1)

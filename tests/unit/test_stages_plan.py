@@ -1,0 +1,331 @@
+"""From a described model to its plan: what is said of each parameter, and what costs more than its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lowmem_load.describe.context import Context
+from lowmem_load.describe.tensor import SymbolicTensor, initialise_in, uninitialised
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.planning.load_plan import LoadPlan, SlowPath, TargetPlan
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.reads import Read
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile
+from lowmem_load.settings.settings import read_settings
+from lowmem_load.stages.describe import Described, describe
+from lowmem_load.stages.execute import execute
+from lowmem_load.stages.plan import make_plan
+from lowmem_load.targets.target import Target
+from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.zero3 import Zero3
+
+CPU = torch.device("cpu")
+X = torch.arange(24.0).reshape(4, 6) / 10
+Y = X + 100
+
+Build = Callable[[dict[str, torch.Tensor], Context], nn.Module]
+
+
+@dataclass
+class Call:
+    """Stands for a `from_pretrained` that makes its model of the tensors of a file."""
+
+    path: Path
+    build: Build
+    name: str = "model"
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        file = context.file(str(self.path), Safetensors())
+        tensors = {name: SymbolicTensor(file.expression(name), context.read_now) for name in file.names}
+        model = self.build(tensors, context)
+        context.keeps_of(model)  # as transformers' initialize_weights does
+        return model, {"missing_keys": {"m"}, "unexpected_keys": {"u"}, "mismatched_keys": []}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file({"x": X, "y": Y, "z": torch.arange(6.0)}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def whole(*_: Any) -> Target:
+    return Whole(CPU)
+
+
+def described(file: Path, build: Build, make_target: Any = whole, *, holds_values: bool = True) -> Described:
+    settings = read_settings({"zero_optimization": {"stage": 3}}, world_size=3)
+    call: Any = Call(file, build)
+    with Executor() as executor:
+        return describe(call, settings, make_target, executor, open_source=LocalFile, holds_values=holds_values)
+
+
+def planned(file: Path, build: Build, make_target: Any = whole, *, rank: int = 0) -> LoadPlan:
+    return make_plan(described(file, build, make_target), rank).plan
+
+
+def of_rank(rank: int) -> Callable[..., Target]:
+    return lambda settings, _: Zero3(settings, rank, CPU)
+
+
+def module(**parameters: torch.Tensor) -> nn.Module:
+    made = nn.Module()
+    for name, tensor in parameters.items():
+        made.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+    return made
+
+
+def by_name(plan: LoadPlan) -> Mapping[str, TargetPlan]:
+    return {target.name: target for target in plan.targets}
+
+
+# -- what costs more than its bytes ----------------------------------------------------------------------------------
+
+
+NOW = "made of the result of aten.{}, which ran while the model was described"
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (lambda x: x, {}),
+        (lambda x: x.reshape(3, 8)[1:].half(), {}),
+        (lambda x: x.exp(), {}),
+        (lambda x: x.flip(0), {"aten.flip.default ran on whole tensors": X.nbytes}),
+        (lambda x: x[::2, ::3], {"gathered from scattered bytes": 16 * 4 - 4 * 4}),  # elements 0, 3, 12, 15 in one read
+        (lambda x: x[x > 1], {NOW.format("index.Tensor"): 13 * 4}),
+        (lambda x: torch.bernoulli(x / 10), {NOW.format("bernoulli.default"): X.nbytes}),
+        (lambda x: torch.bernoulli(x / 10).t() + 1, {NOW.format("bernoulli.default"): X.nbytes}),
+        (
+            lambda x: x[torch.nonzero(x[:, 0] > 1)[:, 0]],  # rows 2 and 3
+            {"aten.index.Tensor ran on whole tensors": X.nbytes + 2 * 8, NOW.format("nonzero.default"): 2 * 8},
+        ),
+    ],
+)
+def test_a_slow_path_names_the_operation(
+    operation: Callable[[torch.Tensor], torch.Tensor], expected: dict[str, int], file: Path
+) -> None:
+    plan = planned(file, lambda tensors, _: module(weight=operation(tensors["x"]).detach()))
+    assert plan.slow_paths == [SlowPath("weight", reason, nbytes) for reason, nbytes in expected.items()]
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "nbytes"),
+    [
+        (lambda x: x[x > 1], "aten.index.Tensor", 2 * X.nbytes),  # for the mask, too
+        (lambda x: torch.bernoulli(x / 10), "aten.bernoulli.default", X.nbytes),
+        (lambda x: x * x[0, 1].item(), "aten._local_scalar_dense.default", 4),
+    ],
+)
+def test_what_is_read_while_describing_is_named_and_the_values_are_those_of_torch(
+    operation: Callable[[torch.Tensor], torch.Tensor], name: str, nbytes: int, file: Path
+) -> None:
+    torch.manual_seed(0)
+    found = described(file, lambda tensors, _: module(weight=operation(tensors["x"]).detach()))
+    result = make_plan(found, 0)
+    assert result.plan.read_to_describe == ((name, nbytes),)
+    with Executor() as executor:
+        execute(result, found.target, executor)
+        assert executor.stats.read_bytes == result.plan.read_bytes
+    torch.manual_seed(0)
+    assert torch.equal(found.model.get_parameter("weight"), operation(X))
+
+
+def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        made = [uninitialised(torch.empty(3, 5, device="meta"), context.read_now) for _ in range(2)]
+        for tensor in made:
+            initialise_in(tensor, context.initialiser, FlatRange(0, 15))
+        with torch.no_grad():
+            made[0].normal_()
+        context.initialiser.release()
+        return module(initialised=made[0], forgotten=made[1], read=tensors["x"])
+
+    found = described(file, build)
+    result = make_plan(found, 0)
+    assert result.plan.slow_paths == [SlowPath("initialised", "initialised on this rank: not in the checkpoint", 60)]
+    assert [target.name for target in result.plan.targets if target.is_uninitialised] == ["forgotten"]
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    assert not found.model.get_parameter("forgotten").any()
+    assert found.model.get_parameter("initialised").all()
+
+
+def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+    """As PEFT's OLoRA changes the weights that it adapts."""
+    initialise_in(tensors["x"], context.initialiser, FlatRange(0, 24))
+    tensors["x"].sub_(1.0)
+    context.initialiser.release()
+    return module(weight=tensors["x"])
+
+
+def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+    """As a missing parameter that is initialised from one that is there."""
+    made = uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
+    initialise_in(made, context.initialiser, FlatRange(0, 24))
+    made.copy_(tensors["y"])
+    context.initialiser.release()
+    return module(weight=made)
+
+
+@pytest.mark.parametrize("build", [written_into, written_from_another])
+def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> None:
+    """What is read for a parameter that is written into while the model is described is named in both."""
+    plans = [make_plan(described(file, build, holds_values=holds_values), 0).plan for holds_values in (True, False)]
+    assert plans[0].read_to_describe == plans[1].read_to_describe
+    assert plans[0] == plans[1]
+
+
+def test_a_parameter_that_has_no_value_at_all_is_refused(file: Path) -> None:
+    with pytest.raises(UnsupportedError, match="weight: transformers gave it no value"):
+        planned(file, lambda *_: module(weight=torch.empty(3, device="meta")))
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_is_planned_once_under_all_its_names(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = nn.ModuleDict({"head": module(weight=tensors["x"]), "body": module(weight=tensors["y"])})
+        made["body"].tied = made["head"].weight
+        return made
+
+    found = described(file, build)
+    result = make_plan(found, 0)
+    assert [target.names for target in result.plan.targets] == [("head.weight", "body.tied"), ("body.weight",)]
+    assert result.plan.read_bytes == X.nbytes + Y.nbytes
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    assert found.model["body"].tied is found.model["head"].weight
+    assert torch.equal(found.model["body"].tied, X)
+
+
+def test_files_are_read_front_to_back(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(c=tensors["z"], held=torch.ones(2), b=tensors["x"], a=tensors["y"], cut=tensors["x"][2:])
+
+    reads = [
+        step.tensor.start + 4 * step.first
+        for target in planned(file, build).targets
+        for step in target.destinations[0].fill.steps
+        if isinstance(step, Read)
+    ]
+    assert len(reads) == 4
+    assert [target.name for target in planned(file, build).targets] == ["held", "b", "cut", "a", "c"]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_plans_its_partition(rank: int, file: Path) -> None:
+    plan = planned(file, lambda tensors, _: module(weight=tensors["x"]), of_rank(rank), rank=rank)
+    (target,) = plan.targets
+    (destination,) = target.destinations
+    (read,) = destination.fill.steps
+    assert isinstance(read, Read)
+    assert (plan.rank, plan.world_size, target.kind) == (rank, 3, "zero3")
+    assert (destination.region, destination.numel) == (FlatRange(8 * rank, 8 * rank + 8), 8)
+    assert (read.first, read.numel, read.is_direct) == (8 * rank, 8, True)
+
+
+def test_ranks_of_the_same_load_have_one_fingerprint(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(a=tensors["x"], b=tensors["y"].flip(0))
+
+    def exchanged(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(a=tensors["y"], b=tensors["x"].flip(0))
+
+    plans = [planned(file, build, of_rank(rank), rank=rank) for rank in range(3)]
+    assert len({plan.fingerprint for plan in plans}) == 1
+    assert planned(file, exchanged, of_rank(0)).fingerprint != plans[0].fingerprint
+    assert planned(file, build).fingerprint != plans[0].fingerprint  # whole, not cut up
+
+
+def test_what_the_loader_casts_is_read_in_the_files_dtype(file: Path) -> None:
+    """float32 in the file, bf16 for the loader, float32 for the engine: nothing is lost on the way."""
+
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(
+            cast=tensors["x"].to(torch.bfloat16), computed=tensors["y"].to(torch.bfloat16).t(), as_is=tensors["z"]
+        )
+
+    found = by_name(planned(file, build, of_rank(0)))
+    assert {name: target.is_recast for name, target in found.items()} == {
+        "cast": True,
+        "computed": True,
+        "as_is": False,
+    }
+    (read,) = found["cast"].destinations[0].fill.steps
+    assert isinstance(read, Read)
+    assert read.is_direct
+    assert read.scatter.casts == ()
+    (read,) = found["computed"].destinations[0].fill.steps
+    assert isinstance(read, Read)
+    assert read.scatter.casts == (torch.bfloat16, torch.float32)  # rounded where an ordinary load rounds
+
+
+# -- buffers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("names", "dtype"), [([], torch.bfloat16), (["norm"], torch.float32)])
+def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
+    names: list[str], dtype: torch.dtype, file: Path
+) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = nn.ModuleDict({"norm": nn.Module()})
+        made["norm"].register_buffer("mean", tensors["z"].to(torch.bfloat16))
+        made["norm"].register_buffer("count", torch.tensor(3))
+        made["norm"].register_buffer("also_mean", made["norm"].mean)
+        return made
+
+    def make_target(settings: Any, _: nn.Module) -> Target:
+        return KeepingFp32(names)
+
+    found = described(file, build, make_target)
+    result = make_plan(found, 1)
+    mean, count = result.plan.buffers
+    assert (mean.names, mean.dtype, mean.shape) == (("norm.mean", "norm.also_mean"), dtype, (6,))
+    assert (count.names, count.dtype, count.fill) == (("norm.count",), torch.int64, None)
+    assert result.plan.needed_bytes == 6 * 4
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    norm = found.model["norm"]
+    assert torch.equal(norm.mean, torch.arange(6.0).to(dtype))
+    assert norm.also_mean is norm.mean
+    assert norm.count == 3
+
+
+class KeepingFp32(Whole):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(CPU)
+        self.names = names
+
+    def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
+        return [
+            buffer
+            for name in self.names
+            for buffer in model.get_submodule(name).buffers()
+            if buffer.is_floating_point()
+        ]
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_was_loaded_and_what_it_was_made_against(file: Path) -> None:
+    found = described(file, lambda tensors, _: module(weight=tensors["x"]))
+    plan = make_plan(found, 2).plan
+    assert (plan.name, plan.rank, plan.world_size) == ("model", 2, 3)
+    (planned_file,) = plan.files
+    assert (planned_file.path, planned_file.nbytes) == (str(file), file.stat().st_size)
+    assert (plan.missing_keys, plan.unexpected_keys, plan.mismatched_keys) == (("m",), ("u",), ())
+    assert plan.read_to_describe == ()
+    assert set(plan.seconds) == {"describe", "plan"}
+    assert plan.costs.read_bytes == plan.costs.needed_bytes == X.nbytes
