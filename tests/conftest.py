@@ -11,6 +11,13 @@ import pytest  # noqa: E402
 pytest.register_assert_rewrite("lowmem_load.testing", "tests.multimodal", "tests.parity")  # their asserts fail in tests
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of modules that start ranks, for `make test-fast` to leave out."""
+    for item in items:
+        if hasattr(getattr(item, "module", None), "run_ranks"):
+            item.add_marker("ranks")
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that tests/builders.py puts its checkpoints in: each is made once per session."""
