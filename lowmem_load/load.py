@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError, LoadOrderWarning
-from lowmem_load.hf import loader, names
+from lowmem_load.hf import intercept, loader, names
 from lowmem_load.hf.active import active_zero3_config, was_dropped
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.ranks.group import RankGroup
@@ -75,9 +75,9 @@ def load_model(
         UnsupportedError: a combination that cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    name = os.fspath(name)
     ranks = DistributedInterface().subgroup(data_parallel_group)
     with ranks.agreed("checking the ds_config") as digest:
+        name = _spelled(name)
         settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
         digest.append(f"ds_config {settings.fingerprint}")
     return load_with_settings(
@@ -98,7 +98,8 @@ def load_with_settings(
     """Do what `load_model` does, with settings that are read already. Collective: the ranks of `ranks`."""
     with ranks.agreed("checking the arguments"):
         settings, cls, arguments = _checked(name, settings, auto_class, dtype, kwargs)
-    with _streaming(settings, ranks, progress):
+    handler = _load(settings, ranks, progress)
+    with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
         return cls.from_pretrained(name, **arguments)
 
 
@@ -138,7 +139,7 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
-    name = os.fspath(name)
+    name = _spelled(name)
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     settings, cls, arguments = _checked(name, settings, auto_class, dtype, from_pretrained_kwargs)
     make_target = target_maker(rank, torch.device(_accelerator_type()))
@@ -148,9 +149,15 @@ def plan(
         plans.append(plan_only(call, settings, make_target, rank))
         return nn.Module(), {}
 
-    with loader.intercepted(handler):
+    with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
         cls.from_pretrained(name, **arguments)
     return plans[0]
+
+
+def _spelled(name: Any) -> str:
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
+        raise ConfigError(f"name: expected a local folder or a Hub id, got {name!r}")
+    return os.fsdecode(name)
 
 
 def _accelerator_type() -> str:
@@ -217,20 +224,18 @@ def streaming(
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-        with loader.intercepted(lambda call: _load_as_active(call, progress), _zero3_is_active):
+        with intercept.intercepted(lambda call: _load_as_active(call, progress), _zero3_is_active):
             yield
         return
     ranks = DistributedInterface().subgroup(data_parallel_group)
     with ranks.agreed("checking the ds_config") as digest:
         settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
         digest.append(f"ds_config {settings.fingerprint}")
-    with _streaming(settings, ranks, progress):
-        yield
-
-
-@contextlib.contextmanager
-def _streaming(settings: Settings, ranks: RankGroup, progress: bool | None) -> Iterator[None]:
-    with loader.deepspeed_config(settings.ds_config), loader.intercepted(_load(settings, ranks, progress)):
+    with (
+        intercept.in_turn(open_ended=True),
+        loader.deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
+        intercept.intercepted(_load(settings, ranks, progress)),
+    ):
         yield
 
 

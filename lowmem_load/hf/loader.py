@@ -13,7 +13,6 @@ Written for transformers 4.57 to 5.23.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -129,82 +128,6 @@ class Call:
             hooks.enter_context(_initialised_in(context))
             hooks.enter_context(_adapters(context.read_now))
             return self.run()
-
-
-Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
-
-
-def _always() -> bool:
-    return True
-
-
-@contextlib.contextmanager
-def intercepted(handler: Handler, wanted: Callable[[], bool] = _always) -> Iterator[None]:
-    """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`.
-
-    So is `from_config`, as a `from_pretrained` from no file at all: then every parameter is a missing one. Calls at
-    which `wanted()` is false run as if nothing were intercepted.
-    """
-    ordinary = _ordinary("from_pretrained")
-    ordinary_from_config = _ordinary("_from_config")
-    busy = False  # a from_pretrained that the model's own code makes while it is loaded is part of that load
-
-    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-        nonlocal busy
-        if busy or not wanted():
-            return ordinary(cls, *args, **kwargs)
-        busy = True
-        try:
-            wants_info = kwargs.pop("output_loading_info", False)
-            model, info = handler(Call(ordinary, cls, args, kwargs))
-            return (model, info) if wants_info else model
-        finally:
-            busy = False
-
-    def from_config(cls: type, /, config: Any, **kwargs: Any) -> Any:
-        if busy or not wanted():
-            return ordinary_from_config(cls, config, **kwargs)
-        with _errors_only():  # that parameters are missing is no news here
-            model = from_pretrained(cls, None, config=config, state_dict={}, **kwargs)
-        model.config.name_or_path = getattr(config, "name_or_path", "")
-        return model.train()
-
-    functools.update_wrapper(from_pretrained, ordinary)
-    functools.update_wrapper(from_config, ordinary_from_config)
-    from_pretrained.lowmem_load_ordinary = ordinary
-    from_config.lowmem_load_ordinary = ordinary_from_config
-    with (
-        _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
-        _replaced(PreTrainedModel, "_from_config", classmethod(from_config)),
-    ):
-        yield
-
-
-def interceptor() -> object:
-    """Return what stands for `from_pretrained` now: another object within each `intercepted`."""
-    return PreTrainedModel.__dict__["from_pretrained"].__func__
-
-
-def is_intercepted() -> bool:
-    """Return whether this is inside an `intercepted`."""
-    return interceptor() is not _ordinary("from_pretrained")
-
-
-def _ordinary(name: str) -> Callable[..., Any]:
-    """Return transformers' own class method, also where an outer `intercepted` has replaced it."""
-    function = PreTrainedModel.__dict__[name].__func__
-    ordinary: Callable[..., Any] = getattr(function, "lowmem_load_ordinary", function)
-    return ordinary
-
-
-@contextlib.contextmanager
-def _errors_only() -> Iterator[None]:
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
 
 
 @contextlib.contextmanager

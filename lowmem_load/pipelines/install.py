@@ -17,7 +17,7 @@ from lowmem_load.ds.engine import is_shell
 from lowmem_load.ds.initialize_hook import hooked
 from lowmem_load.ds.parameters import is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, LoadOrderWarning
-from lowmem_load.hf import loader
+from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.load import streaming
 from lowmem_load.settings.ds_config import read_ds_config
@@ -49,11 +49,11 @@ def install(*, progress: bool | None = None) -> None:
     """
     if _Installed.stack is not None:
         return
-    if loader.is_intercepted():
+    if intercept.is_intercepted():
         raise ConfigError("install() inside a streaming() block: call it before or after the block")
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming(progress=progress))
-        _Installed.interceptor = loader.interceptor()
+        _Installed.interception = intercept.innermost()
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
 
@@ -66,7 +66,7 @@ def uninstall() -> None:
     """
     if _Installed.stack is None:
         return
-    if loader.interceptor() is not _Installed.interceptor:
+    if intercept.innermost() is not _Installed.interception:
         raise ConfigError("uninstall() inside a streaming() block: call it after the block")
     stack, _Installed.stack = _Installed.stack, None
     stack.close()
@@ -76,7 +76,7 @@ class _Installed:
     """The only mutable state of the module: it stands for names in other packages, which are per process too."""
 
     stack: ClassVar[contextlib.ExitStack | None] = None
-    interceptor: ClassVar[object] = None
+    interception: ClassVar[object] = None
 
 
 def _check_order(given: Mapping[str, Any]) -> None:

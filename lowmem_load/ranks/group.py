@@ -92,9 +92,11 @@ class RankGroup:
             if error is not None:
                 raise error
             return
-        message = None if error is None else f"{type(error).__name__}: {error}"
+        message = None if error is None else _spelled(error)
         statuses = self.all_gather_object((message, digest))
         failures = {self._in_world(rank): failed for rank, (failed, _) in enumerate(statuses) if failed is not None}
+        if error is not None and not isinstance(error, Exception):  # an interrupt stays one
+            raise error
         if error is not None and len(failures) == len(statuses) and len(set(failures.values())) == 1:
             raise error
         failures = failures or _minorities({self._in_world(rank): held for rank, (_, held) in enumerate(statuses)})
@@ -108,12 +110,12 @@ class RankGroup:
         The block may append one digest to the list that it is given. Blocks may nest.
         """
         digest: list[str] = []
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             yield digest
         except RankError:  # an inner block has agreed on it
             raise
-        except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+        except (Exception, KeyboardInterrupt, SystemExit) as caught:  # noqa: BLE001  all ranks must hear of it
             error = caught
         self.agree(step, error, digest[0] if digest and error is None else None)
 
@@ -128,6 +130,13 @@ def require_live() -> None:
         raise ConfigError(
             "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
         )
+
+
+def _spelled(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  somebody's own class, whose text must not keep the ranks from hearing of it
+        return f"{type(error).__name__} (its text cannot be had)"
 
 
 def _minorities(digests: dict[int, str | None]) -> dict[int, str]:

@@ -77,8 +77,7 @@ class Load:
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
-        _refuse_device_map(call, self.settings)
-        if self.settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF):
+        if self._is_left_alone(call):
             return call.run()
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
@@ -103,6 +102,14 @@ class Load:
             )
         setattr(described.model, REPORT_ATTRIBUTE, report)
         return described.model, described.info
+
+    def _is_left_alone(self, call: loader.Call) -> bool:
+        """Return whether transformers does this load by itself; ranks that differ in that would wait for each other."""
+        with self.ranks.agreed(f"{call.name}: checking the call") as digest:
+            _refuse_device_map(call, self.settings)
+            left_alone = self.settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF)
+            digest.append("an ordinary load" if left_alone else "a streamed load")
+        return left_alone
 
     def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:
         with self.ranks.agreed(f"{call.name}: describing the model") as digest, report.phase("describe"):

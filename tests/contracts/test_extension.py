@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from lowmem_load import DistributedInterface, load_report
-from lowmem_load.hf import loader
+from lowmem_load.hf import intercept, loader
 from lowmem_load.planning.load_plan import LoadPlan, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Rectangle
 from lowmem_load.read.executor import Executor
@@ -94,7 +94,7 @@ def test_a_model_is_loaded_through_another_source(
     config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
     settings = read_settings(config, world_size=1)
     load = Load(settings, distributed, target_maker(0, CPU), open_source=Encoded)
-    with loader.intercepted(load):
+    with intercept.intercepted(load):
         model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ordinary = transformers.LlamaForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
     expected = dict(ordinary.named_parameters())
@@ -168,7 +168,7 @@ def bands_of(cls: Any, path: Path, rank: int, world_size: int) -> tuple[nn.Modul
         return described.model, described.info
 
     torch.manual_seed(0)
-    with loader.intercepted(handler):
+    with intercept.intercepted(handler):
         return cls.from_pretrained(path, dtype=torch.float32), plans[0]
 
 

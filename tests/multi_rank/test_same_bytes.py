@@ -34,7 +34,9 @@ def load_own(folders: list[str], same: list[str], copied: list[str]) -> tuple[st
     load_model(copied[rank], BF16)
     assert len(sampled) == (rank == copied.index(copied[rank])), "one rank of each node reads its sample"
     start = time.perf_counter()
-    with pytest.raises(ValueError, match="model.safetensors: the ranks hold 2 different files of this name") as caught:
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: the ranks hold 2 different files of this name"
+    ) as caught:
         load_model(folders[rank], BF16)
     seconds = time.perf_counter() - start
     load_model(same[rank], BF16)  # the next load is not affected

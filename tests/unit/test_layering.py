@@ -31,7 +31,7 @@ MODULES: dict[str, set[str]] = {
     "describe": {"context", "initialise", "operations", "tensor"},
     "ds": {"comm", "engine", "initialize_hook", "parameters", "partition"},
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
-    "hf": {"active", "loader", "names"},
+    "hf": {"active", "intercept", "loader", "names"},
     "ranks": {"group", "process_group"},
     "report": set(),
     "stages": {"describe", "execute", "load", "plan", "same_bytes"},

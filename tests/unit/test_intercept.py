@@ -1,0 +1,115 @@
+"""Who handles a from_pretrained: blocks in any order, threads in turns, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import deepspeed as integration
+
+from lowmem_load import DistributedInterface, load_model, streaming
+from lowmem_load.errors import ConfigError
+from lowmem_load.hf import intercept
+from tests import builders
+
+STAGE_0 = {"zero_optimization": {"stage": 0}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config")}
+    config = integration._hf_deepspeed_config_weak_ref
+    yield
+    assert {name: PreTrainedModel.__dict__[name] for name in before} == before
+    assert integration._hf_deepspeed_config_weak_ref is config
+    assert not intercept.is_intercepted()
+
+
+@pytest.fixture
+def llama(checkpoints: Path) -> Iterator[str]:
+    yield str(builders.tiny_llama(checkpoints))
+    DistributedInterface().destroy()
+
+
+def handler(name: str, calls: list[str]) -> intercept.Handler:
+    def handle(call: Any) -> tuple[nn.Module, dict[str, Any]]:
+        calls.append(name)
+        return call.run()
+
+    return handle
+
+
+def test_the_innermost_block_counts_and_blocks_end_in_any_order(llama: str) -> None:
+    calls: list[str] = []
+    first, second = (intercept.intercepted(handler(name, calls)) for name in ("first", "second"))
+    first.__enter__()
+    AutoModelForCausalLM.from_pretrained(llama)
+    second.__enter__()
+    AutoModelForCausalLM.from_pretrained(llama)
+    first.__exit__(None, None, None)
+    AutoModelForCausalLM.from_pretrained(llama)
+    second.__exit__(None, None, None)
+    AutoModelForCausalLM.from_pretrained(llama)
+    assert calls == ["first", "second", "second"]
+
+
+def in_threads(*functions: Any) -> list[BaseException | None]:
+    found: list[BaseException | None] = [None] * len(functions)
+
+    def run(number: int) -> None:
+        try:
+            functions[number]()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "two threads wait for each other"
+    return found
+
+
+def test_loads_of_several_threads_are_each_exact(llama: str) -> None:
+    """Their hooks used to stay behind, so that a later ordinary load was not exact."""
+    expected = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).state_dict()
+    DistributedInterface()
+    models: list[nn.Module] = []
+
+    def load() -> None:
+        for _ in range(3):
+            models.append(load_model(llama, STAGE_0))
+
+    def load_ordinarily() -> None:
+        for _ in range(3):
+            models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
+
+    assert in_threads(load, load, load_ordinarily) == [None, None, None]
+    models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
+    assert len(models) == 10
+    for model in models:
+        for name, value in model.state_dict().items():
+            assert type(value) is torch.Tensor
+            assert torch.equal(value, expected[name])
+
+
+def test_a_load_of_another_thread_is_refused_inside_streaming(llama: str) -> None:
+    with streaming(STAGE_0):
+        (error,) = in_threads(lambda: load_model(llama, STAGE_0))
+        load_model(llama, STAGE_0)  # the thread of the block may
+    assert isinstance(error, ConfigError)
+    assert "another thread of this process" in str(error)
+    load_model(llama, STAGE_0)
+
+
+@pytest.mark.parametrize("name", [None, 7, ""])
+def test_a_name_that_is_none_is_refused(name: Any, llama: str) -> None:
+    with pytest.raises(ConfigError, match="name: expected a local folder or a Hub id"):
+        load_model(name, STAGE_0)
