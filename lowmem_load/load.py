@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.errors import ConfigError, LoadOrderWarning
+from lowmem_load.errors import ConfigError, LoadOrderWarning, UnsupportedError
 from lowmem_load.hf import intercept, loader, names
 from lowmem_load.hf.active import active_zero3_config, was_dropped
 from lowmem_load.planning.load_plan import LoadPlan
@@ -117,8 +117,10 @@ def plan(
     """Return the plan of what `load_model` does on one rank, without loading: the very plan that such a rank executes.
 
     Runs in a plain process, for any rank of any world: no process group, no launcher, no DeepSpeed engine, no
-    accelerator. Only headers are read; where transformers itself decides by value (whether two tensors of a
-    checkpoint are one tied weight) these values are read too, and `LoadPlan.read_to_describe` names them.
+    accelerator. It plans for the accelerator that DeepSpeed would choose here; `DS_ACCELERATOR` ("cuda") names another
+    machine's, whose reads are staged. Only headers are read; where transformers itself decides by value (whether two
+    tensors of a checkpoint are one tied weight) these values are read, or computed, too, and
+    `LoadPlan.read_to_describe` names them.
 
     Args:
         name: as for `load_model`.
@@ -130,7 +132,7 @@ def plan(
         partition: as for `load_model`.
         **from_pretrained_kwargs: as for `load_model`.
 
-    Memory: the description of the model; no parameter is allocated.
+    Memory: the description of the model; no parameter is allocated, except where its value decides.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -143,15 +145,24 @@ def plan(
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     settings, cls, arguments = _checked(name, settings, auto_class, dtype, from_pretrained_kwargs)
     make_target = target_maker(rank, torch.device(_accelerator_type()))
-    plans: list[LoadPlan] = []
 
     def handler(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-        plans.append(plan_only(call, settings, make_target, rank))
-        return nn.Module(), {}
+        raise _Planned(plan_only(call, settings, make_target, rank))
 
     with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
-        cls.from_pretrained(name, **arguments)
-    return plans[0]
+        try:
+            cls.from_pretrained(name, **arguments)
+        except _Planned as planned:
+            return planned.plan
+    raise UnsupportedError(f"{cls.__name__} does not load through transformers' from_pretrained")
+
+
+class _Planned(BaseException):
+    """Carries a plan out of a `from_pretrained`, past overrides that would go on to use the model."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        super().__init__()
+        self.plan = plan
 
 
 def _spelled(name: Any) -> str:

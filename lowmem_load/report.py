@@ -82,7 +82,8 @@ class LoadReport:
         missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
         uninitialised_parameters: parameters that are neither in the files nor initialised by transformers, whose
             ordinary load leaves them as `torch.empty` made them. Here they are zero.
-        slow_paths: parameters that took a slower path.
+        read_to_describe: see `LoadPlan`.
+        slow_paths: parameters and buffers that took a slower path.
         recast_parameters: parameters that an ordinary load keeps in another dtype (float32 as a rule) and that are
             stored in the engine's dtype, because a ZeRO-3 engine trains all parameters in one.
     """
@@ -110,6 +111,7 @@ class LoadReport:
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[Any] = field(default_factory=list)
     uninitialised_parameters: list[str] = field(default_factory=list)
+    read_to_describe: tuple[tuple[str, int], ...] = ()
     slow_paths: list[SlowPath] = field(default_factory=list)
     recast_parameters: list[str] = field(default_factory=list)
 
@@ -127,7 +129,7 @@ class LoadReport:
         self.mismatched_keys = list(plan.mismatched_keys)
         self.uninitialised_parameters = [target.name for target in plan.targets if target.is_uninitialised]
         self.recast_parameters = [target.name for target in plan.targets if target.is_recast]
-        self.slow_paths = plan.slow_paths
+        self.slow_paths, self.read_to_describe = plan.slow_paths, plan.read_to_describe
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ by number.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,9 @@ class Costs:
         read_bytes: bytes fetched from files: over-read included, headers not.
         num_reads: reads that fetch them.
         staging_bytes: of the staging buffer that each reading thread needs.
-        largest_temporary_bytes: of the largest values that are in memory only to compute others. Whole tensors are
-            computed one at a time; each reading thread may hold as much for elementwise operations.
+        largest_temporary_bytes: of the values that are in memory at one time only to compute or to move them: all that
+            one destination needs, with the inputs of the largest. Each reading thread may hold as much for elementwise
+            operations.
     """
 
     needed_bytes: int = 0
@@ -76,10 +77,10 @@ Value = HeldValue | ComputedValue
 
 @dataclass(frozen=True, slots=True)
 class SlowPath:
-    """A parameter that is not read straight into its partition.
+    """A parameter, or buffer, that is not read straight to where it stays.
 
     Attributes:
-        name: the parameter.
+        name: of it.
         reason: why, in words.
         extra_bytes: bytes held or read beyond the partition for it.
     """
@@ -155,6 +156,7 @@ class BufferPlan:
         names: all names of the buffer.
         shape, dtype: as it will be held.
         fill: how it is filled; None for one that is in memory already and is only moved or cast.
+        slow_paths: what keeps it from being read as it lies.
         fingerprint: as of `TargetPlan`.
     """
 
@@ -162,6 +164,7 @@ class BufferPlan:
     shape: Shape
     dtype: torch.dtype
     fill: Fill | None
+    slow_paths: tuple[SlowPath, ...]
     fingerprint: str
 
 
@@ -251,8 +254,23 @@ class LoadPlan:
 
     @property
     def slow_paths(self) -> list[SlowPath]:
-        """Why, and at what cost, parameters are not read straight into their partitions."""
-        return [path for target in self.targets for path in target.slow_paths]
+        """Why, and at what cost, parameters and buffers are not read straight to where they stay."""
+        of_targets = [path for target in self.targets for path in target.slow_paths]
+        return of_targets + [path for buffer in self.buffers for path in buffer.slow_paths]
+
+    def values_of(self, fills: Iterable[Fill]) -> set[int]:
+        """Return the numbers of all values that executing some fills takes, also to compute others."""
+        found: set[int] = set()
+        pending = [number for fill in fills for number in fill.needs]
+        while pending:
+            number = pending.pop()
+            if number in found:
+                continue
+            found.add(number)
+            value = self.values[number]
+            if isinstance(value, ComputedValue):
+                pending.extend(inner for fill in value.inputs for inner in fill.needs)
+        return found
 
     @property
     def fingerprint(self) -> str:

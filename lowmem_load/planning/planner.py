@@ -58,6 +58,7 @@ class Planner:
         self.material = Material()
         self._limits = limits or ReadLimits()
         self._numbers: dict[int, int] = {}
+        self._costs: dict[int, tuple[Costs, int]] = {}
         self._known: list[Expression | Callable[..., Any]] = []  # keeps what `_numbers` knows by id alive
 
     def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
@@ -87,8 +88,12 @@ class Planner:
         total = Costs()
         for fill in fills:
             total = total.plus(self._steps_costs(fill.steps))
+            results = 0
             for number in fill.needs:
-                total = total.plus(self._value_costs(self.values[number]))
+                costs, result_bytes = self._value_costs(number)
+                temporary = costs.largest_temporary_bytes + results
+                total = total.plus(replace(costs, largest_temporary_bytes=temporary))
+                results += result_bytes
         return total
 
     def _steps(self, name: str, copy: Copy, on_host: bool) -> Iterator[Step]:
@@ -104,8 +109,10 @@ class Planner:
 
     def _apply(self, name: str, leaf: Elementwise, copy: Copy) -> Apply:
         widest = max(part.dtype.itemsize for part in (leaf, *leaf.parts))
-        pieces = []
+        pieces: list[Piece] = []
         for first, size, scatter in plan_pieces(copy, widest, self._limits):
+            if len(pieces) == MAX_COPIES:
+                raise PlanError(f"{name}: {leaf.operation} would run on more than {MAX_COPIES} scattered pieces")
             span = FlatRange(first, first + size)
             pieces.append(Piece(size, tuple(self.plan_fill(name, part, span) for part in leaf.parts), scatter))
         return Apply(leaf.operation, self._function(leaf.compute), leaf.dtype, tuple(pieces))
@@ -161,13 +168,18 @@ class Planner:
                     total = total.plus(Costs(largest_temporary_bytes=piece.numel * held))
         return total
 
-    def _value_costs(self, value: Value) -> Costs:
+    def _value_costs(self, number: int) -> tuple[Costs, int]:
+        """Return what making a value costs, and the bytes of the result."""
+        value = self.values[number]
         if isinstance(value, HeldValue):
-            return Costs()
-        held = math.prod(value.shape) * value.dtype.itemsize
-        held += sum(fill.numel * fill.dtype.itemsize for fill in value.inputs)
-        inner = self.costs(value.inputs)
-        return replace(inner, largest_temporary_bytes=inner.largest_temporary_bytes + held)
+            return Costs(), 0
+        if number not in self._costs:
+            result_bytes = math.prod(value.shape) * value.dtype.itemsize
+            held = result_bytes + sum(fill.numel * fill.dtype.itemsize for fill in value.inputs)
+            inner = self.costs(value.inputs)
+            made = replace(inner, largest_temporary_bytes=inner.largest_temporary_bytes + held)
+            self._costs[number] = made, result_bytes
+        return self._costs[number]
 
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:

@@ -1,7 +1,8 @@
 """From copies to the steps that an executor performs: nests of reads, moves of values in memory. Pure, no I/O.
 
 A step is data: it can be compared, costed and proved without files. A million reads of one strided copy are one `Read`,
-whose loops the executor runs through, so that a plan is small however scattered its bytes are.
+whose loops the executor runs through. (The pieces of an elementwise operation are listed one by one: what each needs of
+its inputs is another plan.)
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ for each reading thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -83,9 +84,10 @@ class Executor:
         finally:
             if self._pool is not None:
                 self._pool.shutdown(wait=True, cancel_futures=True)
-            for source in self._sources.values():
-                source.close()
-            self._sources.clear()
+            with contextlib.ExitStack() as closing:  # the others are closed even if one cannot be
+                for source in self._sources.values():
+                    closing.callback(source.close)
+                self._sources.clear()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:
         """From now on refuse a file that is not what it was when it was planned against."""

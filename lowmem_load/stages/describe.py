@@ -11,6 +11,7 @@ from torch import nn
 
 from lowmem_load.describe.context import Context, Keeps
 from lowmem_load.describe.initialise import Initialiser
+from lowmem_load.errors import ConfigError
 from lowmem_load.hf import loader
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
@@ -70,7 +71,7 @@ def describe(
     """
     start = time.perf_counter()
     reads: dict[str, int] = {}
-    target: Target | None = None
+    prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
 
     def read_now(expression: Expression, reason: str) -> torch.Tensor:
         before = executor.stats.read_bytes
@@ -87,23 +88,27 @@ def describe(
             reads[reason] = reads.get(reason, 0) + read_bytes
         return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
 
-    def target_of(model: nn.Module) -> Target:
-        nonlocal settings, target
-        if target is None:
-            settings = settings.for_model(getattr(model, "config", None))
-            target = make_target(settings, model)
-        return target
+    def settled(model: nn.Module) -> tuple[nn.Module, Settings, Target]:
+        """Return a model with its settings and target: the one that is loaded, or one that its `__init__` loads."""
+        if id(model) not in prepared:
+            resolved = settings.for_model(getattr(model, "config", None))
+            prepared[id(model)] = model, resolved, make_target(resolved, model)
+        return prepared[id(model)]
 
     def keeps_of(model: nn.Module) -> Keeps:
-        layout, known = target_of(model).layout, _names_by_id(model)
+        try:
+            layout, known = settled(model)[2].layout, _names_by_id(model)
+        except ConfigError:  # of a model that another one's __init__ loads, and to which the settings need not fit
+            return lambda parameter: FlatRange(0, parameter.numel())
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(read_now, None if holds_values else note)
     context = Context(read_now, initialiser, keeps_of, open_source)
     model, info = call.describe(context)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
-    found = target_of(model)
-    return Described(call.name, model, info, settings, found, files, tuple(reads.items()), time.perf_counter() - start)
+    _, resolved, target = settled(model)
+    seconds = time.perf_counter() - start
+    return Described(call.name, model, info, resolved, target, files, tuple(reads.items()), seconds)
 
 
 def _names_by_id(model: nn.Module) -> dict[int, str]:

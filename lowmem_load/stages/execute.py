@@ -27,21 +27,17 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
     executor.expect(plan.files)
     for buffer in plan.buffers:
         _fill_buffer(buffer, planned, target, executor)
-    last_use = {
-        number: position
-        for position, part in enumerate(plan.targets)
-        for destination in part.destinations
-        for number in destination.fill.needs
-    }
+    uses = [plan.values_of(destination.fill for destination in part.destinations) for part in plan.targets]
+    last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
     for position, part in enumerate(plan.targets):
         parameter = planned.parameters.pop(part.name)
         made, memory = target.make(part, parameter, executor.finish)
         for destination, tensor in zip(part.destinations, memory, strict=True):
             fill = destination.fill
             executor.fill(fill, tensor[: fill.numel], plan.values, planned.material)
-            for number in fill.needs:
-                if last_use[number] == position:
-                    planned.material.tensors.pop(number, None)
+        for number in uses[position]:
+            if last_use[number] == position:
+                planned.material.tensors.pop(number, None)
         loader.copy_marks(parameter, made)
         for module, name in planned.places.pop(part.name):
             setattr(module, name, made)

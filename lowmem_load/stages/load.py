@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.planning.load_plan import LoadPlan
@@ -47,11 +47,14 @@ def plan_only(
 ) -> LoadPlan:
     """Return the plan of a load for one rank, without loading. Local: no process group, no DeepSpeed engine."""
     _refuse_device_map(call, settings)
+    if _is_left_alone(call, settings):
+        raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
     state = torch.get_rng_state()
     try:
         with Executor(open_source=open_source) as executor:
             described = describe(call, settings, make_target, executor, open_source=open_source, holds_values=False)
             _refuse_quantized(described)
+            described.target.check(described.model)
             return make_plan(described, rank).plan
     finally:
         torch.set_rng_state(state)
@@ -107,7 +110,7 @@ class Load:
         """Return whether transformers does this load by itself; ranks that differ in that would wait for each other."""
         with self.ranks.agreed(f"{call.name}: checking the call") as digest:
             _refuse_device_map(call, self.settings)
-            left_alone = self.settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF)
+            left_alone = _is_left_alone(call, self.settings)
             digest.append("an ordinary load" if left_alone else "a streamed load")
         return left_alone
 
@@ -123,9 +126,12 @@ class Load:
     def _plan(self, described: Described, report: LoadReport) -> Planned:
         with self.ranks.agreed(f"{described.name}: planning") as digest, report.phase("plan"):
             _refuse_quantized(described)
+            described.target.check(described.model)
             planned = make_plan(described, self.ranks.rank)
-            described.target.prepare(described.model)
             digest.append(planned.plan.fingerprint)
+        # By itself: DeepSpeed may make groups here, which all ranks must do or none.
+        with self.ranks.agreed(f"{described.name}: preparing"), report.phase("plan"):
+            described.target.prepare(described.model)
         return planned
 
     def _execute(self, planned: Planned, described: Described, executor: Executor, report: LoadReport) -> None:
@@ -166,6 +172,10 @@ class Load:
         finally:
             if not torch.equal(before, common):
                 torch.set_rng_state(before)
+
+
+def _is_left_alone(call: loader.Call, settings: Settings) -> bool:
+    return settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF)
 
 
 def _refuse_device_map(call: loader.Call, settings: Settings) -> None:

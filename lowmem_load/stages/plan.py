@@ -108,7 +108,7 @@ def _distinct(model: nn.Module, listed: str) -> tuple[dict[str, Any], dict[str, 
     tensors: dict[str, Any] = {}
     places: dict[str, list[Place]] = {}
     all_names: dict[str, list[str]] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for last, tensor in getattr(module, listed)(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{last}" if prefix else last
             key = first.setdefault(id(tensor), name)
@@ -164,10 +164,12 @@ def _plan_buffer(planner: Planner, names_: list[str], buffer: torch.Tensor, *, k
         while keeps_fp32 and isinstance(expression, Cast):
             expression = expression.part
         fill = planner.plan_fill(names_[0], cast(expression, dtype), FlatRange(0, numel(expression)))
-    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, fingerprint([_line(buffer, whole)]))
+    fills = [] if fill is None else [fill]
+    slow_paths = tuple(_slow_paths(names_[0], buffer, leaves(whole), fills))
+    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, whole)]))
 
 
-def _slow_paths(name: str, parameter: nn.Parameter, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
+def _slow_paths(name: str, parameter: torch.Tensor, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
     """Yield why, and at what cost, a parameter is not read straight into its partition."""
     for leaf in found:
         if isinstance(leaf, Held) and leaf.origin == INITIALISED:

@@ -37,13 +37,16 @@ class Partial:
         """See `Target`."""
         return self._inside.fp32_buffers(model)
 
-    def prepare(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module) -> None:
         """See `Target`.
 
         Raises:
             ConfigError: a parameter is shared by a chosen and another module.
         """
         check_ties(model, {name: model.get_submodule(name) for name in self._chosen})
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Target`."""
         self._inside.prepare(model)
         self._outside.prepare(model)
 

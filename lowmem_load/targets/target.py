@@ -51,6 +51,13 @@ class Target(Protocol):
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
         """Return the buffers that are kept in fp32 whatever the model's dtype is."""
 
+    def check(self, model: nn.Module, /) -> None:
+        """Raise for what cannot be done with this model, as far as arithmetic tells. Pure.
+
+        Raises:
+            ConfigError: a setting contradicts the model.
+        """
+
     def prepare(self, model: nn.Module, /) -> None:
         """Get ready to make memory for the parameters of `model`: once, after planning, before anything is read.
 

@@ -34,6 +34,9 @@ class Whole:
         """Return none: buffers keep the dtype that they have."""
         return []
 
+    def check(self, _: nn.Module, /) -> None:
+        """Do nothing."""
+
     def prepare(self, _: nn.Module, /) -> None:
         """Do nothing."""
 

@@ -74,6 +74,9 @@ class Zero3:
 
         return fp32_buffers(model, setting, self._settings.dtype)
 
+    def check(self, _: nn.Module) -> None:
+        """Do nothing: what depends on the settings alone was refused when this was made."""
+
     def prepare(self, model: nn.Module) -> None:
         """See `Target`. Needs DeepSpeed's `comm` and `LOCAL_RANK` (see `ranks.process_group`)."""
         from lowmem_load.ds.partition import Partitioner
@@ -129,6 +132,9 @@ def _refuse(settings: Settings, group: Any) -> None:
     has_secondary = settings.secondary_size > 0
     if settings.ds_config.get("weight_quantization", {}).get("quantized_initialization"):
         raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")
+    section = settings.ds_config["zero_optimization"]
+    if settings.offload_device == "nvme" and not (section.get("offload_param") or {}).get("nvme_path"):
+        raise ConfigError("offload_param.device is 'nvme', but there is no offload_param.nvme_path; name a folder")
     if has_secondary and settings.offload_device == "nvme":
         raise UnsupportedError(
             "zero_hpz_partition_size with offload_param.device 'nvme': DeepSpeed has no swapper for secondary "

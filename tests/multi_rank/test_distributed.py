@@ -12,7 +12,7 @@ import pytest
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
-from tests.unit.test_distributed import init_counter, partition_numel, train_one_step
+from tests.unit.test_process_group import init_counter, partition_numel, train_one_step
 
 
 @contextmanager

@@ -259,7 +259,9 @@ def made(rank: int = 1, digest: str = "abc", seconds: float = 1.0) -> LoadPlan:
         plan_of("zero3", flipped(SOURCE), planner, FlatRange(240 * rank, 240 * rank + 240), 250),
         plan_of(REPLICATED, ex.held(torch.ones(5)), planner, FlatRange(0, 5), 5),
     )
-    buffer = BufferPlan(("norm.mean",), (3,), torch.float32, planner.plan_fill("b", SOURCE, FlatRange(0, 3)), "of b")
+    buffer = BufferPlan(
+        ("norm.mean",), (3,), torch.float32, planner.plan_fill("b", SOURCE, FlatRange(0, 3)), (), "of b"
+    )
     return LoadPlan(
         name="model",
         rank=rank,

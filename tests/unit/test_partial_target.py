@@ -90,6 +90,6 @@ def test_buffers_and_what_is_gathered_are_the_engines() -> None:
 def test_a_tie_across_the_border_is_refused_before_memory_is_made() -> None:
     inside, outside = Noting("in"), Noting("out")
     with pytest.raises(ConfigError, match=r"ab\.weight is tied to a parameter of a chosen module"):
-        Partial(("a",), inside, outside).prepare(model(tied=True))
+        Partial(("a",), inside, outside).check(model(tied=True))
     assert inside.calls == outside.calls == []
-    Partial(("a", "ab"), inside, outside).prepare(model(tied=True))
+    Partial(("a", "ab"), inside, outside).check(model(tied=True))

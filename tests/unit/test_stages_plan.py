@@ -25,7 +25,7 @@ from lowmem_load.settings.settings import read_settings
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import make_plan
-from lowmem_load.targets.target import Target
+from lowmem_load.targets.target import Layout, Target
 from lowmem_load.targets.whole import Whole
 from lowmem_load.targets.zero3 import Zero3
 
@@ -329,3 +329,65 @@ def test_the_plan_says_what_was_loaded_and_what_it_was_made_against(file: Path) 
     assert plan.read_to_describe == ()
     assert set(plan.seconds) == {"describe", "plan"}
     assert plan.costs.read_bytes == plan.costs.needed_bytes == X.nbytes
+
+
+# -- values that several destinations, or other values, need -----------------------------------------------------------
+
+
+def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
+    """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
+
+    def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        made = uninitialised(torch.empty(10, device="meta"), context.read_now)
+        initialise_in(made, context.initialiser, FlatRange(0, 10))
+        made.fill_(3.0)
+        context.initialiser.release()
+        return module(weight=made)
+
+    class TwoPieces(Whole):
+        def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+            return Layout("two", parameter.dtype, (FlatRange(0, 4), FlatRange(2, 10)), (4, 8), on_host=True)
+
+        def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
+            self.pieces = [torch.empty(4), torch.empty(8)]
+            return nn.Parameter(torch.empty(0)), self.pieces
+
+    target = TwoPieces(CPU)
+    found = described(file, build, lambda *_: target)
+    result = make_plan(found, 0)
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    assert [piece.tolist() for piece in target.pieces] == [[3.0] * 4, [3.0] * 8]
+    assert not result.material.tensors, "it is freed after its last use"
+
+
+def test_a_held_value_is_there_for_values_computed_from_it(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        held_back = tensors["x"][tensors["x"] > 3]  # read at once, held
+        return module(a=held_back, b=held_back.flip(0))
+
+    found = described(file, build)
+    result = make_plan(found, 0)
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    expected = X[X > 3]
+    assert torch.equal(found.model.get_parameter("a"), expected)
+    assert torch.equal(found.model.get_parameter("b"), expected.flip(0))
+
+
+def test_a_model_that_another_loads_does_not_decide_its_settings(file: Path) -> None:
+    """A from_pretrained inside of `__init__` shows its own model first."""
+    seen: list[nn.Module] = []
+
+    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        inner = module(weight=tensors["y"])
+        context.keeps_of(inner)
+        return nn.ModuleDict({"inner": inner, "outer": module(weight=tensors["x"])})
+
+    def make_target(_: Any, model: nn.Module) -> Target:
+        seen.append(model)
+        return Whole(CPU)
+
+    found = described(file, build, make_target)
+    assert seen[-1] is found.model
+    assert len(make_plan(found, 0).plan.targets) == 2
