@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -49,7 +50,13 @@ def _check_contract() -> None:
             "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
             "deepspeed.runtime.zero.utils": ("is_zero_param",),
             "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
-            _SWAPPER: ("available_swap_in_buffers", "get_buffer", "swap_out_and_release", "swappable_tensor"),
+            _SWAPPER: (
+                "available_swap_in_buffers",
+                "get_buffer",
+                "get_path",
+                "swap_out_and_release",
+                "swappable_tensor",
+            ),
         },
         arguments={
             f"{_ZERO}:Init.__init__": (
@@ -267,11 +274,23 @@ class Partitioner:
         """Write the partitions that lie in the swapper's buffers to their files, and free the buffers.
 
         Raises:
-            OSError: the files could not be written.
+            ConfigError: a file is shorter than what was written: DeepSpeed does not look, and would train on zeros.
         """
-        if self._swapped:
-            self._init.param_swapper.swap_out_and_release(self._swapped)
-            self._swapped.clear()
+        if not self._swapped:
+            return
+        swapper = self._init.param_swapper
+        nbytes = [parameter.ds_tensor.ds_numel * parameter.ds_tensor.element_size() for parameter in self._swapped]
+        swapper.swap_out_and_release(self._swapped)
+        paths = [swapper.get_path(parameter, must_exist=True) for parameter in self._swapped]
+        self._swapped.clear()
+        for path, written in zip(paths, nbytes, strict=True):
+            found = os.stat(path).st_size if os.path.exists(path) else 0
+            if found < written:
+                free = shutil.disk_usage(os.path.dirname(path)).free
+                raise ConfigError(
+                    f"offload_param.nvme_path: {path} has {found} bytes after {written} were written to it ({free} "
+                    "bytes are free there); free space, or name another folder"
+                )
 
     @classmethod
     def _refuse_swapped(cls, swap_key: tuple[str, str]) -> None:

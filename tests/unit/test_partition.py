@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lowmem_load.ds import partition
 from lowmem_load.ds.partition import Partitioner
@@ -86,3 +88,30 @@ def test_a_folder_is_one_live_model_s(tmp_path: Path) -> None:
     first.itself = first  # type: ignore[attr-defined]  as parameters and their methods are
     del first
     Partitioner(nvme(tmp_path))
+
+
+@pytest.mark.parametrize("lost_bytes", [0, 1, 4000])
+def test_a_swap_file_that_came_out_short_is_an_error(
+    lost_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk, where DeepSpeed reports success. The files are written here as its swapper writes them."""
+
+    def swap_out(self: Swapper, parameters: list[Any]) -> None:
+        for parameter in parameters:
+            Path(self.get_path(parameter)).write_bytes(bytes(parameter.ds_tensor.nbytes - lost_bytes))
+
+    def get_path(self: Swapper, parameter: Any, must_exist: bool = False) -> str:
+        return str(tmp_path / f"{parameter.ds_id}.swp")
+
+    monkeypatch.setattr(Swapper, "swap_out_and_release", swap_out, raising=False)
+    monkeypatch.setattr(Swapper, "get_path", get_path, raising=False)
+    partitioner = Partitioner(nvme(tmp_path))
+    values = torch.zeros(1000)
+    values.ds_numel = 1000  # type: ignore[attr-defined]
+    partitioner._swapped.append(SimpleNamespace(ds_id=7, ds_tensor=values))  # type: ignore[arg-type]
+    if lost_bytes:
+        with pytest.raises(ConfigError, match=rf"7\.swp has {4000 - lost_bytes} bytes after 4000 were written to it"):
+            partitioner.swap_out()
+    else:
+        partitioner.swap_out()
+    partitioner.swap_out()  # nothing is left to be written

@@ -1,0 +1,83 @@
+"""What fails on one rank before ranks have agreed on anything is an error on all of them, within seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.parity import BF16
+from tests.ranks import run_ranks
+
+STAGE_2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+LIMIT_S = 10.0
+
+
+class Unspeakable(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def predicate(*_: Any) -> bool:
+        raise error
+
+    return predicate
+
+
+def fail_on_the_last_rank(path: str) -> None:
+    """Rank function: each fault on the last rank; all ranks raise, and load the same model afterwards."""
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import RankError, load_model, streaming
+
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+    def partitioned(error: BaseException) -> None:
+        load_model(path, BF16, partition=raising(error) if last else lambda name, _: name == "model")
+
+    def streamed(ds_config: dict[str, Any], **kwargs: Any) -> None:
+        with streaming(ds_config):
+            AutoModelForCausalLM.from_pretrained(path, **kwargs)
+
+    faults: dict[str, tuple[Callable[[], Any], type[BaseException], str]] = {
+        "name": (lambda: load_model(None if last else path, BF16), RankError, "name: expected a local folder"),
+        "device_map": (lambda: streamed(BF16, **({"device_map": "cpu"} if last else {})), RankError, "device_map"),
+        "device_map, stage 2": (
+            lambda: streamed(STAGE_2, **({"device_map": "cpu"} if last else {})),
+            RankError,
+            "checking the call",
+        ),
+        "an error without text": (
+            lambda: partitioned(Unspeakable()),
+            RankError,
+            r"Unspeakable \(its text cannot be had\)",
+        ),
+        "an interrupt": (
+            lambda: partitioned(KeyboardInterrupt()),
+            KeyboardInterrupt if last else RankError,
+            "" if last else "KeyboardInterrupt",
+        ),
+        "an exit": (
+            lambda: partitioned(SystemExit(3)),
+            SystemExit if last else RankError,
+            "3" if last else "SystemExit",
+        ),
+    }
+    for name, (load, kind, text) in faults.items():
+        start = time.perf_counter()
+        with pytest.raises(kind, match=text) as caught:
+            load()
+        assert type(caught.value) is kind, name
+        assert time.perf_counter() - start < LIMIT_S, name
+        load_model(path, BF16)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_fails_on_one_rank_fails_on_all(checkpoints: Path, world_size: int) -> None:
+    run_ranks(fail_on_the_last_rank, str(builders.tiny_llama(checkpoints)), world_size=world_size)
