@@ -95,8 +95,6 @@ class RankGroup:
         message = None if error is None else _spelled(error)
         statuses = self.all_gather_object((message, digest))
         failures = {self._in_world(rank): failed for rank, (failed, _) in enumerate(statuses) if failed is not None}
-        if error is not None and not isinstance(error, Exception):  # an interrupt stays one
-            raise error
         if error is not None and len(failures) == len(statuses) and len(set(failures.values())) == 1:
             raise error
         failures = failures or _minorities({self._in_world(rank): held for rank, (_, held) in enumerate(statuses)})
@@ -107,7 +105,8 @@ class RankGroup:
     def agreed(self, step: str) -> Iterator[list[str]]:
         """Runs the block on every rank, then lets all ranks go on or raises on all of them, as `agree` does.
 
-        The block may append one digest to the list that it is given. Blocks may nest.
+        The block may append one digest to the list that it is given. Blocks may nest. An interrupt or exit of this rank
+        stays one; to the other ranks it is a `RankError`.
         """
         digest: list[str] = []
         error: BaseException | None = None
@@ -117,7 +116,13 @@ class RankGroup:
             raise
         except (Exception, KeyboardInterrupt, SystemExit) as caught:  # noqa: BLE001  all ranks must hear of it
             error = caught
-        self.agree(step, error, digest[0] if digest and error is None else None)
+        try:
+            self.agree(step, error, digest[0] if digest and error is None else None)
+        except RankError:
+            if error is None or isinstance(error, Exception):
+                raise
+        if error is not None:  # an interrupt of this rank stays one, now that the others have heard of it
+            raise error
 
     def _in_world(self, rank: int) -> int:
         """Returns the rank in the default group of a rank of this one."""
