@@ -6,8 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Expression
-from lowmem_load.read.source import ByteSource
+from lowmem_load.read.source import ByteSource, read_bytes
+
+_POINTER_MAGIC = b"version https://git-lfs"
+_MAX_POINTER_NBYTES = 1024
+"""Bytes; git-lfs takes no larger file for a pointer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,12 @@ class CheckpointFormat(Protocol):
             CheckpointError: the file is malformed, unsafe, or not of this format.
             TruncatedFileError: it is shorter than it says.
         """
+
+
+def refuse_git_lfs_pointer(source: ByteSource) -> None:
+    """Raise CheckpointError if the file is a git-lfs pointer, which a clone without git-lfs has in place of weights."""
+    head = read_bytes(source, 0, len(_POINTER_MAGIC)) if source.nbytes <= _MAX_POINTER_NBYTES else b""
+    if head == _POINTER_MAGIC:
+        raise CheckpointError(
+            f"{source.path}: is a git-lfs pointer and not the weights; run `git lfs pull` in its folder"
+        )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import HeaderError, TruncatedFileError, UnsupportedError
-from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.planning.expression import Source
 from lowmem_load.read.source import ByteSource, read_bytes
 
@@ -254,10 +254,12 @@ class Safetensors:
         """See `CheckpointFormat`.
 
         Raises:
+            CheckpointError: the file is a git-lfs pointer.
             HeaderError: the header is malformed.
             TruncatedFileError: the file is shorter than its header promises.
         """
         path, version = source.path, source.version
+        refuse_git_lfs_pointer(source)
         prefix = read_bytes(source, 0, PREFIX_NBYTES)
         raw = read_bytes(source, PREFIX_NBYTES, header_nbytes(prefix, path, source.nbytes))
         header = parse_header(raw, path, source.nbytes)

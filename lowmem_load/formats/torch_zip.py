@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.formats.inert_pickle import Tensor, state_dict
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 from lowmem_load.read.source import ByteSource, SourceFile, read_bytes
@@ -37,7 +37,6 @@ _CONVERT = (
 _FOREIGN: Sequence[tuple[int, bytes, str]] = (
     (0, b"\x80", f"is in the old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"),
     (257, b"ustar", f"is in the oldest torch format (a tar), which cannot be streamed; {_CONVERT}"),
-    (0, b"version https://git-lfs", "is a git-lfs pointer and not the weights; run `git lfs pull` in its folder"),
 )
 """Offset, bytes found there, and what such a file is."""
 
@@ -55,6 +54,7 @@ class TorchZip:
             TruncatedFileError: the file ends early.
         """
         path, version = source.path, source.version
+        refuse_git_lfs_pointer(source)
         entries = _read_directory(source)
         prefix = _prefix(entries, path)
         byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)

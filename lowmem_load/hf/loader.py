@@ -28,7 +28,7 @@ from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.formats.format import CheckpointFile
-from lowmem_load.formats.index import check_indexes
+from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors, code_of
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.names import refuse_foreign
@@ -48,7 +48,7 @@ def _check_contract() -> None:
             "transformers.integrations.deepspeed": (
                 *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
             ),
-            "transformers.modeling_utils": ("load_state_dict", "safe_open"),
+            "transformers.modeling_utils": ("get_checkpoint_shard_files", "load_state_dict", "safe_open"),
             "transformers.utils.logging": (
                 *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
                 *("get_verbosity", "set_verbosity", "set_verbosity_error"),
@@ -119,12 +119,10 @@ class Call:
             UnsupportedError: the call asks for a format that cannot be streamed.
         """
         refuse_foreign(self.name, self.kwargs)
-        folder = os.path.join(self.name, self.kwargs.get("subfolder") or "")
-        if os.path.isdir(folder):
-            check_indexes(folder)
         self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
         with deepspeed_config(None), _quiet(), contextlib.ExitStack() as hooks:
             hooks.enter_context(_symbolic_files(context))
+            hooks.enter_context(_checked_indexes())
             hooks.enter_context(_initialised_in(context))
             hooks.enter_context(_adapters(context.read_now))
             return self.run()
@@ -243,6 +241,19 @@ def _symbolic_files(context: Context) -> Iterator[None]:
         stack.enter_context(_replaced(modeling_utils, "load_state_dict", symbolic_state_dict))
         if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
             stack.enter_context(_replaced(modeling_utils, "_is_on_hf_mount", _never))
+        yield
+
+
+@contextlib.contextmanager
+def _checked_indexes() -> Iterator[None]:
+    """Check the index that transformers takes, which depends on the files, `variant` and `use_safetensors`."""
+    ordinary = modeling_utils.get_checkpoint_shard_files
+
+    def checked(name: str, index: str, *args: Any, **kwargs: Any) -> Any:
+        check_index(index, name if os.path.isdir(name) else None, kwargs.get("subfolder") or "")
+        return ordinary(name, index, *args, **kwargs)
+
+    with _replaced(modeling_utils, "get_checkpoint_shard_files", checked):
         yield
 
 

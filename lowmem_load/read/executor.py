@@ -6,7 +6,6 @@ for each reading thread.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -20,7 +19,8 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Scatter, Step
-from lowmem_load.read.source import ByteSource, LocalFile, Opener
+from lowmem_load.read.open_sources import OpenSources
+from lowmem_load.read.source import LocalFile, Opener
 
 MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
@@ -37,10 +37,12 @@ class ReadStats:
     Attributes:
         read_bytes: bytes fetched from files, over-read included.
         num_reads: reads that fetched them.
+        num_retries: attempts that followed a transient fault.
     """
 
     read_bytes: int = 0
     num_reads: int = 0
+    num_retries: int = 0
 
 
 class Executor:
@@ -64,9 +66,7 @@ class Executor:
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = int
         self.num_threads = num_threads
-        self._open = open_source
-        self._planned: dict[str, PlannedFile] = {}
-        self._sources: dict[str, ByteSource] = {}
+        self._sources = OpenSources(open_source)
         self._lock = threading.Lock()
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read") if num_threads > 1 else None
@@ -84,14 +84,11 @@ class Executor:
         finally:
             if self._pool is not None:
                 self._pool.shutdown(wait=True, cancel_futures=True)
-            with contextlib.ExitStack() as closing:  # the others are closed even if one cannot be
-                for source in self._sources.values():
-                    closing.callback(source.close)
-                self._sources.clear()
+            self._sources.close()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:
-        """From now on refuse a file that is not what it was when it was planned against."""
-        self._planned.update((file.path, file) for file in files)
+        """See `OpenSources.expect`."""
+        self._sources.expect(files)
 
     def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], material: Material) -> None:
         """Start filling the flat contiguous `destination`; `finish` tells when, and whether, it is filled.
@@ -108,8 +105,7 @@ class Executor:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file that was read is no longer what it was when it was planned against."""
-        for path in self._sources:
-            self._check_unchanged(path)
+        self._sources.check_unchanged()
 
     def finish(self) -> None:
         """Wait until all memory given so far is filled.
@@ -181,32 +177,20 @@ class Executor:
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous host memory with the elements of `tensor` from `first` on."""
         try:
-            source = self._source(tensor.path)
             start = tensor.start + first * tensor.dtype.itemsize
-            source.read_into(start, [memoryview(memory.view(torch.uint8).numpy().data)])
+            with self._sources.reading(tensor.path) as source:
+                source.read_into(start, [memoryview(memory.view(torch.uint8).numpy().data)])
         except TruncatedFileError as error:
             raise TruncatedFileError(
                 f"{error} while {tensor.name!r} was read; the file changed after its header was read"
             ) from error
         except CheckpointError as error:
             raise CheckpointError(f"{error} (while {tensor.name!r} was read)") from error
+        self._sources.close_idle()
         with self._lock:
             self.stats.read_bytes += memory.nbytes
             self.stats.num_reads += 1
-
-    def _source(self, path: str) -> ByteSource:
-        with self._lock:
-            if path not in self._sources:
-                self._sources[path] = self._open(path)
-                self._check_unchanged(path)
-            return self._sources[path]
-
-    def _check_unchanged(self, path: str) -> None:
-        planned = self._planned.get(path)
-        if planned is not None and self._sources[path].version != planned.version:
-            raise CheckpointError(
-                f"{path}: was replaced or written to after its header was read; load again once nobody writes to it"
-            )
+            self.stats.num_retries = self._sources.num_retries
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
+import os
 import re
+import threading
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.settings.ds_config import for_loading, hidden_size_of, read_ds_config, resolve_auto, zero_stage
+from lowmem_load.settings.ds_config import (
+    MAX_FILE_NBYTES,
+    for_loading,
+    hidden_size_of,
+    read_ds_config,
+    resolve_auto,
+    zero_stage,
+)
 from lowmem_load.settings.precision import Precision
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -154,6 +166,81 @@ def test_other_types_are_refused(source: object) -> None:
     message = rf"ds_config: cannot use a {type(source).__name__}; pass a dict, the path of a JSON file, or an HfDeep"
     with pytest.raises(ConfigError, match=message):
         read_ds_config(source)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Nobody writes into the FIFO: opening it the ordinary way waits for ever. /dev/zero has no end."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/zero"):
+        with pytest.raises(ConfigError, match=rf"^ds_config file {path}: is not a regular file; pass the path of a"):
+            read_ds_config(path)
+
+
+def test_a_huge_file_is_not_parsed(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"a": "x" * MAX_FILE_NBYTES}))
+    with pytest.raises(ConfigError, match=r"ds_config\.json: has more than 4194304 bytes; is it another file\?"):
+        read_ds_config(path)
+
+
+def test_many_keys_take_no_longer_each(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({f"key {number}": number for number in range(100_000)}))
+    start = time.perf_counter()
+    assert len(read_ds_config(path)) == 100_000
+    assert time.perf_counter() - start < 10, "seconds; comparing each key with each took over 45"
+
+
+def nested(depth: int) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for _ in range(depth):
+        config = {"a": config}
+    return config
+
+
+def within_itself() -> dict[str, Any]:
+    config: dict[str, Any] = {"a": [1]}
+    config["a"].append({"b": config})
+    return config
+
+
+def doubled(times: int) -> dict[str, Any]:
+    """Each list holds the one before it twice: no cycle, few objects, 2^times values."""
+    values: list[Any] = [1]
+    for _ in range(times):
+        values = [values, values]
+    return {"a": values}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (nested(5000), "ds_config 'a': is within itself, or more than 64 deep, or one of more than 1048576"),
+        (within_itself(), "ds_config 'a': is within itself"),
+        (doubled(40), "ds_config 'a': is within itself, or more than 64 deep, or one of more than 1048576"),
+        ({"a": {"b": [1.0, math.nan]}}, "ds_config 'b': is NaN; write a number"),
+        ({"a": {"b": 10**5000}}, "ds_config 'b': is an integer of 16610 bits, at most 1024"),
+        ({"a": {10**5000: 1}}, "ds_config a key: is an integer of 16610 bits"),
+        ({"a": threading.Lock()}, "ds_config 'a': a lock cannot be copied"),
+        ('{"a": NaN}', "ds_config 'a': is NaN"),
+        ('{"a": ' + "9" * 5000 + "}", "ds_config string: cannot be parsed: Exceeds the limit (4300 digits)"),
+        ('{"a": ' + "9" * 4000 + "}", "ds_config 'a': is an integer of 13288 bits"),
+        ('{"a": ' * 100_000, "ds_config string: cannot be parsed: maximum recursion depth exceeded"),
+        ('{"a": ' * 100 + "1" + "}" * 100, "ds_config 'a': is within itself, or more than 64 deep"),
+    ],
+)
+def test_values_without_measure_are_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_ds_config(config)
+
+
+@pytest.mark.parametrize("copying", [resolve, for_loading])
+def test_a_config_that_is_active_is_measured_too(copying: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(ConfigError, match="ds_config 'a': is NaN"):
+        copying({"zero_optimization": {"stage": 3}, "a": math.nan})
+
+
+def test_large_values_are_none_without_measure() -> None:
+    config = {"a": nested(60), "b": 10**300, "c": [math.inf, -1e308], "d": doubled(15)}
+    assert read_ds_config(config) == config
 
 
 JSON_VALUES = st.recursive(

@@ -1,26 +1,208 @@
-"""Index files are untrusted: one that is malformed, or points outside of its folder, is refused by name."""
+"""Index files are untrusted: one that is malformed, or points outside of its folder, is refused by name, if it is used.
+
+So are configurations of adapters.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from lowmem_load import DistributedInterface, load_model
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.index import check_indexes
+from lowmem_load.formats.index import MAX_JSON_NBYTES, base_of_adapter, check_index
+from tests import builders
+
+INDEX = "model.safetensors.index.json"
+BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/secret", "a/../../secret", 7, None])
-def test_an_index_may_not_point_outside(tmp_path: Path, file: object) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": file}}))
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json: tensor 'b.weight' is said to be in"):
-        check_indexes(str(tmp_path))
+def write(folder: Path, weight_map: dict[str, Any], name: str = INDEX) -> str:
+    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return str(folder / name)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "{"])
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("../secret.safetensors", "outside of the folder"),
+        ("/etc/secret", "outside of the folder"),
+        ("a/../../secret", "outside of the folder"),
+        (7, "no name of a file"),
+        (None, "no name of a file"),
+        (["model-1.safetensors"], "no name of a file"),
+        ("", "no name of a file"),
+        ("model\0-1.safetensors", "no name of a file"),
+    ],
+)
+def test_an_index_may_not_point_outside(tmp_path: Path, file: object, message: str) -> None:
+    index = write(tmp_path, {"a.weight": "model-1.safetensors", "b.weight": file})
+    for folder in (str(tmp_path), None):
+        with pytest.raises(CheckpointError, match=rf"{INDEX}: tensor 'b.weight' is said to be in .*{message}"):
+            check_index(index, folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "[]",
+            "{}",
+            '{"weight_map": []}',
+            '{"weight_map": {}, "metadata": {}}',
+            '{"weight_map": {"a": "b"}}',
+            "{",
+        ),
+        *("[" * 100_000, "\ufeff{}", '{"weight_map": 1' + "0" * 5000 + "}"),
+    ],
+)
 def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json"):
-        check_indexes(str(tmp_path))
+    (tmp_path / INDEX).write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: (has no|is not JSON)"):
+        check_index(str(tmp_path / INDEX))
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, MAX_JSON_NBYTES + 1)
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("absent")
+
+
+NO_FILES = [
+    (fifo, "is not a regular file"),
+    (endless, "is not a regular file"),
+    (folder, "is not a regular file"),
+    (huge, "has 67108865 bytes, expected at most 67108864"),
+    (dangling, "cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize("reads", [check_index, base_of_adapter])
+@pytest.mark.parametrize(("make", "message"), NO_FILES)
+def test_what_is_no_file_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], None], message: str, reads: Callable[[str], object]
+) -> None:
+    make(tmp_path / "file.json")
+    with pytest.raises(CheckpointError, match=f"file.json: {message}"):
+        reads(str(tmp_path / "file.json"))
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"base_model_name_or_path": ""}', '{"base_model_name_or_path": 7}'])
+def test_an_adapter_must_name_its_base(tmp_path: Path, text: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: names no base_model_name_or_path"):
+        base_of_adapter(str(tmp_path / "adapter_config.json"))
+
+
+def test_a_link_may_lead_no_further_than_the_folder(tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    (loaded / "sub").mkdir(parents=True)
+    (loaded / "real").touch()
+    (loaded / "sub" / "link").symlink_to("../real")
+    (tmp_path / "outside").touch()
+    (tmp_path / "other-name").symlink_to(loaded)
+    for name in ("loaded", "other-name"):
+        check_index(write(loaded / "sub", {"w": "link"}), str(tmp_path / name), "sub")
+    (loaded / "sub" / "out").symlink_to(tmp_path / "outside")
+    (loaded / "sub" / "folder").symlink_to(tmp_path)
+    for file in ("out", "folder/outside"):
+        with pytest.raises(
+            CheckpointError, match=rf"'w' is said to be in '{file}', a link out of the folder, to .*/outs"
+        ):
+            check_index(write(loaded / "sub", {"w": file}), str(loaded), "sub")
+
+
+@pytest.mark.parametrize("blob", ["models--org--name/blobs/5f2a", "blobs/5f/" + "5f" * 32])
+def test_links_of_the_hub_cache_are_legal(tmp_path: Path, blob: str) -> None:
+    """In a snapshot, and in a folder that `local_dir` of an older huggingface_hub filled with links."""
+    (tmp_path / blob).parent.mkdir(parents=True)
+    (tmp_path / blob).touch()
+    for name in ("models--org--name/snapshots/0123", "local"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model-1.safetensors").symlink_to(tmp_path / blob)
+        check_index(write(tmp_path / name, {"w": "model-1.safetensors"}), str(tmp_path / name))
+
+
+# -- which index is used ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lone_process() -> Iterator[None]:
+    interface = DistributedInterface()
+    yield
+    interface.destroy()
+
+
+def malformed(path: Path) -> None:
+    path.write_text("{")
+
+
+def traversal(path: Path) -> None:
+    write(path.parent, {"w": "../../secret"}, path.name)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards with an index, one file without, and shards of a variant."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    target = tmp_path / "checkpoint"
+    shutil.copytree(builders.tiny_llama(root, max_shard_size="20KB"), target)
+    shutil.copy(builders.tiny_llama(root) / "model.safetensors", target / "model.safetensors")
+    index = json.loads((target / INDEX).read_text())
+    (target / "model.safetensors.index.fp16.json").write_text(json.dumps(index))
+    return target
+
+
+@pytest.mark.usefixtures("lone_process")
+@pytest.mark.parametrize("make", [malformed, traversal, fifo, endless, folder, dangling])
+def test_an_index_that_is_not_used_stops_nothing(checkpoint: Path, make: Callable[[Path], None]) -> None:
+    """The one file comes first; a variant has an index of its own. An ordinary load takes them too."""
+    (checkpoint / INDEX).unlink()
+    make(checkpoint / INDEX)
+    make(checkpoint / "pytorch_model.bin.index.json")
+    for kwargs in ({}, {"variant": "fp16"}):
+        ordinary = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **kwargs)
+        model = load_model(checkpoint, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, **kwargs)
+        for (name, value), expected in zip(model.named_parameters(), ordinary.parameters(), strict=True):
+            assert torch.equal(value.cpu(), expected), name
+
+
+@pytest.mark.usefixtures("lone_process")
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(malformed, "is not JSON"), (traversal, "outside of the folder"), (huge, "has 67108865 bytes")],
+)
+def test_an_index_that_is_used_is_checked(
+    checkpoint: Path, make: Callable[[Path], None], message: str, variant: str | None
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    index = checkpoint / (INDEX if variant is None else "model.safetensors.index.fp16.json")
+    index.unlink()
+    make(index)
+    with pytest.raises(CheckpointError, match=rf"{index.name}: .*{message}"):
+        load_model(checkpoint, BF16, variant=variant)

@@ -26,7 +26,7 @@ MODULES: dict[str, set[str]] = {
     "contract": set(),
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"ds_config", "precision", "settings"},
-    "read": {"executor", "sample", "source", "whole"},
+    "read": {"executor", "open_sources", "sample", "source", "whole"},
     "formats": {"format", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "tensor"},
     "ds": {"comm", "engine", "initialize_hook", "parameters", "partition"},

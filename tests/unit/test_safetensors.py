@@ -217,5 +217,8 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TruncatedFileError, match="the header promises"):
         described(str(path))
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: is a git-lfs pointer .*; run `git lfs pull` in its"):
+        described(str(path))
+    path.write_bytes(b"<!DOCTYPE html><html></html>")
+    with pytest.raises(HeaderError, match="not a safetensors file"):
         described(str(path))

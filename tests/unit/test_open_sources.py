@@ -1,0 +1,177 @@
+"""Few sources are open at a time, none twice needlessly, and none that changed goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.read import open_sources
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.open_sources import OpenSources
+from lowmem_load.read.source import ByteSource, LocalFile, read_bytes
+
+NUM_FILES = 1500
+CHANGED = r"a: was replaced or written to after its header was read; load again"
+
+
+class Opening:
+    """Opens local files, and counts."""
+
+    def __init__(self) -> None:
+        self.times: Counter[str] = Counter()
+
+    def __call__(self, path: str) -> ByteSource:
+        self.times[os.path.basename(path)] += 1
+        return LocalFile(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in "abcd":
+        (tmp_path / name).write_bytes(name.encode() * 100)
+    return tmp_path
+
+
+@pytest.fixture
+def two_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_sources, "MAX_OPEN_SOURCES", 2)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def read(sources: OpenSources, folder: Path, names: str) -> None:
+    for name in names:
+        with sources.reading(str(folder / name)) as source:
+            assert read_bytes(source, 0, 3) == name.encode() * 3
+        sources.close_idle()
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.usefixtures("few_descriptors")
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_more_files_than_descriptors(tmp_path: Path, num_threads: int) -> None:
+    """Twice through all files, as parameters whose parts are in several would have it."""
+    for number in range(NUM_FILES):
+        (tmp_path / str(number)).write_bytes(number.to_bytes(8, "little"))
+    before = num_open()
+    planner, destination = Planner(), torch.zeros(2 * NUM_FILES, dtype=torch.int64)
+    with Executor(num_threads=num_threads) as executor:
+        for place in range(2 * NUM_FILES):
+            number = place % NUM_FILES
+            leaf = ex.Source(str(tmp_path / str(number)), f"w{number}", 0, (1,), torch.int64)
+            fill = planner.plan_fill("w", leaf, FlatRange(0, 1))
+            executor.fill(fill, destination[place : place + 1], planner.values, planner.material)
+        executor.finish()
+        executor.check_unchanged()
+        assert num_open() - before <= open_sources.MAX_OPEN_SOURCES + num_threads
+    assert destination.tolist() == 2 * list(range(NUM_FILES))
+    assert num_open() == before
+
+
+@pytest.mark.usefixtures("two_idle")
+def test_those_read_last_stay_open(folder: Path) -> None:
+    opening = Opening()
+    sources = OpenSources(opening)
+    read(sources, folder, "abababcab")
+    assert opening.times == {"a": 2, "b": 2, "c": 1}  # c takes the place of a, a that of b, b that of c
+    sources.close()
+
+
+@pytest.mark.usefixtures("two_idle")
+def test_what_is_being_read_is_not_closed(folder: Path) -> None:
+    sources = OpenSources(LocalFile)
+    with sources.reading(str(folder / "a")) as source, sources.reading(str(folder / "a")) as same:
+        read(sources, folder, "bcdbcd")
+        assert same is source
+        assert read_bytes(source, 0, 1) == b"a"
+    before = num_open()
+    sources.close()
+    assert before - num_open() == 2  # a and d
+
+
+@pytest.mark.usefixtures("two_idle")
+def test_threads_that_read_the_same_files(folder: Path) -> None:
+    sources, start = OpenSources(LocalFile), threading.Barrier(8, timeout=60)
+    before = num_open()
+
+    def work(number: int) -> None:
+        start.wait()
+        read(sources, folder, "abcd"[number % 4 :] * 200)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert num_open() - before <= 2
+    sources.close()
+    assert num_open() == before
+
+
+@pytest.mark.usefixtures("two_idle")
+def test_a_change_is_noticed_when_a_file_is_closed(folder: Path) -> None:
+    sources = OpenSources(LocalFile)
+    read(sources, folder, "ab")
+    os.utime(folder / "a", ns=(0, 0))
+    before = num_open()
+    with pytest.raises(CheckpointError, match=CHANGED):
+        read(sources, folder, "c")
+    assert num_open() == before, "c in the place of a"
+    sources.close()
+
+
+@pytest.mark.usefixtures("two_idle")
+def test_a_change_is_noticed_when_a_file_is_opened_again(folder: Path) -> None:
+    sources = OpenSources(LocalFile)
+    read(sources, folder, "abc")
+    (folder / "new").write_bytes(b"a" * 100)
+    os.replace(folder / "new", folder / "a")
+    before = num_open()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=CHANGED), sources.reading(str(folder / "a")):
+            pass
+    assert num_open() == before
+    sources.close()
+
+
+def test_a_file_must_be_what_was_planned_against(folder: Path) -> None:
+    path = str(folder / "a")
+    planned = PlannedFile(path, 100, "digest", "another version")
+    sources = OpenSources(LocalFile)
+    sources.expect([planned])
+    with pytest.raises(CheckpointError, match=CHANGED), sources.reading(path):
+        pass
+    read_before = OpenSources(LocalFile)
+    read(read_before, folder, "a")
+    with pytest.raises(CheckpointError, match=CHANGED):
+        read_before.expect([planned])
+    read_before.close()
+
+
+def test_a_file_that_cannot_be_opened_may_be_there_later(folder: Path) -> None:
+    sources = OpenSources(LocalFile)
+    with pytest.raises(CheckpointError, match="late: cannot be read"), sources.reading(str(folder / "late")):
+        pass
+    (folder / "late").write_bytes(b"lll")
+    with sources.reading(str(folder / "late")) as source:
+        assert read_bytes(source, 0, 3) == b"lll"
+    sources.close()
