@@ -37,10 +37,12 @@ class ReadStats:
     Attributes:
         read_bytes: bytes fetched from files, over-read included.
         num_reads: reads that fetched them.
+        num_retries: attempts that followed a transient fault.
     """
 
     read_bytes: int = 0
     num_reads: int = 0
+    num_retries: int = 0
 
 
 class Executor:
@@ -188,6 +190,7 @@ class Executor:
         with self._lock:
             self.stats.read_bytes += memory.nbytes
             self.stats.num_reads += 1
+            self.stats.num_retries = self._sources.num_retries
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)

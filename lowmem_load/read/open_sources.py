@@ -19,9 +19,13 @@ uses some; few checkpoints have more files than this, and opening one again cost
 
 @dataclass(slots=True)
 class _Entry:
-    """One path: how many read it now, and the source once the first of them has opened it, under `lock`."""
+    """One path: how many read it now, and the source once the first of them has opened it, under `lock`.
+
+    Its retries were added to those of all up to `num_retries`.
+    """
 
     num_readers: int = 0
+    num_retries: int = 0
     source: ByteSource | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -34,9 +38,13 @@ class OpenSources:
 
     Args:
         open_source: opens one.
+
+    Attributes:
+        num_retries: of all sources, as far as they count them.
     """
 
     def __init__(self, open_source: Opener) -> None:
+        self.num_retries = 0
         self._open = open_source
         self._versions: dict[str, str] = {}
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
@@ -70,6 +78,9 @@ class OpenSources:
         finally:
             with self._lock:
                 entry.num_readers -= 1
+                num_retries = getattr(entry.source, "num_retries", 0)
+                self.num_retries += num_retries - entry.num_retries
+                entry.num_retries = num_retries
 
     def close_idle(self) -> None:
         """Close what was read the longest time ago, as far as more than `MAX_OPEN_SOURCES` are open.

@@ -7,22 +7,40 @@ store) is one class more. Errors of the operating system become ours here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import logging
 import os
 import platform
 import stat
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 """Buffers that one system call fills; it refuses more."""
 
+TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE})
+"""What network file systems give while a server is busy or replaced: the same read may succeed a moment later."""
+
+RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
+"""Seconds before each further attempt: 3 in all, for short interruptions, while the other ranks wait. A mount that
+waits for its server by itself (NFS, `hard`) shows no error at all."""
+
 
 class ByteSource(Protocol):
-    """Bytes that can be read by position, from several threads at a time."""
+    """Bytes that can be read by position, from several threads at a time.
+
+    A source that reads again after transient faults may count that, as `num_retries`.
+    """
 
     @property
     def path(self) -> str:
@@ -58,8 +76,13 @@ class LocalFile:
     Never mapped: a mapped file hides its memory in RssFile, is read page by page on network file systems, and turns a
     lost file into SIGBUS.
 
+    After a transient fault it is opened again, and read again if it is still the same file.
+
     Args:
         path: of the file.
+
+    Attributes:
+        num_retries: attempts so far that followed a transient fault.
 
     Raises:
         CheckpointError: it cannot be opened, or is no regular file.
@@ -67,29 +90,25 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.num_retries = 0
+        self._lock = threading.Lock()
         self._descriptor = -1
         with _our_errors(path):
-            # Not blocking: a FIFO would wait for a writer.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            raise CheckpointError(f"{path}: is not a regular file")
-        self.nbytes = found.st_size
+            self._descriptor, found = self._retrying(_open_regular, path)
+        self.nbytes, self._opened_version = found.st_size, _version(found)
 
     @property
     def version(self) -> str:
         """Device, inode, size and time of change of the open file."""
         with _our_errors(self.path):
-            found = os.fstat(self._descriptor)
-        return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+            return _version(self._retrying(os.fstat, self._descriptor))
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""
         left = [buffer for buffer in buffers if buffer.nbytes]
         with _our_errors(self.path):
             while left:
-                num_bytes = os.preadv(self._descriptor, left[:MAX_BUFFERS], offset)
+                num_bytes = self._retrying(os.preadv, self._descriptor, left[:MAX_BUFFERS], offset)
                 if num_bytes == 0:
                     short = sum(buffer.nbytes for buffer in left)
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")
@@ -101,6 +120,52 @@ class LocalFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+    def _retrying(self, call: Callable[..., T], *args: object) -> T:
+        for delay_s in RETRY_DELAYS_S:
+            try:
+                return call(*args)
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
+            with self._lock:
+                self.num_retries += 1
+            time.sleep(delay_s)
+            with contextlib.suppress(OSError):  # then the call says what is wrong
+                self._reopen()
+        return call(*args)
+
+    def _reopen(self) -> None:
+        """Let the descriptor stand for the file as opened anew: a stale one never recovers."""
+        if self._descriptor < 0:
+            return
+        descriptor, found = _open_regular(self.path)
+        try:
+            if _version(found) != self._opened_version:
+                raise CheckpointError(
+                    f"{self.path}: was replaced or written to while it was read; load again once nobody writes to it"
+                )
+            os.dup2(descriptor, self._descriptor, inheritable=False)  # other threads read by this number
+        finally:
+            os.close(descriptor)
+
+
+def _open_regular(path: str) -> tuple[int, os.stat_result]:
+    # Not blocking: a FIFO would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path}: is not a regular file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, found
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
 
 def machine() -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.read import source
 from lowmem_load.read.executor import Executor
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
@@ -110,6 +113,33 @@ def test_a_file_that_shrank_is_an_error(file: Path, num_threads: int, dtype: tor
 def test_a_lost_file_is_an_error(file: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match=r"data: cannot be read: No such file or directory \(while 'w' was read"):
+        read(leaf(file), FlatRange(0, 720))
+
+
+def test_transient_faults_are_counted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [errno.EIO, errno.ESTALE]
+
+    def preadv(*args: Any) -> int:
+        if failures:
+            raise OSError(failures.pop(), "a fault")
+        return ordinary(*args)
+
+    ordinary = os.preadv
+    monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(os, "preadv", preadv)
+    values, executor = read(ex.permute(leaf(file), (1, 0)), FlatRange(0, 720), limits=ReadLimits(staging_bytes=1000))
+    assert torch.equal(values, VALUES.T.reshape(-1))
+    assert executor.stats.num_reads > 1
+    assert executor.stats.num_retries == 2
+
+
+def test_a_fault_that_persists_names_the_tensor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0,))
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=r"data: cannot be read: Input/output error \(while 'w' was read\)"):
         read(leaf(file), FlatRange(0, 720))
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.read import source as source_module
 from lowmem_load.read.source import LocalFile, SourceFile, read_bytes
 from lowmem_load.testing.memory import MemorySource
 
@@ -74,15 +77,114 @@ def test_the_system_may_return_less_than_was_asked_for(file: str, monkeypatch: p
     assert b"".join(buffers) == DATA[5:135]
 
 
-def test_errors_of_the_system_are_ours(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+class Faults:
+    """Takes the place of a function of `os`, and fails some times before it does what it should.
 
+    Attributes:
+        descriptors: first argument of each call.
+    """
+
+    def __init__(self, name: str, number: int, times: int, before: Callable[[], None] = lambda: None) -> None:
+        self.descriptors: list[Any] = []
+        self._ordinary, self._number, self._times, self._before = getattr(os, name), number, times, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.descriptors.append(args[0])
+        if self._times > 0:
+            self._times -= 1
+            self._before()
+            raise OSError(self._number, os.strerror(self._number))
+        return self._ordinary(*args, **kwargs)
+
+
+TRANSIENT = [errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE]
+
+
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "RETRY_DELAYS_S", (0.0, 0.0, 0.0))
+
+
+def read(source: LocalFile, offset: int, nbytes: int) -> bytes:
+    buffer = bytearray(nbytes)
+    source.read_into(offset, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+@pytest.mark.usefixtures("no_delays")
+@pytest.mark.parametrize("name", ["preadv", "fstat", "open"])
+@pytest.mark.parametrize("number", TRANSIENT)
+def test_transient_faults_are_tried_again(
+    file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, number: int
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, name, Faults(name, number, times=3))
     source = LocalFile(file)
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match="data: cannot be read: Input/output error") as caught:
-        source.read_into(0, [memoryview(bytearray(1))])
+    assert read(source, 5, 100) == DATA[5:105]
+    assert source.num_retries == 3
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"{file}: {os.strerror(number)}; trying again in 0.00 s"] * 3
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.usefixtures("no_delays")
+@pytest.mark.parametrize(("number", "attempts"), [*((number, 4) for number in TRANSIENT), (errno.EACCES, 1)])
+def test_errors_that_persist_are_ours(file: str, monkeypatch: pytest.MonkeyPatch, number: int, attempts: int) -> None:
+    source, faults = LocalFile(file), Faults("preadv", number, times=100)
+    monkeypatch.setattr(os, "preadv", faults)
+    with pytest.raises(CheckpointError, match=f"data: cannot be read: {os.strerror(number)}") as caught:
+        read(source, 0, 1)
     assert isinstance(caught.value.__cause__, OSError)
+    assert len(faults.descriptors) == attempts
+
+
+def test_attempts_lie_further_and_further_apart(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    source = LocalFile(file)
+    monkeypatch.setattr(os, "preadv", Faults("preadv", errno.EIO, times=100))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        read(source, 0, 1)
+    assert slept == sorted(slept) == list(source_module.RETRY_DELAYS_S)
+    assert sum(slept) < 5, "seconds for which a broken file keeps all ranks waiting"
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_a_stale_file_is_opened_again(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor is what no longer works: only one that was opened later does."""
+    source = LocalFile(file)
+    descriptor = source._descriptor
+
+    def close_the_file() -> None:
+        other = os.open(os.devnull, os.O_RDONLY)  # reading it gives nothing, as if the file were cut off
+        os.dup2(other, descriptor)
+        os.close(other)
+
+    faults = Faults("preadv", errno.ESTALE, 1, close_the_file)
+    monkeypatch.setattr(os, "preadv", faults)
+    assert read(source, 5, 100) == DATA[5:105]
+    assert faults.descriptors == [descriptor] * 2, "the number stays: other threads may be reading by it"
+    assert os.get_inheritable(descriptor) is False
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_another_file_is_not_read_in_place_of_a_stale_one(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = LocalFile(file)
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "preadv", Faults("preadv", errno.ESTALE, 1, lambda: os.utime(file, ns=(0, 0))))
+    with pytest.raises(CheckpointError, match="data: was replaced or written to while it was read; load again"):
+        read(source, 0, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_a_stale_file_that_is_gone_says_so(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = LocalFile(file)
+    os.unlink(file)
+    monkeypatch.setattr(os, "preadv", Faults("preadv", errno.ESTALE, 100))
+    with pytest.raises(CheckpointError, match="data: cannot be read: Stale file handle"):
+        read(source, 0, 1)
 
 
 def test_a_file_that_shrinks_says_where_it_ended(file: str) -> None:
