@@ -7,8 +7,8 @@ a JSON object, then the data. The data offsets of the tensors must tile the data
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import torch
 
 from lowmem_load.errors import HeaderError, TruncatedFileError, UnsupportedError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
+from lowmem_load.formats.header_json import FIELDS, HeaderReader
 from lowmem_load.planning.expression import Source
 from lowmem_load.read.source import ByteSource, read_bytes
 
@@ -25,11 +26,11 @@ PREFIX_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
 """Bytes. The limit of safetensors itself (`MAX_HEADER_SIZE`): a forged length must not allocate gigabytes."""
 
-MAX_SIZE, MAX_DIMS = 1 << 60, 64
-"""Of a shape: what torch can hold, with room to multiply."""
+MAX_SIZE = (1 << 64) - 1
+"""Of a dimension, an offset, and of elements and bits of a tensor, as safetensors counts them."""
 
-MIN_NBYTES_PER_BRACKET = 12
-"""A tensor has an object and two lists in no less than 48 bytes. More brackets than that only cost memory to parse."""
+MAX_TORCH_SIZE = (1 << 63) - 1
+"""Of strides, in which torch counts an empty dimension as one of 1."""
 
 BITS: Mapping[str, int] = {
     "F4": 4,
@@ -41,6 +42,9 @@ BITS: Mapping[str, int] = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 """Bits of an element by dtype as the file spells it: all dtypes of safetensors 0.8.0 (`Dtype` in `tensor.rs`)."""
+
+_CODES: Mapping[str, str] = {code: code for code in BITS}
+"""Of equal strings always the same one."""
 
 _TORCH_NAMES: Mapping[str, str] = {
     "F64": "float64",
@@ -79,16 +83,22 @@ class TensorEntry:
     """One tensor of one shard file. A file may hold tensors that torch cannot: only to use them is an error.
 
     Attributes:
-        where: how messages call it.
+        file_name, name: of the file and of the tensor.
         dtype_code: the dtype as the file spells it, such as "BF16".
         file_shape: sizes in elements as the file counts them; () for a scalar.
         start: first byte of the data, absolute in the file.
     """
 
-    where: str
+    file_name: str
+    name: str
     dtype_code: str
     file_shape: tuple[int, ...]
     start: int
+
+    @property
+    def where(self) -> str:
+        """How messages call it."""
+        return f"{self.file_name}: tensor {self.name!r}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,8 +116,10 @@ class TensorEntry:
         """Sizes in elements of `dtype`, as safetensors' own loader gives them.
 
         Raises:
-            UnsupportedError: torch packs elements of this dtype, and they do not come out even.
+            UnsupportedError: torch cannot hold it; or it packs elements of this dtype, and they do not come out even.
         """
+        if math.prod(max(1, size) for size in self.file_shape) > MAX_TORCH_SIZE:
+            raise UnsupportedError(f"{self.where}: its shape {self.file_shape} is beyond what torch can hold")
         packed = PACKED.get(self.dtype_code, 1)
         if packed == 1:
             return self.file_shape
@@ -120,14 +132,9 @@ class TensorEntry:
         return (*rows, last // packed)
 
     @property
-    def nbits(self) -> int:
-        """Bits of the data."""
-        return math.prod(self.file_shape) * BITS[self.dtype_code]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the data; a header in which they are not whole is refused."""
-        return self.nbits // 8
+        return math.prod(self.file_shape) * BITS[self.dtype_code] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,75 +174,65 @@ def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
         HeaderError: malformed JSON, duplicate or ill-formed entries, or offsets that do not tile the data.
         TruncatedFileError: the file is shorter than the tensors need.
     """
-    if header.count(b"{") + header.count(b"[") > 16 + len(header) // MIN_NBYTES_PER_BRACKET:
-        raise HeaderError(f"{file_name}: header is not one of tensors: too many brackets for its {len(header)} bytes")
-    try:
-        decoded = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:  # also of an integer with thousands of digits
-        raise HeaderError(f"{file_name}: header is not valid JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise HeaderError(f"{file_name}: header is a JSON {type(decoded).__name__}, expected an object")
-    metadata = _metadata(decoded.pop("__metadata__", None), file_name)
     data_start = PREFIX_NBYTES + len(header)
-    entries = {name: _entry(name, fields, data_start, file_name) for name, fields in decoded.items()}
+    entries: dict[str, TensorEntry] = {}
+    try:
+        reader = HeaderReader(header)
+        for name, fields in reader.tensors():
+            if name in entries:
+                raise HeaderError(f"{file_name}: header describes tensor {name!r} twice")
+            entries[name] = _entry(name, fields, data_start, file_name)
+    except HeaderError:
+        raise
+    except ValueError as error:
+        raise HeaderError(f"{file_name}: header is not valid JSON of tensors: {error}") from error
     _check_tiling(entries, data_start, file_name, file_nbytes)
-    return Header(entries, metadata)
-
-
-class _DuplicateKey(ValueError):
-    pass
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in unique:
-            raise _DuplicateKey(f"duplicate key {name!r}")
-        unique[name] = value
-    return unique
-
-
-def _metadata(metadata: Any, file_name: str) -> Mapping[str, str] | None:
-    if metadata is None:
-        return None
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise HeaderError(f"{file_name}: __metadata__ must map strings to strings")
-    return metadata
+    return Header(entries, reader.metadata)
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
 
 
-def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEntry:
-    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+def _entry(name: str, fields: Mapping[str, Any], data_start: int, file_name: str) -> TensorEntry:
+    if len(fields) < len(FIELDS):
         raise HeaderError(f"{file_name}: tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(code, str) or code not in BITS:
         raise HeaderError(f"{file_name}: tensor {name!r} has unknown dtype {code!r}; known are {', '.join(BITS)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
-        raise HeaderError(f"{file_name}: tensor {name!r} has shape {shape!r}, expected a list of sizes")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise HeaderError(f"{file_name}: tensor {name!r} has shape {reprlib.repr(shape)}, expected a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise HeaderError(f"{file_name}: tensor {name!r} has data_offsets {offsets!r}, expected [start, end)")
-    entry = TensorEntry(f"{file_name}: tensor {name!r}", code, tuple(shape), data_start + offsets[0])
-    if entry.nbits % 8:
+    numel = 1
+    for size in shape:
+        numel *= size
+        if numel > MAX_SIZE:  # though a size of 0 may follow, as in safetensors
+            break
+    nbits = numel * BITS[code]
+    if nbits > MAX_SIZE:
+        raise HeaderError(f"{file_name}: tensor {name!r} has shape {reprlib.repr(shape)}, too large to be counted")
+    if nbits % 8:
         raise HeaderError(
-            f"{entry.where} of shape {tuple(shape)} and dtype {code} has {entry.nbits} bits, no whole number of bytes"
+            f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} has {nbits} bits, no whole number "
+            "of bytes"
         )
-    if offsets[1] - offsets[0] != entry.nbytes:
+    if offsets[1] - offsets[0] != nbits // 8:
         raise HeaderError(
-            f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} needs {entry.nbytes} bytes, "
+            f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} needs {nbits // 8} bytes, "
             f"its data_offsets {offsets} hold {offsets[1] - offsets[0]}"
         )
-    return entry
+    return TensorEntry(file_name, name, _CODES[code], tuple(shape), data_start + offsets[0])
 
 
 def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_name: str, file_nbytes: int) -> None:
     end = data_start
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+    in_file = sorted(entries.values(), key=lambda entry: entry.nbytes)  # empty ones before others of the same start
+    in_file.sort(key=lambda entry: entry.start)
+    for entry in in_file:
         if entry.start != end:
             raise HeaderError(
-                f"{file_name}: tensor {name!r} starts at byte {entry.start}, the one before it ends at {end}; "
+                f"{entry.where} starts at byte {entry.start}, the one before it ends at {end}; "
                 "safetensors allows neither holes nor overlaps"
             )
         end += entry.nbytes

@@ -27,7 +27,7 @@ MODULES: dict[str, set[str]] = {
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"ds_config", "precision", "settings"},
     "read": {"executor", "open_sources", "sample", "source", "whole"},
-    "formats": {"format", "index", "inert_pickle", "safetensors", "torch_zip"},
+    "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "tensor"},
     "ds": {"comm", "engine", "initialize_hook", "parameters", "partition"},
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
