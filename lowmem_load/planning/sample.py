@@ -17,10 +17,10 @@ from lowmem_load.planning.load_plan import PlannedFile
 BLOCK_BYTES = 4096
 """Bytes of a block: a page, which is fetched in any case."""
 
-MIN_BLOCKS, MAX_BLOCKS = 3, 256
+MIN_BLOCKS, MAX_BLOCKS = 3, 64
 """Of a file."""
 
-MAX_BLOCKS_IN_ALL = 4096
+MAX_BLOCKS_IN_ALL = 2048
 """Blocks of a checkpoint, `MIN_BLOCKS` of each file apart: a few milliseconds of reading from a page cache."""
 
 
