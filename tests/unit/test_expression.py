@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,8 +55,7 @@ def test_a_held_tensor_shares_the_memory_of_a_contiguous_one() -> None:
     "view",
     [lambda base: base.t(), lambda base: base[:, 1:], lambda base: base[1, 2], lambda base: base[:1].expand(3, 3)],
 )
-def test_a_held_view_is_row_major(view: object) -> None:
-    assert callable(view)
+def test_a_held_view_is_row_major(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor = view(torch.arange(6).view(2, 3))
     held = ex.held(tensor)
     assert held.shape == tuple(tensor.shape)
@@ -97,10 +97,14 @@ def test_a_permutation_in_order_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "shape", "ends"), [(0, (3, 3, 4), [2, 3]), (1, (2, 8, 4), [3, 8]), (2, (2, 3, 4), [4, 4])]
+    ("dim", "second", "shape", "ends"),
+    [
+        (0, (1, 3, 4), (3, 3, 4), [2, 3]),
+        (1, (2, 5, 4), (2, 8, 4), [3, 8]),
+        (2, (2, 3, 0), (2, 3, 4), [4, 4]),
+    ],
 )
-def test_parts_are_joined_along_a_dim(dim: int, shape: ex.Shape, ends: list[int]) -> None:
-    second = {0: (1, 3, 4), 1: (2, 5, 4), 2: (2, 3, 0)}[dim]
+def test_parts_are_joined_along_a_dim(dim: int, second: ex.Shape, shape: ex.Shape, ends: list[int]) -> None:
     parts = [SOURCE, other(shape=second)]
     joined = ex.concat(parts, dim)
     assert (joined.parts, joined.dim, joined.shape, joined.dtype) == (tuple(parts), dim, shape, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_a_plan_is_taken() -> None:
     assert (report.partition_bytes, report.total_partition_bytes) == (
         6,
         12,
-    )  # 2 elements and 1 of padding, 2 bytes each
+    )  # 2 elements, 1 of padding
     assert report.whole_bytes == 3 * 8
     assert report.needed_bytes == 2 * 2
     assert (report.missing_keys, report.unexpected_keys) == (["a"], ["b"])
@@ -82,7 +83,7 @@ def test_a_plan_is_taken() -> None:
 
 def clocked(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     ticks = iter(seconds)
-    monkeypatch.setattr(report_module.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(report_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
 
 
 def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +154,10 @@ def test_device_memory_is_zero_without_an_accelerator(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("is_initialized", "expected"), [(True, 1234), (False, 0)])
 def test_device_memory_is_that_of_tensors(monkeypatch: pytest.MonkeyPatch, is_initialized: bool, expected: int) -> None:
-    class Module:
-        memory_allocated = staticmethod(lambda: 1234)
-
-    Module.is_initialized = staticmethod(lambda: is_initialized)  # type: ignore[attr-defined]
+    module = SimpleNamespace(memory_allocated=lambda: 1234, is_initialized=lambda: is_initialized)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert device_bytes() == expected
 
 
