@@ -1,241 +1,41 @@
-"""The planner: fills that are proved, values that are shared, costs; and a plan as data."""
+"""A plan as data: what is equal, what is summed, what ranks have in common, and costs that add up."""
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lowmem_load.errors import CheckpointError, PlanError
-from lowmem_load.planning import copies, planner
+from lowmem_load.errors import CheckpointError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import (
     REPLICATED,
     BufferPlan,
-    ComputedValue,
     Costs,
     Destination,
-    HeldValue,
     LoadPlan,
     PlannedFile,
     SlowPath,
     TargetPlan,
 )
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, Rectangle
-from lowmem_load.planning.reads import Apply, Move, Read, ReadLimits
+from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.read.executor import Executor
-from lowmem_load.testing.memory import MemorySource
 
-VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 SOURCE = ex.Source("file", "w", 0, (24, 30), torch.float32)
-
-
-def filled(planner: Planner, fill: Any) -> torch.Tensor:
-    memory = torch.full((fill.numel,), -1, dtype=fill.dtype)
-    with Executor(open_source=lambda path: MemorySource(path, VALUES.numpy().tobytes())) as executor:
-        executor.fill(fill, memory, planner.values, planner.material)
-        executor.finish()
-        costs = planner.costs([fill])
-        assert (costs.read_bytes, costs.num_reads) == (executor.stats.read_bytes, executor.stats.num_reads)
-    return memory
-
-
-def doubled(part: ex.Expression) -> ex.Elementwise:
-    return ex.Elementwise("aten.mul", lambda values: values[0] * 2, (part,), part.shape, part.dtype)
 
 
 def flipped(part: ex.Expression) -> ex.Computed:
     return ex.Computed("aten.flip", lambda values: values[0].flip(0), (part,), part.shape, part.dtype)
 
 
-# -- regions ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("starts", "sizes"),
-    [((0, 0), (24, 30)), ((3, 10), (5, 10)), ((0, 29), (24, 1)), ((23, 0), (1, 30)), ((4, 4), (0, 3))],
-)
-@pytest.mark.parametrize("of", [lambda part: part, doubled, flipped, lambda part: ex.cast(part, torch.bfloat16)])
-def test_a_rectangle_is_filled_row_by_row(
-    starts: tuple[int, int], sizes: tuple[int, int], of: Callable[[ex.Expression], ex.Expression]
-) -> None:
-    planner, expression = Planner(), of(SOURCE)
-    whole = filled(planner, planner.plan_fill("w", expression, FlatRange(0, 720))).view(24, 30)
-    fill = planner.plan_fill("w", expression, Rectangle(starts, sizes))
-    expected = whole[starts[0] : starts[0] + sizes[0], starts[1] : starts[1] + sizes[1]]
-    assert torch.equal(filled(planner, fill), expected.reshape(-1))
-
-
-@pytest.mark.parametrize(
-    ("region", "message"),
-    [
-        (Rectangle((0, 20), (24, 11)), r"w: Rectangle\(.*\) of a tensor of shape \(24, 30\)"),
-        (Rectangle((-1, 0), (2, 2)), "of a tensor of shape"),
-        (Rectangle((0, 0), (-1, 2)), "of a tensor of shape"),
-        (FlatRange(700, 721), r"w: elements \[700, 721\) of 720"),
-        (FlatRange(-1, 5), r"w: elements \[-1, 5\) of 720"),
-        (FlatRange(5, 4), r"w: elements \[5, 4\) of 720"),
-    ],
-)
-def test_a_region_outside_of_the_tensor_is_refused(region: FlatRange | Rectangle, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        Planner().plan_fill("w", SOURCE, region)
-
-
-def test_what_would_take_too_many_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "MAX_COPIES", 3)
-    parts = [ex.Source("file", str(number), 0, (1, 2), torch.float32) for number in range(4)]
-    with pytest.raises(PlanError, match="w: more than 3 copies are needed for 8 elements"):
-        Planner().plan_fill("w", ex.concat(parts, 0), FlatRange(0, 8))
-    Planner().plan_fill("w", ex.concat(parts[:3], 0), FlatRange(0, 6))
-
-
-@pytest.mark.parametrize(
-    "region", [Rectangle((0, 3), (2, 3)), Rectangle((2, 0), (3, 1)), FlatRange(9, 11), FlatRange(19, 21)]
-)
-def test_a_value_that_is_not_kept_whole_must_be_kept_where_it_is_needed(region: FlatRange | Rectangle) -> None:
-    kept = ex.Held(torch.arange(10, 20), 10, (5, 6), torch.int64, "initialised here")
-    with pytest.raises(
-        PlanError, match=r"w: elements \[.*\) of a value that is initialised here are needed, \[10, 20\) are in memory"
-    ):
-        Planner().plan_fill("w", kept, region)
-
-
-@pytest.mark.parametrize("region", [Rectangle((2, 0), (1, 6)), Rectangle((1, 4), (2, 2)), FlatRange(10, 20)])
-def test_a_value_is_moved_from_what_is_kept(region: FlatRange | Rectangle) -> None:
-    kept, planner = ex.Held(torch.arange(10, 20), 10, (5, 6), torch.int64), Planner()
-    found = filled(planner, planner.plan_fill("w", kept, region))
-    whole = torch.arange(30).view(5, 6)
-    if isinstance(region, Rectangle):
-        (row, column), (rows, columns) = region.starts, region.sizes
-        assert torch.equal(found, whole[row : row + rows, column : column + columns].reshape(-1))
-    else:
-        assert torch.equal(found, whole.view(-1)[region.start : region.end])
-
-
-# -- every fill is proved, nested ones too ---------------------------------------------------------------------------
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[copies.Copy]], list[copies.Copy]]) -> None:
-    """Makes the plans of the source's elements wrong; those of what is computed from them stay right."""
-    ordinary = copies.plan_copies
-
-    def wrong(expression: ex.Expression, flat_range: FlatRange) -> Iterator[copies.Copy]:
-        found = list(ordinary(expression, flat_range))
-        yield from change(found) if all(isinstance(copy.leaf, ex.Source) for copy in found) else found
-
-    monkeypatch.setattr(planner, "plan_copies", wrong)
-
-
-def shortened(found: list[copies.Copy]) -> list[copies.Copy]:
-    (copy,) = found
-    return [replace(copy, sizes=(copy.sizes[0] - 1, *copy.sizes[1:]))]
-
-
-def repeated(found: list[copies.Copy]) -> list[copies.Copy]:
-    return found * 2
-
-
-def moved(found: list[copies.Copy]) -> list[copies.Copy]:
-    return [replace(copy, destination_start=copy.destination_start + 1) for copy in found]
-
-
-@pytest.mark.parametrize("change", [shortened, repeated, moved])
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda part: part,
-        doubled,
-        lambda part: ex.permute(doubled(part), (1, 0)),
-        flipped,
-        lambda part: doubled(flipped(part)),
-        lambda part: flipped(doubled(part)),
-    ],
-    ids=[
-        "source",
-        "elementwise",
-        "permuted elementwise",
-        "computed",
-        "elementwise of computed",
-        "computed of elementwise",
-    ],
-)
-def test_a_wrong_plan_of_a_part_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    of: Callable[[ex.Expression], ex.Expression],
-    change: Callable[[list[copies.Copy]], list[copies.Copy]],
-) -> None:
-    Planner().plan_fill("w", of(SOURCE), FlatRange(10, 700))
-    planted(monkeypatch, change)
-    with pytest.raises(PlanError, match=r"w: .*(cover|leaves)"):
-        Planner().plan_fill("w", of(SOURCE), FlatRange(10, 700))
-
-
-# -- values ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_value_that_is_needed_several_times_has_one_number() -> None:
-    planner, held, computed = Planner(), ex.held(torch.ones(4), "here"), flipped(SOURCE)
-    first = planner.plan_fill("a", held, FlatRange(0, 2))
-    second = planner.plan_fill("b", ex.concat([held, ex.reshape(computed, (720,))], 0), FlatRange(0, 724))
-    third = planner.plan_fill("c", computed, FlatRange(0, 5))
-    assert (first.needs, second.needs, third.needs) == ((0,), (0, 1), (1,))
-    of_held, of_computed = planner.values
-    assert of_held == HeldValue("here", 4, torch.float32)
-    assert isinstance(of_computed, ComputedValue)
-    assert (of_computed.operation, of_computed.input_shapes, of_computed.shape) == ("aten.flip", ((24, 30),), (24, 30))
-    assert list(planner.material.tensors) == [0]
-    assert planner.material.functions[of_computed.function] is computed.compute
-
-
-def test_what_an_elementwise_operation_needs_is_needed_by_its_fill() -> None:
-    planner = Planner()
-    scales = ex.expand(ex.reshape(flipped(SOURCE), (24, 1, 30)), (24, 2, 30))
-    fill = planner.plan_fill("w", ex.permute(doubled(scales), (1, 0, 2)), FlatRange(0, 1440))
-    assert fill.needs == (0,)
-    assert all(isinstance(step, Apply) for step in fill.steps)
-    assert torch.equal(filled(planner, fill), torch.stack([VALUES.flip(0) * 2] * 2).view(-1))
-
-
-# -- costs -----------------------------------------------------------------------------------------------------------
-
-
-def cost_of(
-    expression: ex.Expression, region: FlatRange, limits: ReadLimits | None = None, on_host: bool = True
-) -> Costs:
-    planner = Planner(limits)
-    return planner.costs([planner.plan_fill("w", expression, region, on_host=on_host)])
-
-
-def test_costs() -> None:
-    half, whole = FlatRange(0, 360), FlatRange(0, 720)
-    assert cost_of(SOURCE, half) == Costs(1440, 1440, 1)
-    assert cost_of(SOURCE, half, on_host=False) == Costs(1440, 1440, 1, staging_bytes=1440)
-    # 10 of every 30 elements: gaps of 80 bytes are read, too, from the first column to the last
-    columns = ex.slice_dim(SOURCE, 1, 5, 1, 10)
-    assert cost_of(columns, FlatRange(0, 240)) == Costs(960, (23 * 30 + 10) * 4, 1, staging_bytes=(23 * 30 + 10) * 4)
-    assert cost_of(columns, FlatRange(0, 240), ReadLimits(max_gap_bytes=0)) == Costs(960, 960, 24, staging_bytes=40)
-    # a result of 360 elements and its input
-    assert cost_of(doubled(SOURCE), half) == Costs(1440, 1440, 1, largest_temporary_bytes=2880)
-    # the whole input, and the whole result, for any part of it
-    assert cost_of(flipped(SOURCE), half) == Costs(2880, 2880, 1, largest_temporary_bytes=2 * 2880)
-    assert cost_of(flipped(flipped(SOURCE)), half) == Costs(2880, 2880, 1, largest_temporary_bytes=4 * 2880)
-    assert cost_of(ex.held(torch.ones(720)), whole) == Costs()
-
-
 def test_costs_add_up_but_for_what_is_used_again() -> None:
     one, other = Costs(1, 2, 3, 40, 5), Costs(10, 20, 30, 4, 50)
     assert one.plus(other) == other.plus(one) == Costs(11, 22, 33, 40, 50)
-
-
-# -- a plan as data --------------------------------------------------------------------------------------------------
 
 
 def plan_of(kind: str, expression: ex.Expression, planner: Planner, region: FlatRange, padded: int) -> TargetPlan:
@@ -321,16 +121,6 @@ def test_the_fingerprint_is_that_of_what_ranks_have_in_common() -> None:
     assert (
         replace(plan, targets=plan.targets[::-1]).fingerprint == plan.fingerprint
     )  # ranks read in orders of their own
-
-
-def test_steps_are_data() -> None:
-    """Of one kind each: what a reader must know is in them, and nothing that can be called."""
-    planner = Planner()
-    kinds = [
-        type(planner.plan_fill("w", expression, FlatRange(0, 5)).steps[0])
-        for expression in (SOURCE, ex.held(torch.ones(9)), flipped(SOURCE), doubled(SOURCE))
-    ]
-    assert kinds == [Read, Move, Move, Apply]
 
 
 def test_a_plan_of_files_that_changed_is_refused(tmp_path: Path) -> None:

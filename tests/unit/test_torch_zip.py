@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -14,13 +13,14 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.formats import inert_pickle, torch_zip
+from lowmem_load.formats import torch_zip
 from lowmem_load.formats.inert_pickle import DTYPES
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile
 from lowmem_load.read.whole import read_whole
+from tests.pickles import FIRST, STORAGE, Call, with_tensor
 
 
 def read_torch_zip(path: str) -> dict[str, Expression]:
@@ -131,36 +131,15 @@ def test_data_is_where_the_entry_says(tmp_path: Path) -> None:
     assert leaf.start % 64 == 0
 
 
-# -- pickles that are no state dicts ---------------------------------------------------------------------------------
+# -- pickles ---------------------------------------------------------------------------------------------------------
 
 
-class Call:
-    """Pickles as a call of any function."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = (function, args)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (os.system, f"{os.name}.system"),
-        (eval, "__builtin__.eval"),
-        (getattr, "__builtin__.getattr"),
-        (torch.load, "torch.serialization.load"),
-    ],
-)
-@pytest.mark.parametrize(
-    "wrap", [lambda evil: evil, lambda evil: {"a": evil}, lambda evil: {"a": torch.ones(2), "b": [evil]}]
-)
-def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name: str, wrap: Any) -> None:
+def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "was-run"
-    code = f"touch {mark}" if function is os.system else f"open({str(mark)!r}, 'w')"
-    path = saved(tmp_path, wrap(Call(function, code)))
-    with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: its pickle names {name}.*nothing was run"):
+    path = saved(tmp_path, {"a": Call(os.system, f"touch {mark}")})
+    with pytest.raises(
+        CheckpointError, match=rf"pytorch_model.bin: its pickle names {os.name}.system.*nothing was run"
+    ):
         read_torch_zip(path)
     assert not mark.exists()
 
@@ -178,58 +157,18 @@ def rewritten(path: str, change: dict[str, bytes | None], **kwargs: Any) -> str:
     return path
 
 
-def assembled(body: bytes) -> bytes:
-    return b"\x80\x02" + body + b"."
-
-
-STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQ"
-NAMED = b"}X\x01\x00\x00\x00a"
-REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
-FIRST = b"K\x00K\x01\x85K\x01\x85"
-REST = b"\x89ccollections\nOrderedDict\n)RtR"
-
-
-def with_tensor(view: bytes, storage: bytes = STORAGE) -> bytes:
-    """Returns a pickled {"a": tensor}; `view` is the opcodes of its offset, sizes and strides."""
-    return assembled(NAMED + REBUILD + b"(" + storage + view + REST + b"s")
-
-
 @pytest.mark.parametrize(
     ("pickled", "text"),
     [
-        (pickle.dumps(Call(os.system, "true"), 4), "uses FRAME"),
-        (assembled(b"(S'true'\nios\nsystem\n"), "uses STRING"),
-        (assembled(b"(ios\nsystem\n"), "uses INST"),
-        (assembled(b"\x82\x01"), "uses EXT1"),
-        (assembled(b"ccollections\nOrderedDict\n)\x81"), "uses NEWOBJ"),
-        (assembled(b"ctorch\nfloat32\n)R"), "malformed"),  # calls a dtype
-        (assembled(b"ctorch\nFloatStorage\n)R"), "malformed"),
-        (assembled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "malformed"),
-        (assembled(b"ctorch\nload\n"), "names torch.load"),
-        (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
-        (assembled(b"]"), "holds a list"),
-        (assembled(b"}}"), "malformed"),  # two objects
-        (assembled(b""), "malformed"),
-        (b"\x80\x02}", "malformed"),  # no STOP
-        (b"", "malformed"),
-        (b"\xff\xff", "malformed"),
-        (assembled(b"r\xff\xff\xff\x7f"), "malformed"),  # a memo position, of an empty stack
-        (assembled(NAMED + b"K\x01s"), "entry 'a' is a int"),
-        (assembled(b"}K\x01K\x01s"), "entry 1 is a int"),
-        (assembled(b"})]s"), "malformed"),  # a key that could nest without end
-        (assembled(NAMED + b"X\x01\x00\x00\x00xQs"), "malformed"),
-        (assembled(NAMED + STORAGE + b"s"), "entry 'a' is a Storage"),
         (with_tensor(b"K\x00K\x04\x85K\x01\x85"), "ends at element 4"),
         (with_tensor(b"K\x02K\x02\x85K\x01\x85"), "ends at element 4"),
         (with_tensor(b"K\x04K\x00\x85K\x01\x85"), "ends at element 4"),
         (with_tensor(b"K\x00K\x02\x85K\x03\x85"), "ends at element 4"),
-        (with_tensor(b"J\xff\xff\xff\xffK\x01\x85K\x01\x85"), "malformed"),
-        (with_tensor(b"K\x00K\x01\x85)"), "1 sizes and 0 strides"),
         (with_tensor(FIRST, STORAGE.replace(b"cpuK\x03", b"cpuK\x02")), "of 8 bytes, which has 12"),
         (with_tensor(FIRST, STORAGE.replace(b"\x000X", b"\x009X")), "data/9 of 12 bytes, which is absent"),
     ],
 )  # fmt: skip
-def test_malformed_pickles(tmp_path: Path, pickled: bytes, text: str) -> None:
+def test_views_that_leave_their_data_are_refused(tmp_path: Path, pickled: bytes, text: str) -> None:
     path = rewritten(saved(tmp_path, {"a": torch.ones(3)}), {"data.pkl": pickled})
     with pytest.raises(CheckpointError, match=text):
         read_torch_zip(path)
@@ -239,11 +178,6 @@ def test_the_handmade_pickle_is_right(tmp_path: Path) -> None:
     good = with_tensor(b"K\x01K\x02\x85K\x01\x85")
     found, _ = values(read_torch_zip(rewritten(saved(tmp_path, {"a": torch.arange(3.0)}), {"data.pkl": good})))
     assert found["a"].tolist() == [1.0, 2.0]
-
-
-def test_lazy_negation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="resolve_conj"):
-        read_torch_zip(saved(tmp_path, {"a": torch.ones(2, dtype=torch.complex64).conj()}))
 
 
 # -- zips that torch did not write -----------------------------------------------------------------------------------
@@ -341,10 +275,6 @@ def test_metadata_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = saved(tmp_path, {"a": torch.ones(3)})
     monkeypatch.setattr(torch_zip, "MAX_PICKLE_NBYTES", 100)
     with pytest.raises(CheckpointError, match="at most 100"):
-        read_torch_zip(path)
-    monkeypatch.setattr(torch_zip, "MAX_PICKLE_NBYTES", 1 << 20)
-    monkeypatch.setattr(inert_pickle, "MAX_OPCODES", 20)
-    with pytest.raises(CheckpointError, match="more than 20 opcodes"):
         read_torch_zip(path)
     monkeypatch.setattr(torch_zip, "MAX_DIRECTORY_NBYTES", 50)
     with pytest.raises(CheckpointError, match=r"zip directory of .* at most 50"):

@@ -1,0 +1,174 @@
+"""Expressions: what each constructor makes of its parts, and what it leaves out because it would change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lowmem_load.planning import expression as ex
+
+SOURCE = ex.Source("file", "w", 64, (2, 3, 4), torch.float32)
+
+
+def other(name: str = "other", shape: ex.Shape = (2, 3, 4)) -> ex.Source:
+    return ex.Source("file", name, 0, shape, torch.float32)
+
+
+def doubled(*parts: ex.Expression) -> ex.Elementwise:
+    return ex.Elementwise("aten.add", lambda values: values[0] * 2, parts, parts[0].shape, parts[0].dtype)
+
+
+def flipped(*inputs: ex.Expression) -> ex.Computed:
+    return ex.Computed("aten.flip", lambda values: values[0].flip(0), inputs, inputs[0].shape, inputs[0].dtype)
+
+
+# -- leaves ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_is_equal_to_one_of_the_same_bytes() -> None:
+    same = ex.Source("file", "w", 64, (2, 3, 4), torch.float32)
+    assert same == SOURCE
+    assert hash(SOURCE) == hash(same)
+    for change in ({"path": "b"}, {"name": "v"}, {"start": 65}, {"shape": (24,)}, {"dtype": torch.int32}):
+        assert dataclasses.replace(SOURCE, **change) != SOURCE
+
+
+def test_other_nodes_are_equal_to_themselves_alone() -> None:
+    assert ex.permute(SOURCE, (2, 0, 1)) != ex.permute(SOURCE, (2, 0, 1))
+    ones = torch.ones(2)
+    assert ex.held(ones) != ex.held(ones)
+
+
+def test_a_held_tensor_shares_the_memory_of_a_contiguous_one() -> None:
+    tensor = torch.arange(6.0).view(2, 3).requires_grad_()
+    held = ex.held(tensor, "here")
+    assert (held.first, held.shape, held.dtype, held.origin) == (0, (2, 3), torch.float32, "here")
+    assert held.flat.data_ptr() == tensor.data_ptr()
+    assert not held.flat.requires_grad
+    assert ex.held(tensor).origin == ex.IN_MEMORY
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda base: base.t(), lambda base: base[:, 1:], lambda base: base[1, 2], lambda base: base[:1].expand(3, 3)],
+)
+def test_a_held_view_is_row_major(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = view(torch.arange(6).view(2, 3))
+    held = ex.held(tensor)
+    assert held.shape == tuple(tensor.shape)
+    assert held.flat.tolist() == tensor.flatten().tolist()
+
+
+# -- constructors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cast_to_the_same_dtype_is_none() -> None:
+    assert ex.cast(SOURCE, torch.float32) is SOURCE
+    cast = ex.cast(SOURCE, torch.bfloat16)
+    assert isinstance(cast, ex.Cast)
+    assert (cast.part, cast.shape, cast.dtype) == (SOURCE, (2, 3, 4), torch.bfloat16)
+
+
+def test_a_cast_back_is_not_left_out() -> None:
+    """The cast in between rounds."""
+    back = ex.cast(ex.cast(SOURCE, torch.bfloat16), torch.float32)
+    assert isinstance(back, ex.Cast)
+    assert isinstance(back.part, ex.Cast)
+
+
+def test_reshapes_are_merged_and_none_where_the_shape_is_the_same() -> None:
+    assert ex.reshape(SOURCE, [2, 3, 4]) is SOURCE
+    flat = ex.reshape(SOURCE, [24])
+    assert isinstance(flat, ex.Reshape)
+    assert (flat.part, flat.shape, flat.dtype) == (SOURCE, (24,), torch.float32)
+    rows = ex.reshape(flat, (6, 4))
+    assert isinstance(rows, ex.Reshape)
+    assert (rows.part, rows.shape) == (SOURCE, (6, 4))
+
+
+def test_a_permutation_in_order_is_none() -> None:
+    assert ex.permute(SOURCE, [0, 1, 2]) is SOURCE
+    permuted = ex.permute(SOURCE, [2, 0, 1])
+    assert isinstance(permuted, ex.Permute)
+    assert (permuted.part, permuted.dims, permuted.shape) == (SOURCE, (2, 0, 1), (4, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("dim", "second", "shape", "ends"),
+    [
+        (0, (1, 3, 4), (3, 3, 4), [2, 3]),
+        (1, (2, 5, 4), (2, 8, 4), [3, 8]),
+        (2, (2, 3, 0), (2, 3, 4), [4, 4]),
+    ],
+)
+def test_parts_are_joined_along_a_dim(dim: int, second: ex.Shape, shape: ex.Shape, ends: list[int]) -> None:
+    parts = [SOURCE, other(shape=second)]
+    joined = ex.concat(parts, dim)
+    assert (joined.parts, joined.dim, joined.shape, joined.dtype) == (tuple(parts), dim, shape, torch.float32)
+    assert joined.ends == ends
+
+
+def test_a_slice_along_a_dim_leaves_the_others_whole() -> None:
+    part = ex.slice_dim(SOURCE, 2, 1, 2, 2)
+    assert isinstance(part, ex.Slice)
+    assert (part.part, part.starts, part.steps, part.shape) == (SOURCE, (0, 0, 1), (1, 1, 2), (2, 3, 2))
+    assert part.dtype == torch.float32
+
+
+def test_expanding_repeats_dims_of_one_element() -> None:
+    column = other(shape=(3, 1))
+    expanded = ex.expand(column, (2, 3, 4))
+    assert isinstance(expanded, ex.Slice)
+    assert (expanded.starts, expanded.steps, expanded.shape) == ((0, 0, 0), (0, 1, 0), (2, 3, 4))
+    assert isinstance(expanded.part, ex.Reshape)
+    assert (expanded.part.part, expanded.part.shape) == (column, (1, 3, 1))
+
+
+def test_expanding_to_what_it_has_is_at_most_a_reshape() -> None:
+    assert ex.expand(SOURCE, (2, 3, 4)) is SOURCE
+    padded = ex.expand(SOURCE, (1, 2, 3, 4))
+    assert isinstance(padded, ex.Reshape)
+    assert padded.shape == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(("shape", "count"), [((2, 3, 4), 24), ((), 1), ((3, 0), 0)])
+def test_numel(shape: ex.Shape, count: int) -> None:
+    assert ex.numel(other(shape=shape)) == count
+
+
+# -- walking ---------------------------------------------------------------------------------------------------------
+
+
+def test_children_are_what_a_node_is_directly_made_of() -> None:
+    second, held = other(), ex.held(torch.ones(2))
+    assert ex.children(SOURCE) == ex.children(held) == ()
+    for make in (doubled, flipped):
+        assert ex.children(make(SOURCE, second)) == (SOURCE, second)
+    assert ex.children(ex.concat([second, SOURCE], 0)) == (second, SOURCE)
+    for node in (
+        ex.slice_dim(SOURCE, 0, 0, 1, 1),
+        ex.permute(SOURCE, (1, 0, 2)),
+        ex.reshape(SOURCE, (24,)),
+        ex.cast(SOURCE, torch.float16),
+    ):
+        assert ex.children(node) == (SOURCE,)
+
+
+def test_leaves_come_once_in_order_with_what_they_need() -> None:
+    a, b, c = other("a"), other("b"), other("c")
+    product = doubled(ex.cast(b, torch.float64), a)
+    computed = flipped(ex.permute(product, (2, 1, 0)))
+    found = ex.leaves(ex.concat([computed, ex.reshape(c, (4, 3, 2)), ex.reshape(a, (4, 3, 2))], 0))
+    assert found == [computed, product, b, a, c]
+    assert ex.leaves(SOURCE) == [SOURCE]
+
+
+def test_leaves_of_a_deep_expression() -> None:
+    """A walk that recursed would end at Python's limit of a thousand."""
+    node: ex.Expression = SOURCE
+    for _ in range(3000):
+        node = ex.permute(node, (2, 0, 1))
+    assert ex.leaves(node) == [SOURCE]

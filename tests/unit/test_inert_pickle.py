@@ -1,0 +1,110 @@
+"""inert_pickle.py: a pickle describes tensors; anything else in it is refused by name, and never run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.formats import inert_pickle
+from lowmem_load.formats.inert_pickle import Storage, Tensor, state_dict
+from tests.pickles import NAMED, STORAGE, Call, assembled, with_tensor
+
+
+def saved(state: Any) -> bytes:
+    """Returns the pickle that torch.save puts into its zip."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with zipfile.ZipFile(buffer) as file:
+        (name,) = (name for name in file.namelist() if name.endswith("/data.pkl"))
+        return file.read(name)
+
+
+def test_tensors_are_described_with_their_views() -> None:
+    base = torch.arange(12.0).view(3, 4)
+    found = state_dict(saved({"a": base.t(), "b": base[1:], "c": torch.zeros(2, dtype=torch.uint16)}), "x.bin")
+    storage = Storage("0", torch.float32, 12)
+    assert found == {
+        "a": Tensor(storage, torch.float32, 0, (4, 3), (1, 4)),
+        "b": Tensor(storage, torch.float32, 4, (2, 4), (4, 1)),
+        "c": Tensor(Storage("1", torch.uint8, 4), torch.uint16, 0, (2,), (1,)),
+    }
+
+
+def test_the_handmade_pickle_is_right() -> None:
+    found = state_dict(with_tensor(b"K\x01K\x02\x85K\x01\x85"), "x.bin")
+    assert found == {"a": Tensor(Storage("0", torch.float32, 3), torch.float32, 1, (2,), (1,))}
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (os.system, f"{os.name}.system"),
+        (eval, "__builtin__.eval"),
+        (getattr, "__builtin__.getattr"),
+        (torch.load, "torch.serialization.load"),
+    ],
+)
+@pytest.mark.parametrize(
+    "wrap", [lambda evil: evil, lambda evil: {"a": evil}, lambda evil: {"a": torch.ones(2), "b": [evil]}]
+)
+def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name: str, wrap: Any) -> None:
+    mark = tmp_path / "was-run"
+    code = f"touch {mark}" if function is os.system else f"open({str(mark)!r}, 'w')"
+    pickled = saved(wrap(Call(function, code)))
+    with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: its pickle names {name}.*nothing was run"):
+        state_dict(pickled, "pytorch_model.bin")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("pickled", "text"),
+    [
+        (pickle.dumps(Call(os.system, "true"), 4), "uses FRAME"),
+        (assembled(b"(S'true'\nios\nsystem\n"), "uses STRING"),
+        (assembled(b"(ios\nsystem\n"), "uses INST"),
+        (assembled(b"\x82\x01"), "uses EXT1"),
+        (assembled(b"ccollections\nOrderedDict\n)\x81"), "uses NEWOBJ"),
+        (assembled(b"ctorch\nfloat32\n)R"), "malformed"),  # calls a dtype
+        (assembled(b"ctorch\nFloatStorage\n)R"), "malformed"),
+        (assembled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "malformed"),
+        (assembled(b"ctorch\nload\n"), "names torch.load"),
+        (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
+        (assembled(b"]"), "holds a list"),
+        (assembled(b"}}"), "malformed"),  # two objects
+        (assembled(b""), "malformed"),
+        (b"\x80\x02}", "malformed"),  # no STOP
+        (b"", "malformed"),
+        (b"\xff\xff", "malformed"),
+        (assembled(b"r\xff\xff\xff\x7f"), "malformed"),  # a memo position, of an empty stack
+        (assembled(NAMED + b"K\x01s"), "entry 'a' is a int"),
+        (assembled(b"}K\x01K\x01s"), "entry 1 is a int"),
+        (assembled(b"})]s"), "malformed"),  # a key that could nest without end
+        (assembled(NAMED + b"X\x01\x00\x00\x00xQs"), "malformed"),
+        (assembled(NAMED + STORAGE + b"s"), "entry 'a' is a Storage"),
+        (with_tensor(b"J\xff\xff\xff\xffK\x01\x85K\x01\x85"), "malformed"),
+        (with_tensor(b"K\x00K\x01\x85)"), "1 sizes and 0 strides"),
+    ],
+)  # fmt: skip
+def test_malformed_pickles(pickled: bytes, text: str) -> None:
+    with pytest.raises(CheckpointError, match=f"x.bin: .*{text}"):
+        state_dict(pickled, "x.bin")
+
+
+def test_lazy_negation_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="resolve_conj"):
+        state_dict(saved({"a": torch.ones(2, dtype=torch.complex64).conj()}), "x.bin")
+
+
+def test_opcodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled = saved({"a": torch.ones(3)})
+    monkeypatch.setattr(inert_pickle, "MAX_OPCODES", 20)
+    with pytest.raises(CheckpointError, match=r"x\.bin: its pickle has more than 20 opcodes"):
+        state_dict(pickled, "x.bin")

@@ -1,0 +1,207 @@
+"""The report: what it takes from a plan, seconds that add up, memory that is measured, and figures as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowmem_load import report as report_module
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.load_plan import Destination, LoadPlan, SlowPath, TargetPlan
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.report import LoadReport, Memory, device_bytes, host_memory
+
+MIB = 1 << 20
+
+
+def plan() -> LoadPlan:
+    """One parameter of two partitions, the second of which is this rank's, padded; and one that is whole, of ints."""
+    planner = Planner()
+    weight = ex.Source("file", "w", 0, (5,), torch.bfloat16)
+    count = ex.held(torch.arange(3))
+    parameters = (
+        (weight, "zero3", FlatRange(3, 5), 3, True, False, (SlowPath("w", "why", 7),)),
+        (count, "replicated", FlatRange(0, 3), 3, False, True, ()),
+    )
+    targets = tuple(
+        TargetPlan(
+            names=(f"{kind}.weight", f"{kind}.tied"),
+            shape=expression.shape,
+            dtype=expression.dtype,
+            kind=kind,
+            destinations=(Destination(region, padded, True, planner.plan_fill(kind, expression, region)),),
+            is_recast=is_recast,
+            is_uninitialised=is_uninitialised,
+            slow_paths=slow_paths,
+            fingerprint="",
+        )
+        for expression, kind, region, padded, is_recast, is_uninitialised, slow_paths in parameters
+    )
+    return LoadPlan(
+        name="model",
+        rank=1,
+        world_size=2,
+        targets=targets,
+        buffers=(),
+        values=tuple(planner.values),
+        files=(),
+        read_to_describe=(("aten.equal", 12),),
+        missing_keys=("a",),
+        unexpected_keys=("b",),
+        mismatched_keys=(("c", (1,), (2,)),),
+        costs=planner.costs(target.destinations[0].fill for target in targets),
+    )
+
+
+def test_a_plan_is_taken() -> None:
+    report = LoadReport("model", rank=1, world_size=2)
+    report.take_plan(plan(), {"zero_optimization": {"stage": 3}})
+    assert report.ds_config == {"zero_optimization": {"stage": 3}}
+    assert (report.num_parameters, report.num_elements) == (2, 8)  # unpadded, and once for both names
+    assert report.dtype == "torch.bfloat16"  # of the parameters that are floating-point
+    assert (report.partition_bytes, report.total_partition_bytes) == (
+        6,
+        12,
+    )  # 2 elements, 1 of padding
+    assert report.whole_bytes == 3 * 8
+    assert report.needed_bytes == 2 * 2
+    assert (report.missing_keys, report.unexpected_keys) == (["a"], ["b"])
+    assert report.mismatched_keys == [("c", (1,), (2,))]
+    assert report.recast_parameters == ["zero3.weight"]
+    assert report.uninitialised_parameters == ["replicated.weight"]
+    assert report.slow_paths == [SlowPath("w", "why", 7)]
+    assert report.read_to_describe == (("aten.equal", 12),)
+    assert (report.read_bytes, report.num_reads) == (0, 0)  # of what was read, not of what was planned
+
+
+# -- phases ----------------------------------------------------------------------------------------------------------
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    ticks = iter(seconds)
+    monkeypatch.setattr(report_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+
+
+def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch, 1.0, 3.5, 10.0, 10.25, 20.0, 21.0)
+    report = LoadReport("model")
+    for name in ("plan", "read", "plan"):
+        with report.phase(name):
+            pass
+    assert report.seconds == {"plan": 3.5, "read": 0.25}
+    assert list(report.seconds) == ["plan", "read"]
+
+
+def test_a_phase_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch, 1.0, 3.0)
+    report = LoadReport("model")
+    with pytest.raises(OSError, match="gone"), report.phase("read"):
+        raise OSError("gone")
+    assert report.seconds == {"read": 2.0}
+    assert report.peak_memory.total_bytes > 0
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_peaks_are_the_most_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = iter([Memory(5, 1), Memory(2, 9), Memory(8, 0)])
+    device = iter([3, 7, 4])
+    monkeypatch.setattr(report_module, "host_memory", lambda: next(host))
+    monkeypatch.setattr(report_module, "device_bytes", lambda: next(device))
+    report = LoadReport("model")
+    for peaks in ((Memory(5, 1), 3), (Memory(2, 9), 7), (Memory(2, 9), 7)):
+        report.sample_memory()
+        assert (report.peak_memory, report.peak_device_bytes) == peaks
+
+
+def test_host_memory_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nRssAnon:\t     100 kB\nRssFile:\t      20 kB\nRssShmem:\t       3 kB\n")
+    monkeypatch.setattr(report_module, "STATUS", status)
+    assert host_memory() == Memory(100 << 10, 23 << 10)
+    assert host_memory().total_bytes == 123 << 10
+
+
+@pytest.mark.parametrize("text", [None, "Name:\tpython\n"])
+def test_host_memory_is_zero_where_it_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "status").write_text(text)
+    monkeypatch.setattr(report_module, "STATUS", tmp_path / "status")
+    assert host_memory() == Memory(0, 0)
+
+
+@pytest.mark.skipif(not report_module.STATUS.exists(), reason="the system has no /proc")
+def test_host_memory_grows_by_what_is_written() -> None:
+    before = host_memory()
+    assert before.anonymous_bytes > MIB  # of a process that imported torch
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    grown = host_memory().anonymous_bytes - before.anonymous_bytes
+    assert 56 * MIB < grown < 128 * MIB
+    assert block.numel() == 64 * MIB
+
+
+def test_device_memory_is_zero_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert device_bytes() == 0
+
+
+@pytest.mark.parametrize(("is_initialized", "expected"), [(True, 1234), (False, 0)])
+def test_device_memory_is_that_of_tensors(monkeypatch: pytest.MonkeyPatch, is_initialized: bool, expected: int) -> None:
+    module = SimpleNamespace(memory_allocated=lambda: 1234, is_initialized=lambda: is_initialized)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert device_bytes() == expected
+
+
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_holds_the_figures() -> None:
+    report = LoadReport(
+        "some/model",
+        rank=3,
+        world_size=8,
+        dtype="torch.bfloat16",
+        num_parameters=291,
+        num_elements=6_738_415_616,
+        persistent_parameters=65,
+        persistent_elements=266_240,
+        partition_bytes=3 * MIB // 2,
+        total_partition_bytes=12 * MIB,
+        needed_bytes=MIB,
+        read_bytes=5 * MIB // 2,
+        num_reads=17,
+        seconds={"describe": 1.234, "plan": 0.5},
+        start_memory=Memory(MIB, MIB),
+        peak_memory=Memory(5 * MIB, 2 * MIB),
+    )
+    assert str(report).splitlines() == [
+        "some/model: 291 parameters, 6.738 B elements, torch.bfloat16, rank 3 of 8",
+        "  partition 1.5 MiB here, 12.0 MiB in all",
+        "  kept whole between steps: 65 small parameters, 0.266 M elements",
+        "  read 2.5 MiB in 17 reads for 1.0 MiB needed",
+        "  peak 5.0 MiB above the start",
+        "  describe 1.23 s, plan 0.50 s",
+    ]
+
+
+def test_the_text_names_at_most_five_of_a_list() -> None:
+    report = LoadReport("model", whole_bytes=MIB)
+    report.missing_keys = list("abcde")
+    report.unexpected_keys = list("uvwxyz")
+    report.slow_paths = [SlowPath("slow.weight", "why", 7)]
+    lines = str(report).splitlines()
+    assert lines[1] == "  partition 0.0 MiB here, 0.0 MiB in all; 1.0 MiB whole on every rank"
+    assert lines[-3:] == [
+        "  missing_keys: 5: a, b, c, d, e",
+        "  unexpected_keys: 6: u, v, w, x, y, ...",
+        "  slow_paths: 1: slow.weight",
+    ]
