@@ -3,85 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from lowmem_load.describe.context import Context
-from lowmem_load.describe.tensor import SymbolicTensor, initialise_in, uninitialised
+from lowmem_load.describe.tensor import initialise_in, uninitialised
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.planning.load_plan import LoadPlan, SlowPath, TargetPlan
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read
 from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import LocalFile
-from lowmem_load.settings.settings import read_settings
-from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import make_plan
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.targets.target import Target
 from lowmem_load.targets.whole import Whole
-from lowmem_load.targets.zero3 import Zero3
-
-CPU = torch.device("cpu")
-X = torch.arange(24.0).reshape(4, 6) / 10
-Y = X + 100
-
-Build = Callable[[dict[str, torch.Tensor], Context], nn.Module]
-
-
-@dataclass
-class Call:
-    """Stands for a `from_pretrained` that makes its model of the tensors of a file."""
-
-    path: Path
-    build: Build
-    name: str = "model"
-
-    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
-        file = context.file(str(self.path), Safetensors())
-        tensors = {name: SymbolicTensor(file.expression(name), context.read_now) for name in file.names}
-        model = self.build(tensors, context)
-        context.keeps_of(model)  # as transformers' initialize_weights does
-        return model, {"missing_keys": {"m"}, "unexpected_keys": {"u"}, "mismatched_keys": []}
+from tests.described import CPU, X, Y, described, module, of_rank, planned, write_file
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    save_file({"x": X, "y": Y, "z": torch.arange(6.0)}, tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
-
-
-def whole(*_: Any) -> Target:
-    return Whole(CPU)
-
-
-def described(file: Path, build: Build, make_target: Any = whole, *, holds_values: bool = True) -> Described:
-    settings = read_settings({"zero_optimization": {"stage": 3}}, world_size=3)
-    call: Any = Call(file, build)
-    with Executor() as executor:
-        return describe(call, settings, make_target, executor, open_source=LocalFile, holds_values=holds_values)
-
-
-def planned(file: Path, build: Build, make_target: Any = whole, *, rank: int = 0) -> LoadPlan:
-    return make_plan(described(file, build, make_target), rank).plan
-
-
-def of_rank(rank: int) -> Callable[..., Target]:
-    return lambda settings, _: Zero3(settings, rank, CPU)
-
-
-def module(**parameters: torch.Tensor) -> nn.Module:
-    made = nn.Module()
-    for name, tensor in parameters.items():
-        made.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
-    return made
+    return write_file(tmp_path)
 
 
 def by_name(plan: LoadPlan) -> Mapping[str, TargetPlan]:
@@ -118,28 +63,6 @@ def test_a_slow_path_names_the_operation(
     assert plan.slow_paths == [SlowPath("weight", reason, nbytes) for reason, nbytes in expected.items()]
 
 
-@pytest.mark.parametrize(
-    ("operation", "name", "nbytes"),
-    [
-        (lambda x: x[x > 1], "aten.index.Tensor", 2 * X.nbytes),  # for the mask, too
-        (lambda x: torch.bernoulli(x / 10), "aten.bernoulli.default", X.nbytes),
-        (lambda x: x * x[0, 1].item(), "aten._local_scalar_dense.default", 4),
-    ],
-)
-def test_what_is_read_while_describing_is_named_and_the_values_are_those_of_torch(
-    operation: Callable[[torch.Tensor], torch.Tensor], name: str, nbytes: int, file: Path
-) -> None:
-    torch.manual_seed(0)
-    found = described(file, lambda tensors, _: module(weight=operation(tensors["x"]).detach()))
-    result = make_plan(found, 0)
-    assert result.plan.read_to_describe == ((name, nbytes),)
-    with Executor() as executor:
-        execute(result, found.target, executor)
-        assert executor.stats.read_bytes == result.plan.read_bytes
-    torch.manual_seed(0)
-    assert torch.equal(found.model.get_parameter("weight"), operation(X))
-
-
 def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file: Path) -> None:
     def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
         made = [uninitialised(torch.empty(3, 5, device="meta"), context.read_now) for _ in range(2)]
@@ -158,31 +81,6 @@ def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file
         execute(result, found.target, executor)
     assert not found.model.get_parameter("forgotten").any()
     assert found.model.get_parameter("initialised").all()
-
-
-def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
-    """As PEFT's OLoRA changes the weights that it adapts."""
-    initialise_in(tensors["x"], context.initialiser, FlatRange(0, 24))
-    tensors["x"].sub_(1.0)
-    context.initialiser.release()
-    return module(weight=tensors["x"])
-
-
-def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
-    """As a missing parameter that is initialised from one that is there."""
-    made = uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
-    initialise_in(made, context.initialiser, FlatRange(0, 24))
-    made.copy_(tensors["y"])
-    context.initialiser.release()
-    return module(weight=made)
-
-
-@pytest.mark.parametrize("build", [written_into, written_from_another])
-def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> None:
-    """What is read for a parameter that is written into while the model is described is named in both."""
-    plans = [make_plan(described(file, build, holds_values=holds_values), 0).plan for holds_values in (True, False)]
-    assert plans[0].read_to_describe == plans[1].read_to_describe
-    assert plans[0] == plans[1]
 
 
 def test_a_parameter_that_has_no_value_at_all_is_refused(file: Path) -> None:
@@ -329,65 +227,3 @@ def test_the_plan_says_what_was_loaded_and_what_it_was_made_against(file: Path) 
     assert plan.read_to_describe == ()
     assert set(plan.seconds) == {"describe", "plan"}
     assert plan.costs.read_bytes == plan.costs.needed_bytes == X.nbytes
-
-
-# -- values that several destinations, or other values, need -----------------------------------------------------------
-
-
-def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
-    """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
-
-    def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        made = uninitialised(torch.empty(10, device="meta"), context.read_now)
-        initialise_in(made, context.initialiser, FlatRange(0, 10))
-        made.fill_(3.0)
-        context.initialiser.release()
-        return module(weight=made)
-
-    class TwoPieces(Whole):
-        def layout(self, name: str, parameter: torch.Tensor) -> Layout:
-            return Layout("two", parameter.dtype, (FlatRange(0, 4), FlatRange(2, 10)), (4, 8), on_host=True)
-
-        def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
-            self.pieces = [torch.empty(4), torch.empty(8)]
-            return nn.Parameter(torch.empty(0)), self.pieces
-
-    target = TwoPieces(CPU)
-    found = described(file, build, lambda *_: target)
-    result = make_plan(found, 0)
-    with Executor() as executor:
-        execute(result, found.target, executor)
-    assert [piece.tolist() for piece in target.pieces] == [[3.0] * 4, [3.0] * 8]
-    assert not result.material.tensors, "it is freed after its last use"
-
-
-def test_a_held_value_is_there_for_values_computed_from_it(file: Path) -> None:
-    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
-        held_back = tensors["x"][tensors["x"] > 3]  # read at once, held
-        return module(a=held_back, b=held_back.flip(0))
-
-    found = described(file, build)
-    result = make_plan(found, 0)
-    with Executor() as executor:
-        execute(result, found.target, executor)
-    expected = X[X > 3]
-    assert torch.equal(found.model.get_parameter("a"), expected)
-    assert torch.equal(found.model.get_parameter("b"), expected.flip(0))
-
-
-def test_a_model_that_another_loads_does_not_decide_its_settings(file: Path) -> None:
-    """A from_pretrained inside of `__init__` shows its own model first."""
-    seen: list[nn.Module] = []
-
-    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        inner = module(weight=tensors["y"])
-        context.keeps_of(inner)
-        return nn.ModuleDict({"inner": inner, "outer": module(weight=tensors["x"])})
-
-    def make_target(_: Any, model: nn.Module) -> Target:
-        seen.append(model)
-        return Whole(CPU)
-
-    found = described(file, build, make_target)
-    assert seen[-1] is found.model
-    assert len(make_plan(found, 0).plan.targets) == 2

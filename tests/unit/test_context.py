@@ -1,0 +1,73 @@
+"""Files are described once, and are not kept open for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lowmem_load.describe.context import Context
+from lowmem_load.describe.initialise import Initialiser
+from lowmem_load.errors import CheckpointError, HeaderError
+from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.planning.expression import Expression
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.read.source import LocalFile
+
+
+class Noted(LocalFile):
+    """Notes the sources that were opened, and how often each was closed."""
+
+    made: list[Noted]
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.num_closed = 0
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        super().close()
+
+
+def read_nothing(expression: Expression, reason: str) -> torch.Tensor:
+    raise AssertionError(f"{reason} read {expression}")
+
+
+@pytest.fixture
+def context(monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setattr(Noted, "made", [], raising=False)
+    initialiser = Initialiser(read_nothing)
+    return Context(read_nothing, initialiser, lambda _: lambda parameter: FlatRange(0, parameter.numel()), Noted)
+
+
+def test_a_file_is_opened_and_described_once(context: Context, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
+    for number, path in enumerate(paths):
+        save_file({f"w{number}": torch.ones(3)}, path)
+    found = [context.file(path, Safetensors()) for path in (*paths, *paths)]
+    assert [file.names for file in found] == [("w0",), ("w1",)] * 2
+    assert found[0] is found[2] and found[1] is found[3]
+    assert context.files == {paths[0]: found[0], paths[1]: found[1]}
+    assert [(source.path, source.num_closed) for source in Noted.made] == [(path, 1) for path in paths]
+
+
+def test_a_file_that_cannot_be_described_is_closed_and_not_kept(context: Context, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]")
+    with pytest.raises(HeaderError):
+        context.file(str(path), Safetensors())
+    assert context.files == {}
+    assert [source.num_closed for source in Noted.made] == [1]
+    save_file({"w": torch.ones(3)}, path)
+    assert context.file(str(path), Safetensors()).names == ("w",)
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_of_the_checkpoint(context: Context, tmp_path: Path) -> None:
+    unread: Any = None  # no format is asked for a file that is not there
+    with pytest.raises(CheckpointError, match=r"absent\.safetensors: cannot be read"):
+        context.file(str(tmp_path / "absent.safetensors"), unread)
+    assert context.files == {}

@@ -1,0 +1,206 @@
+"""What the transformers seam replaces: restored afterwards, and alike to what it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.integrations.deepspeed as hf_deepspeed
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+from lowmem_load.describe.tensor import SymbolicTensor
+from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.hf.loader import Call, _RealData, _replaced, _SymbolicFile, copy_marks, deepspeed_config
+from lowmem_load.planning.expression import Expression, held
+from lowmem_load.read.source import LocalFile
+
+ZERO_3 = {"zero_optimization": {"stage": 3}}
+X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+
+
+def read_nothing(expression: Expression, reason: str) -> torch.Tensor:
+    raise AssertionError(f"{reason} read {expression}")
+
+
+# -- the global DeepSpeed configuration ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outer() -> Iterator[HfDeepSpeedConfig]:
+    """One that a user has made."""
+    before = hf_deepspeed._hf_deepspeed_config_weak_ref
+    yield HfDeepSpeedConfig({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}})
+    hf_deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+def visible() -> object:
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    return None if reference is None else reference()
+
+
+def test_none_hides_a_configuration(outer: HfDeepSpeedConfig) -> None:
+    with deepspeed_config(None) as inner:
+        assert inner is visible() is None
+        assert not is_deepspeed_zero3_enabled()
+    assert visible() is outer
+
+
+def test_a_dict_is_visible_and_neither_kept_nor_changed(outer: HfDeepSpeedConfig) -> None:
+    config = {**ZERO_3, "bf16": {"enabled": True}}
+    with deepspeed_config(config) as inner:
+        assert inner is visible()
+        assert inner is not None and inner.config == config and inner.config is not config
+    assert visible() is outer
+    assert config == {**ZERO_3, "bf16": {"enabled": True}}
+
+
+def test_an_object_is_visible_itself(outer: HfDeepSpeedConfig) -> None:
+    own = HfDeepSpeedConfig(ZERO_3)
+    hf_deepspeed.set_hf_deepspeed_config(outer)
+    with deepspeed_config(own) as inner:
+        assert inner is own is visible()
+    assert visible() is outer
+
+
+def test_blocks_nest_and_an_error_restores_too(outer: HfDeepSpeedConfig) -> None:
+    def fail_inside() -> None:
+        with deepspeed_config(ZERO_3) as first:
+            with deepspeed_config(None):
+                pass
+            assert visible() is first
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert visible() is outer
+
+
+# -- what is replaced ------------------------------------------------------------------------------------------------
+
+
+def test_a_replaced_attribute_comes_back_as_it_was() -> None:
+    class Base:
+        name = "base"
+
+    class Derived(Base):
+        pass
+
+    def fail_inside(owner: type[Base]) -> None:
+        with _replaced(owner, "name", "other"):
+            assert owner.name == "other"
+            raise KeyError
+
+    for owner in (Base, Derived):
+        with pytest.raises(KeyError):
+            fail_inside(owner)
+        assert owner.name == "base"
+    assert "name" not in vars(Derived), "it is inherited again"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "name"),
+    [
+        (("folder",), {}, "folder"),
+        ((Path("some/folder"),), {}, "some/folder"),
+        ((), {"pretrained_model_name_or_path": "folder"}, "folder"),
+        ((None,), {"config": 1}, "Linear"),
+        ((), {}, "Linear"),
+    ],
+)
+def test_a_call_is_named_by_what_it_loads(args: tuple[object, ...], kwargs: dict[str, object], name: str) -> None:
+    assert Call(print, nn.Linear, args, kwargs).name == name
+
+
+def test_a_call_asks_for_the_loading_info_whatever_the_caller_did() -> None:
+    model = nn.Linear(1, 1)
+
+    def ordinary(cls: type, *args: object, **kwargs: object) -> object:
+        return model, {"cls": cls, "args": args, **kwargs}
+
+    kwargs = {"output_loading_info": False, "dtype": "auto"}
+    found, info = Call(ordinary, nn.Linear, ("folder",), kwargs).run()
+    assert found is model
+    assert info == {"cls": nn.Linear, "args": ("folder",), "output_loading_info": True, "dtype": "auto"}
+    assert kwargs == {"output_loading_info": False, "dtype": "auto"}
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_mark_of_a_loaded_parameter_is_carried_over(marked: bool) -> None:
+    loaded, made = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    loaded._is_hf_initialized = marked  # type: ignore[attr-defined]
+    copy_marks(loaded, made)
+    assert getattr(made, "_is_hf_initialized", False) is marked
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_file({"x": X, "count": torch.tensor(3)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    return tmp_path / "a.safetensors"
+
+
+def symbolic(path: Path) -> _SymbolicFile:
+    source = LocalFile(str(path))
+    try:
+        return _SymbolicFile(Safetensors().describe(source), read_nothing)
+    finally:
+        source.close()
+
+
+def test_a_symbolic_file_says_what_safe_open_says(path: Path) -> None:
+    with symbolic(path) as ours, safe_open(path, "pt") as theirs:
+        assert sorted(ours.keys()) == sorted(theirs.keys()) == ["count", "x"]
+        assert ours.metadata() == theirs.metadata() == {"format": "pt"}
+        for name in ("x", "count"):
+            found, expected = ours.get_slice(name), theirs.get_slice(name)
+            assert (found.get_shape(), found.get_dtype()) == (expected.get_shape(), expected.get_dtype())
+        tensor = ours.get_tensor("x")
+        assert isinstance(tensor, SymbolicTensor)
+        assert (tensor.shape, tensor.dtype) == (X.shape, X.dtype)
+
+
+@pytest.mark.parametrize(
+    "index", [..., slice(None), slice(1, 3), (slice(0, 2), slice(2, 4))], ids=["all", "colon", "rows", "block"]
+)
+def test_an_indexed_slice_is_a_tensor_of_the_same_shape_that_was_not_read(index: object, path: Path) -> None:
+    with symbolic(path) as ours:
+        found = ours.get_slice("x")[index]
+    assert isinstance(found, SymbolicTensor)
+    assert found.shape == X[index].shape  # type: ignore[index]
+
+
+# -- symbolic values as data of real parameters ----------------------------------------------------------------------
+
+
+def test_symbolic_data_of_a_real_parameter_is_read() -> None:
+    reasons: list[str] = []
+
+    def read_now(expression: Expression, reason: str) -> torch.Tensor:
+        reasons.append(reason)
+        assert expression is value.expression
+        return X.float()
+
+    value = SymbolicTensor(held(X.float()), read_now)
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    with _RealData(read_now):
+        parameter.data = value
+    assert reasons == ["assigning to the data of an adapter"]
+    assert type(parameter) is nn.Parameter
+    assert torch.equal(parameter.detach(), X.float())
+
+
+def test_other_assignments_to_data_read_nothing() -> None:
+    parameter, real = nn.Parameter(torch.zeros(2)), torch.ones(2)
+    described = nn.Parameter(SymbolicTensor(held(torch.zeros(2)), read_nothing))
+    with _RealData(read_nothing):
+        parameter.data = real
+        described.data = SymbolicTensor(held(real), read_nothing)
+    assert parameter.data_ptr() == real.data_ptr()
+    assert isinstance(described, SymbolicTensor)

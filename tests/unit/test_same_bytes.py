@@ -1,0 +1,146 @@
+"""Ranks compare what their files hold. The other ranks are scripted: what they say is gathered from copies of files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.read.sample import sample_digests
+from lowmem_load.read.source import LocalFile
+from lowmem_load.stages.same_bytes import agree_on_bytes
+
+DATA = bytes(range(256)) * 64
+SEED = 7
+
+
+class ScriptedRanks:
+    """A `RankGroup` seen from one rank, whose others answer for the checkpoint that each holds.
+
+    `nodes[i]` names the checkpoint of rank i; ranks of one name look at the very same files.
+    """
+
+    def __init__(self, rank: int, nodes: list[str], checkpoints: dict[str, list[PlannedFile]]) -> None:
+        self.rank, self._nodes, self._checkpoints = rank, nodes, checkpoints
+        self.sent: list[Any] = []
+        self.steps: list[str] = []
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        self.sent.append(obj)
+        answers = self._views(obj) if len(self.sent) == 1 else self._samples()
+        return [obj if rank == self.rank else answer for rank, answer in enumerate(answers)]
+
+    @contextlib.contextmanager
+    def agreed(self, step: str) -> Iterator[list[str]]:
+        self.steps.append(step)
+        yield []
+
+    def _views(self, own: tuple[str, int]) -> list[Any]:
+        mine = self._nodes[self.rank]
+        self.seed = own[1] if self.rank == 0 else SEED
+        return [(own[0] if node == mine else node, SEED) for node in self._nodes]
+
+    def _samples(self) -> list[Any]:
+        """Only the first rank that looks at the same files has read them."""
+        return [
+            (self._digests(node) if self._nodes.index(node) == rank else None, self._paths(node))
+            for rank, node in enumerate(self._nodes)
+        ]
+
+    def _digests(self, node: str) -> list[str]:
+        return sample_digests(self._ordered(node), self.seed, LocalFile, num_threads=1)
+
+    def _paths(self, node: str) -> list[str]:
+        return [file.path for file in self._ordered(node)]
+
+    def _ordered(self, node: str) -> list[PlannedFile]:
+        return sorted(self._checkpoints[node], key=lambda file: Path(file.path).name)
+
+
+def checkpoint(folder: Path, **contents: bytes) -> list[PlannedFile]:
+    folder.mkdir()
+    files = []
+    for name, data in contents.items():
+        path = folder / name
+        path.write_bytes(data)
+        source = LocalFile(str(path))
+        files.append(PlannedFile(str(path), len(data), "header", source.version))
+        source.close()
+    return files
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> dict[str, list[PlannedFile]]:
+    """One checkpoint, a copy that lists its files the other way round, and one that differs in every byte of `b`."""
+    other = bytes(255 - byte for byte in DATA)
+    return {
+        "first": checkpoint(tmp_path / "first", a=DATA, b=DATA),
+        "copy": checkpoint(tmp_path / "copy", b=DATA, a=DATA),
+        "other": checkpoint(tmp_path / "other", a=DATA, b=other),
+    }
+
+
+def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tuple[ScriptedRanks, list[str]]:
+    """Return the ranks, and the files that this one opened."""
+    opened: list[str] = []
+
+    def open_source(path: str) -> LocalFile:
+        opened.append(Path(path).name)
+        return LocalFile(path)
+
+    ranks: Any = ScriptedRanks(rank, nodes, held)
+    agree_on_bytes(ranks, "model", held[nodes[rank]], open_source, num_threads=1)
+    return ranks, opened
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_very_same_files_are_not_sampled(rank: int, held: dict[str, list[PlannedFile]]) -> None:
+    ranks, opened = run(rank, ["first", "first"], held)
+    assert len(ranks.sent) == 1
+    assert (ranks.steps, opened) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, ["a", "b"]), (1, []), (2, ["a", "b"]), (3, [])], ids=["0", "1", "2", "3"]
+)
+def test_copies_are_sampled_by_one_rank_of_each(
+    rank: int, expected: list[str], held: dict[str, list[PlannedFile]]
+) -> None:
+    ranks, opened = run(rank, ["first", "first", "copy", "copy"], held)
+    assert opened == expected
+    assert ranks.steps == ["model: comparing the files of the ranks"]
+    digests, paths = ranks.sent[1]
+    assert (digests is not None) is bool(expected)
+    assert [Path(path).name for path in paths] == ["a", "b"]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_different_files_are_named_with_their_ranks_and_paths(
+    rank: int, held: dict[str, list[PlannedFile]], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        run(rank, ["first", "other", "copy", "other"], held)
+    assert str(caught.value) == (
+        "b: the ranks hold 2 different files of this name, so the model would be a mixture: "
+        f"rank(s) 0, 2: {tmp_path}/first/b; rank(s) 1, 3: {tmp_path}/other/b. "
+        "Give all ranks the same checkpoint and revision"
+    )
+
+
+def test_a_file_that_was_replaced_since_its_header_was_read_is_refused(held: dict[str, list[PlannedFile]]) -> None:
+    Path(held["first"][0].path).write_bytes(DATA + b"more")
+    with pytest.raises(CheckpointError, match="first/a: was replaced or written to"):
+        run(0, ["first", "copy"], held)
+
+
+def test_a_file_that_changes_is_another_view(held: dict[str, list[PlannedFile]]) -> None:
+    """Of one path: what was opened before and after a change is not the very same."""
+    views = [run(0, ["first"], held)[0].sent[0][0] for _ in range(2)]
+    assert views[0] == views[1]
+    held["first"][0] = PlannedFile(held["first"][0].path, len(DATA), "header", "another version")
+    assert run(0, ["first"], held)[0].sent[0][0] != views[0]

@@ -1,0 +1,218 @@
+"""From a `from_pretrained` to a described model: what was read for it, and for which settings and target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_load.describe.context import Context
+from lowmem_load.describe.tensor import SymbolicTensor, initialise_in, uninitialised
+from lowmem_load.errors import ConfigError
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile
+from lowmem_load.settings.settings import Settings, read_settings
+from lowmem_load.stages.describe import describe
+from lowmem_load.stages.execute import execute
+from lowmem_load.stages.plan import make_plan
+from lowmem_load.targets.target import Target
+from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.zero3 import Zero3
+from tests.described import CPU, Build, Call, X, described, module, write_file
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_file(tmp_path)
+
+
+# -- what is read while describing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "nbytes"),
+    [
+        (lambda x: x[x > 1], "aten.index.Tensor", 2 * X.nbytes),  # for the mask, too
+        (lambda x: torch.bernoulli(x / 10), "aten.bernoulli.default", X.nbytes),
+        (lambda x: x * x[0, 1].item(), "aten._local_scalar_dense.default", 4),
+    ],
+)
+def test_what_is_read_while_describing_is_named_and_the_values_are_those_of_torch(
+    operation: Callable[[torch.Tensor], torch.Tensor], name: str, nbytes: int, file: Path
+) -> None:
+    torch.manual_seed(0)
+    found = described(file, lambda tensors, _: module(weight=operation(tensors["x"]).detach()))
+    result = make_plan(found, 0)
+    assert result.plan.read_to_describe == ((name, nbytes),)
+    with Executor() as executor:
+        execute(result, found.target, executor)
+        assert executor.stats.read_bytes == result.plan.read_bytes
+    torch.manual_seed(0)
+    assert torch.equal(found.model.get_parameter("weight"), operation(X))
+
+
+def test_reads_for_one_reason_are_added_up(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        assert (tensors["x"][0, 1].item(), tensors["y"][0, 0].item()) == (X[0, 1].item(), 100.0)
+        assert torch.bernoulli(tensors["z"] / 10).shape == (6,)
+        return module(weight=tensors["x"])
+
+    found = described(file, build)
+    assert found.read_to_describe == (("aten._local_scalar_dense.default", 2 * 4), ("aten.bernoulli.default", 6 * 4))
+
+
+def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+    """As PEFT's OLoRA changes the weights that it adapts."""
+    initialise_in(tensors["x"], context.initialiser, FlatRange(0, 24))
+    tensors["x"].sub_(1.0)
+    context.initialiser.release()
+    return module(weight=tensors["x"])
+
+
+def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+    """As a missing parameter that is initialised from one that is there."""
+    made = uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
+    initialise_in(made, context.initialiser, FlatRange(0, 24))
+    made.copy_(tensors["y"])
+    context.initialiser.release()
+    return module(weight=made)
+
+
+@pytest.mark.parametrize("build", [written_into, written_from_another])
+def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> None:
+    """What is read for a parameter that is written into while the model is described is named in both."""
+    plans = [make_plan(described(file, build, holds_values=holds_values), 0).plan for holds_values in (True, False)]
+    assert plans[0].read_to_describe == plans[1].read_to_describe
+    assert plans[0] == plans[1]
+
+
+def test_without_values_a_missing_parameter_is_noted_and_not_allocated(file: Path) -> None:
+    def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        tensor = uninitialised(torch.empty(1 << 40, device="meta"), context.read_now)  # 4 TiB
+        initialise_in(tensor, context.initialiser, FlatRange(0, 1 << 40))
+        tensor.fill_(1.0)
+        context.initialiser.release()
+        return module(weight=tensor)
+
+    found = described(file, build, holds_values=False)
+    assert found.read_to_describe == ()
+    assert found.model.get_parameter("weight").shape == (1 << 40,)
+
+
+# -- what is described -----------------------------------------------------------------------------------------------
+
+
+def test_the_description_names_its_files_and_keeps_transformers_info(file: Path) -> None:
+    found = described(file, lambda tensors, _: module(weight=tensors["x"]))
+    (opened,) = found.files
+    source = LocalFile(str(file))
+    assert opened == PlannedFile(str(file), file.stat().st_size, opened.digest, "")
+    assert opened.version == source.version
+    source.close()
+    assert (found.name, found.info["missing_keys"]) == ("model", {"m"})
+    assert isinstance(found.model.get_parameter("weight"), SymbolicTensor)
+    assert found.seconds > 0
+
+
+# -- settings and targets --------------------------------------------------------------------------------------------
+
+
+class Config:
+    def __init__(self, hidden_size: int) -> None:
+        self.hidden_size = hidden_size
+
+
+AUTO = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+
+
+def with_config(model: nn.Module, hidden_size: int) -> nn.Module:
+    made: Any = model
+    made.config = Config(hidden_size)
+    return model
+
+
+def test_each_model_gets_its_own_settings_and_target_once(file: Path) -> None:
+    asked: list[tuple[nn.Module, Settings]] = []
+
+    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        inner = with_config(module(weight=tensors["y"]), 4)
+        for _ in range(3):
+            context.keeps_of(inner)
+        return with_config(nn.ModuleDict({"inner": inner}), 8)
+
+    def make_target(settings: Settings, model: nn.Module) -> Target:
+        asked.append((model, settings))
+        return Whole(CPU)
+
+    call: Any = Call(file, build)
+    settings = read_settings(AUTO, world_size=1)
+    with Executor() as executor:
+        found = describe(call, settings, make_target, executor, open_source=LocalFile, holds_values=True)
+    sizes = [settings.ds_config["zero_optimization"]["reduce_bucket_size"] for _, settings in asked]
+    assert sizes == [4 * 4, 8 * 8]
+    assert asked[0][0] is found.model["inner"] and asked[1][0] is found.model
+    assert found.settings is asked[1][1]
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, FlatRange(0, 8)), (2, FlatRange(16, 24))])
+def test_a_rank_keeps_its_partition(rank: int, expected: FlatRange, file: Path) -> None:
+    kept: list[FlatRange] = []
+
+    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        made = module(weight=tensors["x"])
+        kept.append(context.keeps_of(made)(made.get_parameter("weight")))
+        return made
+
+    described(file, build, lambda settings, _: Zero3(settings, rank, CPU))
+    assert kept == [expected]
+
+
+def test_a_model_within_that_the_settings_do_not_fit_is_kept_whole(file: Path) -> None:
+    """The outer one has a hidden size, which "auto" needs; the inner one has none."""
+    kept: list[FlatRange] = []
+
+    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        inner = module(weight=tensors["x"])
+        kept.append(context.keeps_of(inner)(inner.get_parameter("weight")))
+        return with_config(nn.ModuleDict({"inner": inner}), 8)
+
+    def run(build: Build) -> None:
+        call: Any = Call(file, build)
+        with Executor() as executor:
+            describe(
+                call,
+                read_settings(AUTO, world_size=3),
+                lambda settings, _: Zero3(settings, 0, CPU),
+                executor,
+                open_source=LocalFile,
+                holds_values=True,
+            )
+
+    run(build)
+    assert kept == [FlatRange(0, 24)]
+    with pytest.raises(ConfigError, match="no hidden_size"):
+        run(lambda tensors, _: module(weight=tensors["x"]))
+
+
+def test_a_model_that_another_loads_does_not_decide_its_settings(file: Path) -> None:
+    """A from_pretrained inside of `__init__` shows its own model first."""
+    seen: list[nn.Module] = []
+
+    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        inner = module(weight=tensors["y"])
+        context.keeps_of(inner)
+        return nn.ModuleDict({"inner": inner, "outer": module(weight=tensors["x"])})
+
+    def make_target(_: Any, model: nn.Module) -> Target:
+        seen.append(model)
+        return Whole(CPU)
+
+    found = described(file, build, make_target)
+    assert seen[-1] is found.model
+    assert len(make_plan(found, 0).plan.targets) == 2

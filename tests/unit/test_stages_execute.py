@@ -1,0 +1,254 @@
+"""A plan is executed: what is made, put in place and told to the target, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_load.describe.context import Context
+from lowmem_load.describe.tensor import initialise_in, uninitialised
+from lowmem_load.errors import CheckpointError
+from lowmem_load.planning.load_plan import TargetPlan
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.read.executor import Executor
+from lowmem_load.stages.execute import execute
+from lowmem_load.stages.plan import Planned, make_plan
+from lowmem_load.targets.target import Layout, Target
+from lowmem_load.targets.whole import Whole
+from tests.described import CPU, Build, X, Y, described, module, write_file
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_file(tmp_path)
+
+
+class Noting(Whole):
+    """Whole parameters; notes what it is asked."""
+
+    def __init__(self, device: torch.device, calls: list[str]) -> None:
+        super().__init__(device)
+        self.calls = calls
+        self.waits: list[Callable[[], None]] = []
+
+    def make(
+        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        self.calls.append(f"make {plan.name}")
+        self.waits.append(wait)
+        return super().make(plan, parameter, wait)
+
+    def finish(self) -> None:
+        self.calls.append("target.finish")
+
+
+class NotingExecutor(Executor):
+    """An executor that notes what it is asked, on the same list."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def expect(self, files: Any) -> None:
+        self.calls.append("expect")
+        super().expect(files)
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+        super().finish()
+
+    def check_unchanged(self) -> None:
+        self.calls.append("check_unchanged")
+        super().check_unchanged()
+
+
+def prepared(file: Path, build: Build, target: Target) -> tuple[nn.Module, Planned]:
+    found = described(file, build, lambda *_: target)
+    return found.model, make_plan(found, 0)
+
+
+def run(file: Path, build: Build, target: Target | None = None) -> tuple[nn.Module, Planned]:
+    target = target or Whole(CPU)
+    model, planned = prepared(file, build, target)
+    with Executor() as executor:
+        execute(planned, target, executor)
+    return model, planned
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_target_is_finished_when_all_is_filled_and_no_file_has_changed(file: Path) -> None:
+    calls: list[str] = []
+    target = Noting(CPU, calls)
+    _, planned = prepared(file, lambda tensors, _: module(b=tensors["y"], a=tensors["x"]), target)
+    with NotingExecutor(calls) as executor:
+        execute(planned, target, executor, sample=lambda: calls.append("sample"))
+        assert calls == [
+            "expect",
+            *("make a", "sample", "make b", "sample"),  # in the order of the file
+            *("finish", "check_unchanged", "target.finish"),
+        ]
+        assert target.waits == [executor.finish] * 2
+
+
+def test_the_target_is_not_finished_where_a_file_has_changed(file: Path) -> None:
+    calls: list[str] = []
+    target = Noting(CPU, calls)
+    _, planned = prepared(file, lambda tensors, _: module(a=tensors["x"]), target)
+    file.write_bytes(file.read_bytes() + b"x")
+    with Executor() as executor, pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        execute(planned, target, executor)
+    assert "target.finish" not in calls
+
+
+def test_buffers_come_first(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = module(a=tensors["x"])
+        made.register_buffer("mean", tensors["z"])
+        return made
+
+    calls: list[str] = []
+    target = Noting(CPU, calls)
+    _, planned = prepared(file, build, target)
+    with NotingExecutor(calls) as executor:
+        execute(planned, target, executor)
+    assert calls[:3] == ["expect", "finish", "make a"]
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def test_all_places_of_a_tied_parameter_get_the_same_object(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = nn.ModuleDict({"head": module(weight=tensors["x"]), "body": module(weight=tensors["y"])})
+        made["body"].tied = made["body"].again = made["head"].weight
+        return made
+
+    target = Noting(CPU, [])
+    model, planned = run(file, build, target)
+    assert target.calls == ["make head.weight", "make body.weight", "target.finish"]
+    assert model["head"].weight is model["body"].tied is model["body"].again
+    assert type(model["head"].weight) is nn.Parameter
+    assert torch.equal(model["head"].weight, X)
+    assert torch.equal(model["body"].weight, Y)
+    assert [*planned.parameters, *planned.places, *planned.buffers] == [], "it is used up"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_what_is_known_of_a_parameter_stays_known(marked: bool, file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = module(weight=tensors["x"])
+        made.weight.requires_grad_(marked)
+        made.weight._is_hf_initialized = marked  # type: ignore[assignment]
+        return made
+
+    model, _ = run(file, build)
+    weight = model.get_parameter("weight")
+    assert (weight.requires_grad, getattr(weight, "_is_hf_initialized", False)) == (marked, marked)
+
+
+# -- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def with_buffers(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+    made = nn.Module()
+    made.register_buffer("read", tensors["z"].to(torch.float64))
+    made.register_buffer("also_read", made.read)
+    made.register_buffer("held", torch.tensor([1.5, 2.5]))
+    return made
+
+
+def test_a_buffer_is_read_and_one_that_is_where_it_belongs_stays_the_same_object(file: Path) -> None:
+    model, planned = prepared(file, with_buffers, Whole(CPU))
+    before = model.get_buffer("held")
+    with Executor() as executor:
+        execute(planned, Whole(CPU), executor)
+    assert torch.equal(model.get_buffer("read"), torch.arange(6.0, dtype=torch.float64))
+    assert model.get_buffer("also_read") is model.get_buffer("read")
+    assert model.get_buffer("held") is before
+
+
+def test_a_buffer_is_cast_to_the_dtype_of_its_plan(file: Path) -> None:
+    class KeepingFp32(Whole):
+        def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
+            return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = nn.Module()
+        made.register_buffer("held", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
+        made.register_buffer("count", torch.tensor(3))
+        return made
+
+    model, _ = run(file, build, KeepingFp32(CPU))
+    assert model.get_buffer("held").dtype == torch.float32
+    assert model.get_buffer("held").tolist() == [1.5, 2.5]
+    assert model.get_buffer("count").dtype == torch.int64
+
+
+def test_buffers_are_moved_to_the_targets_device(file: Path) -> None:
+    model, _ = run(file, with_buffers, Whole(META))  # stands for an accelerator
+    assert {name: buffer.device for name, buffer in model.named_buffers()} == {"read": META, "held": META}
+    assert model.get_buffer("read").shape == (6,)
+    assert model.get_buffer("also_read") is model.get_buffer("read")
+
+
+def test_a_buffer_that_transformers_left_on_meta_stays_there(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = nn.Module()
+        made.register_buffer("empty", torch.empty(2, device=META))
+        return made
+
+    model, _ = run(file, build)
+    assert model.get_buffer("empty").is_meta
+
+
+# -- values that several destinations, or other values, need -----------------------------------------------------------
+
+
+def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
+    """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
+
+    def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        made = uninitialised(torch.empty(10, device="meta"), context.read_now)
+        initialise_in(made, context.initialiser, FlatRange(0, 10))
+        made.fill_(3.0)
+        context.initialiser.release()
+        return module(weight=made)
+
+    class TwoPieces(Whole):
+        def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+            return Layout("two", parameter.dtype, (FlatRange(0, 4), FlatRange(2, 10)), (4, 8), on_host=True)
+
+        def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
+            self.pieces = [torch.empty(4), torch.empty(8)]
+            return nn.Parameter(torch.empty(0)), self.pieces
+
+    target = TwoPieces(CPU)
+    found = described(file, build, lambda *_: target)
+    result = make_plan(found, 0)
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    assert [piece.tolist() for piece in target.pieces] == [[3.0] * 4, [3.0] * 8]
+    assert not result.material.tensors, "it is freed after its last use"
+
+
+def test_a_held_value_is_there_for_values_computed_from_it(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        held_back = tensors["x"][tensors["x"] > 3]  # read at once, held
+        return module(a=held_back, b=held_back.flip(0))
+
+    found = described(file, build)
+    result = make_plan(found, 0)
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    expected = X[X > 3]
+    assert torch.equal(found.model.get_parameter("a"), expected)
+    assert torch.equal(found.model.get_parameter("b"), expected.flip(0))
