@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from lowmem_load.read.sample import sample_digests
 from lowmem_load.read.source import LocalFile
 from lowmem_load.stages.same_bytes import agree_on_bytes
 
-DATA = bytes(range(256)) * 64
+DATA = random.Random(1).randbytes(100_001)
+"""No round number of blocks, so that the seed decides which bytes are sampled."""
+
 SEED = 7
 
 
