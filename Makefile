@@ -35,7 +35,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
-	@echo "make test    check, then all tests (13 minutes on 2 cores, more the first time: DeepSpeed compiles)"
+	@echo "make test    check, then all tests (10 to 15 minutes on 2 cores; the first time DeepSpeed compiles)"
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make check   formatting, lint, types"
 	@echo "make compat  parity and training tests on older releases of transformers"

@@ -366,14 +366,11 @@ def _secondary_group(size: int) -> Any:
 def _swap_key(ds_config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what tells apart the folders of swappers: nvme_path and precision; None if zero.Init will make none.
 
-    Raises:
-        ConfigError: there is no nvme_path.
+    That there is an nvme_path was checked by `targets/zero3.py`.
     """
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     if offload.get("device") != OffloadDeviceEnum.nvme:
         return None
-    if not offload.get("nvme_path"):
-        raise ConfigError("offload_param.device is 'nvme', but there is no offload_param.nvme_path; name a folder")
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
     return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
 
