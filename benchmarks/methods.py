@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,25 @@ def zero3_config(dtype: str) -> dict[str, Any]:
     }
 
 
+def wait_for_all_gathers() -> None:
+    """Have DeepSpeed gather one parameter at a time where it would wait for the last of several only.
+
+    Before 0.19.8 it does (`partition_parameters.py`, `launch_handles[-1].wait()`), and over gloo the others may still
+    be under way: one in four stock loads of a tiny model on 2 CPU ranks then has wrong weights.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    ordinary = Init._allgather_params_coalesced
+    if "launch_handles[-1].wait()" not in inspect.getsource(ordinary):
+        return
+
+    def one_by_one(init: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        for param in param_list:
+            ordinary(init, [param], *args, **kwargs)
+
+    Init._allgather_params_coalesced = one_by_one
+
+
 def prepare(method: str) -> None:
     """Import what `method` uses, so that its memory and time belong to the start."""
     import deepspeed  # noqa: F401
@@ -60,6 +80,7 @@ def prepare(method: str) -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
+    wait_for_all_gathers()
     if method == "lowmem":
         # As DeepSpeed and transformers, it is imported before the clock and the memory start; it does so lazily itself.
         import lowmem_load.ds.partition

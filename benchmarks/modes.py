@@ -7,6 +7,7 @@ steps. Compared are all partitions (secondary ones too), which parameters stay w
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -39,6 +40,7 @@ class Mode:
         num_ranks: ranks that it needs.
         needs_gpu: why it cannot run on CPU ranks; empty if it can.
         trains_on_cpu: whether the engine can be made on CPU ranks; loads are compared in any case.
+        needs_module: of DeepSpeed, which older or newer releases may lack; empty if all have it.
     """
 
     zero: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +49,12 @@ class Mode:
     num_ranks: int = 2
     needs_gpu: str = ""
     trains_on_cpu: bool = True
+    needs_module: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the installed DeepSpeed has the mode."""
+        return not self.needs_module or importlib.util.find_spec(self.needs_module) is not None
 
 
 def _nvme(**more: Any) -> dict[str, Any]:
@@ -59,7 +67,11 @@ MODES: dict[str, Mode] = {
     "bf16": Mode(),
     "fp32": Mode(dtype="fp32"),
     "fp16": Mode(dtype="fp16", trains_on_cpu=False),
-    "torch_autocast": Mode(config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, dtype="fp32"),
+    "torch_autocast": Mode(
+        config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        dtype="fp32",
+        needs_module="deepspeed.runtime.torch_autocast",
+    ),
     "persistence thresholds": Mode(
         {"stage3_param_persistence_threshold": 2000, "stage3_model_persistence_threshold": 4000}
     ),
@@ -85,7 +97,10 @@ MODES: dict[str, Mode] = {
     "stage3_use_all_reduce_for_fetch_params": Mode({"stage3_use_all_reduce_for_fetch_params": True}),
     "memory_efficient_linear off": Mode({"memory_efficient_linear": False}),
     "override_module_apply off": Mode({"override_module_apply": False}),
-    "keep_in_fp32_modules": Mode(config={"data_types": {"keep_in_fp32_modules": ["rotary_emb"]}}),
+    "keep_in_fp32_modules": Mode(
+        config={"data_types": {"keep_in_fp32_modules": ["rotary_emb"]}},
+        needs_module="deepspeed.runtime.keep_in_fp32",
+    ),
     "zero_quantized_weights": Mode({"zero_quantized_weights": True}, needs_gpu="its quantizer is a CUDA kernel"),
     "zero_quantized_nontrainable_weights": Mode(
         {"zero_quantized_nontrainable_weights": True}, needs_gpu="its quantizer is a CUDA kernel"
@@ -123,6 +138,8 @@ class Row:
 def run_mode(name: str, checkpoint: Path, out: Path, on_gpu: bool) -> Row:
     """Run stock and streamed loads of one mode, and compare them."""
     mode = MODES[name]
+    if not mode.is_known:
+        return Row(name, mode.num_ranks, "this deepspeed has none", "not run", None, None)
     if mode.needs_gpu and not on_gpu:
         return Row(name, mode.num_ranks, f"needs a GPU: {mode.needs_gpu}", "not run", None, None)
     steps = TRAIN_STEPS if on_gpu or mode.trains_on_cpu else 0

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
         RankError,
         UnsupportedError,
     )
+    from lowmem_load.integrity.files import FileCheck, verify_checkpoint
+    from lowmem_load.integrity.model import ModelDigest, model_digest
     from lowmem_load.load import load_model, load_report, plan, streaming
     from lowmem_load.partial.engine import PartialEngine
     from lowmem_load.partial.initialize import initialize
@@ -30,12 +32,14 @@ __all__ = [
     "ConfigError",
     "DistConfig",
     "DistributedInterface",
+    "FileCheck",
     "IncompatibleVersionError",
     "LoadOrderWarning",
     "LoadPlan",
     "LoadReport",
     "LowMemLoadError",
     "ModelArguments",
+    "ModelDigest",
     "ModelEngine",
     "PartialEngine",
     "PlanError",
@@ -45,10 +49,12 @@ __all__ = [
     "install",
     "load_model",
     "load_report",
+    "model_digest",
     "partial_zero3",
     "plan",
     "streaming",
     "uninstall",
+    "verify_checkpoint",
 ]
 
 _HOMES = {
@@ -56,6 +62,8 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
         *("PlanError", "RankError", "UnsupportedError"),
     ),
+    "integrity.files": ("FileCheck", "verify_checkpoint"),
+    "integrity.model": ("ModelDigest", "model_digest"),
     "load": ("load_model", "load_report", "plan", "streaming"),
     "partial.engine": ("PartialEngine",),
     "partial.initialize": ("initialize",),

@@ -1,39 +1,66 @@
 """What a seam needs of another package beyond its public names, checked before any of it is used.
 
 A release that lacks some of it is refused with the names of all that is missing, not with an AttributeError in the
-middle of a load, or worse, with an attribute that is set and that nobody reads any more.
+middle of a load, or worse, with an attribute that is set and that nobody reads any more. One that is newer than those
+that were tested is warned of, once, and used if it lacks nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from packaging.version import Version
+
 from lowmem_load.errors import IncompatibleVersionError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Releases:
+    """The releases of a package that a seam was tested with.
+
+    Attributes:
+        package: as it is imported, and as pip knows it.
+        oldest: what is older is refused.
+        newest: what is newer is warned of.
+    """
+
+    package: str
+    oldest: str
+    newest: str
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.oldest} to {self.newest}"
 
 
 def require(
-    supported: str,
+    supported: Releases,
     names: Mapping[str, Sequence[str]],
     *,
     arguments: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Raise unless every name is there.
+    """Raise unless the release is not too old and every name is there.
 
     Owners are spelled "package.module" or "package.module:Class"; the modules are imported.
 
     Args:
-        supported: the package and its releases that the caller was written for: "deepspeed >=0.19.8,<0.20".
+        supported: the releases that the caller was tested with.
         names: the attributes that each owner must have, dotted where they lie deeper.
         arguments: the parameters by name that each function must take.
 
     Raises:
-        IncompatibleVersionError: names the package, its version and all that is missing.
+        IncompatibleVersionError: names the package, its version, all that is missing, and the release to install.
     """
+    _check_release(supported)
     missing: list[str] = []
     for lacking, wanted in ((_lacking_attributes, names), (_lacking_arguments, arguments)):
         for owner, each in wanted.items():
@@ -44,7 +71,7 @@ def require(
     _refuse(supported, missing)
 
 
-def require_attributes(supported: str, owner: object, names: Iterable[str]) -> None:
+def require_attributes(supported: Releases, owner: object, names: Iterable[str]) -> None:
     """Raise unless `owner` has every attribute: for those that `__init__` sets, which the class does not show.
 
     Raises:
@@ -76,10 +103,31 @@ def _lacking_arguments(label: str, function: Any, names: Iterable[str]) -> list[
     return [f"{label}({name})" for name in names if name not in parameters]
 
 
-def _refuse(supported: str, missing: Sequence[str]) -> None:
-    if missing:
-        package = supported.split(maxsplit=1)[0]
-        version = importlib.import_module(package).__version__
+@functools.cache
+def _check_release(supported: Releases) -> None:
+    """Raise IncompatibleVersionError if the installed release is too old; warn if it is newer than what was tested."""
+    found = _installed(supported)
+    if Version(found).release < Version(supported.oldest).release:
         raise IncompatibleVersionError(
-            f"{package} {version} lacks {', '.join(missing)}; lowmem_load was written for {supported}"
+            f"{supported.package} {found} is too old: lowmem_load works with {supported}; "
+            f"install {supported.package}=={supported.oldest} or newer"
+        )
+    if Version(found).release > Version(supported.newest).release:
+        logger.warning(
+            "%s %s is newer than what lowmem_load was tested with (%s); it is used, since only what lowmem_load relies "
+            "on is checked: compare the first losses with stock's",
+            *(supported.package, found, supported),
+        )
+
+
+def _installed(supported: Releases) -> str:
+    version: str = importlib.import_module(supported.package).__version__
+    return version
+
+
+def _refuse(supported: Releases, missing: Sequence[str]) -> None:
+    if missing:
+        raise IncompatibleVersionError(
+            f"{supported.package} {_installed(supported)} lacks {', '.join(missing)}; lowmem_load works with "
+            f"{supported}: install {supported.package}=={supported.newest}"
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.errors import ConfigError, LoadOrderWarning, UnsupportedError
+from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, UnsupportedError
 from lowmem_load.hf import intercept, loader, names
 from lowmem_load.hf.active import active_zero3_config, was_dropped
 from lowmem_load.planning.load_plan import LoadPlan
@@ -39,6 +39,7 @@ def load_model(
     progress: bool | None = None,
     data_parallel_group: Any = None,
     partition: Partition | None = None,
+    verify: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return an ordinary transformers model.
@@ -60,12 +61,16 @@ def load_model(
             empty sequence nothing. Train such a model with `lowmem_load.initialize`.
         data_parallel_group: a group of torch.distributed among whose ranks parameters are cut up, such as one for
             data and sequence parallelism; then the ranks of that group call this, and no others. None: all ranks.
+        verify: True hashes every file before it is read, once on each machine, and compares it with the checksum that
+            the Hub gave or that lies beside it (see `verify_checkpoint`). A file that differs, or of which nothing is
+            known, is an error.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Returns:
         The model, in eval mode, with a `LoadReport` as `model.lowmem_load_report`.
 
-    Collective: all ranks. No weight crosses the network; two small status exchanges do.
+    Collective: all ranks. No weight crosses the network; small exchanges through the process group's store do, and a
+        life sign of each rank per second.
     Memory: the partitions, plus a staging buffer per reading thread (`LoadPlan.staging_bytes`) where bytes are cast or
         rearranged.
 
@@ -75,14 +80,21 @@ def load_model(
         UnsupportedError: a combination that cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    ranks = DistributedInterface().subgroup(data_parallel_group)
-    with ranks.agreed("checking the ds_config") as digest:
-        name = _spelled(name)
-        settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
-        digest.append(f"ds_config {settings.fingerprint}")
-    return load_with_settings(
-        name, settings, ranks, auto_class=auto_class, dtype=dtype, progress=progress, kwargs=from_pretrained_kwargs
-    )
+    with intercept.in_turn(open_ended=False):
+        ranks = DistributedInterface().subgroup(data_parallel_group)
+        with ranks.together("load_model"):
+            with ranks.agreed("checking the ds_config") as digest:
+                name = _spelled(name)
+                settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+                digest.append(f"ds_config {settings.fingerprint}")
+            return load_with_settings(
+                *(name, settings, ranks),
+                auto_class=auto_class,
+                dtype=dtype,
+                progress=progress,
+                verify=verify,
+                kwargs=from_pretrained_kwargs,
+            )
 
 
 def load_with_settings(
@@ -93,14 +105,15 @@ def load_with_settings(
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     progress: bool | None = None,
+    verify: bool = False,
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Do what `load_model` does, with settings that are read already. Collective: the ranks of `ranks`."""
-    with ranks.agreed("checking the arguments"):
-        settings, cls, arguments = _checked(name, settings, auto_class, dtype, kwargs)
-    handler = _load(settings, ranks, progress)
-    with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
-        return cls.from_pretrained(name, **arguments)
+    with intercept.in_turn(open_ended=False), ranks.together("the load"):
+        with ranks.agreed("checking the arguments"):
+            settings, cls, arguments = _checked(name, settings, auto_class, dtype, kwargs)
+        with intercept.intercepted(_load(settings, ranks, progress, verify), any_thread=False):
+            return cls.from_pretrained(name, **arguments)
 
 
 def plan(
@@ -214,6 +227,7 @@ def streaming(
     progress: bool | None = None,
     partition: Partition | None = None,
     data_parallel_group: Any = None,
+    verify: bool = False,
 ) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
@@ -228,6 +242,7 @@ def streaming(
         partition: as for `load_model`, applied to each model that is loaded inside; one in which it chooses no
             module stays whole.
         data_parallel_group: as for `load_model`.
+        verify: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used.
@@ -235,24 +250,29 @@ def streaming(
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-        with intercept.intercepted(lambda call: _load_as_active(call, progress), _zero3_is_active):
+        with intercept.intercepted(lambda call: _load_as_active(call, progress, verify), _zero3_is_active):
             yield
         return
-    ranks = DistributedInterface().subgroup(data_parallel_group)
-    with ranks.agreed("checking the ds_config") as digest:
-        settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
-        digest.append(f"ds_config {settings.fingerprint}")
-    with (
-        intercept.in_turn(open_ended=True),
-        loader.deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-        intercept.intercepted(_load(settings, ranks, progress)),
-    ):
-        yield
+    with intercept.in_turn(open_ended=True):
+        ranks = DistributedInterface().subgroup(data_parallel_group)
+        with ranks.agreed("checking the ds_config") as digest:
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
+            digest.append(f"ds_config {settings.fingerprint}")
+        with (
+            loader.deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
+            intercept.intercepted(_load(settings, ranks, progress, verify)),
+        ):
+            try:
+                yield
+            except BaseException as error:
+                if not isinstance(error, RankError):
+                    ranks.leave("streaming()", error)
+                raise
 
 
-def _load(settings: Settings, ranks: RankGroup, progress: bool | None) -> Load:
+def _load(settings: Settings, ranks: RankGroup, progress: bool | None, verify: bool) -> Load:
     device = DistributedInterface().device
-    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress)
+    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress, verify)
 
 
 def _zero3_is_active() -> bool:
@@ -263,14 +283,14 @@ def _zero3_is_active() -> bool:
     return False
 
 
-def _load_as_active(call: loader.Call, progress: bool | None) -> tuple[nn.Module, dict[str, Any]]:
+def _load_as_active(call: loader.Call, progress: bool | None, verify: bool) -> tuple[nn.Module, dict[str, Any]]:
     active = active_zero3_config()
     assert active is not None  # asked a moment ago, by _zero3_is_active
     distributed = DistributedInterface()
     with distributed.agreed("checking the active ds_config") as digest:
         settings = read_settings(active, world_size=distributed.world_size, is_active=True)
         digest.append(f"ds_config {settings.fingerprint}")
-    return _load(settings, distributed, progress)(call)
+    return _load(settings, distributed, progress, verify)(call)
 
 
 def load_report(model: Any) -> LoadReport:

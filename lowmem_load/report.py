@@ -76,6 +76,7 @@ class LoadReport:
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: system calls that read them.
+        num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
         seconds: wall seconds by phase: describe, plan, read, in order.
         start_memory, peak_memory: resident host memory before the load and the most that was seen during it.
         peak_device_bytes: most accelerator memory that tensors were seen to take during the load; 0 on the CPU.
@@ -103,6 +104,7 @@ class LoadReport:
     needed_bytes: int = 0
     read_bytes: int = 0
     num_reads: int = 0
+    num_retries: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     start_memory: Memory = Memory(0, 0)
     peak_memory: Memory = Memory(0, 0)
@@ -159,7 +161,7 @@ class LoadReport:
             f"  kept whole between steps: {self.persistent_parameters} small parameters, "
             f"{_count(self.persistent_elements)} elements",
             f"  read {self.read_bytes / mib:.1f} MiB in {self.num_reads} reads for {self.needed_bytes / mib:.1f} MiB "
-            "needed",
+            f"needed{f', {self.num_retries} of them again after a fault of the storage' if self.num_retries else ''}",
             f"  peak {grown:.1f} MiB above the start",
             "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]

@@ -4,6 +4,7 @@ from tests.ranks import set_environment
 
 set_environment()
 
+import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -16,6 +17,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker("ranks")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dtype_keyword() -> None:
+    if "transformers" in sys.modules:  # else no test of this session needs it
+        from tests.dtype_keyword import accept_dtype
+
+        accept_dtype()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import LocalFile
 from lowmem_load.settings.settings import read_settings
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.plan import make_plan
@@ -60,7 +59,7 @@ def described(file: Path, build: Build, make_target: Any = whole, *, holds_value
     settings = read_settings({"zero_optimization": {"stage": 3}}, world_size=3)
     call: Any = Call(file, build)
     with Executor() as executor:
-        return describe(call, settings, make_target, executor, open_source=LocalFile, holds_values=holds_values)
+        return describe(call, settings, make_target, executor, holds_values=holds_values)
 
 
 def planned(file: Path, build: Build, make_target: Any = whole, *, rank: int = 0) -> LoadPlan:

@@ -14,7 +14,7 @@ rank. So every tensor that enters the chosen part is made to need one, at whiche
 may call a submodule of a chosen module directly. What a backward pass recomputes has to treat the same modules alike,
 so those that were entered are remembered.
 
-Written for deepspeed 0.19.8: `runtime/engine.py`, `runtime/zero/stage3.py`.
+Written for deepspeed 0.16.4 to 0.19.8: `runtime/engine.py`, `runtime/zero/stage3.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import require, require_attributes
-from lowmem_load.ds.comm import SUPPORTED
+from lowmem_load.ds.releases import SUPPORTED
 from lowmem_load.errors import ConfigError, UnsupportedError
 
 WHOLE_MODEL = "_whole_model"
@@ -50,7 +50,7 @@ def _check_contract() -> None:
             "deepspeed.runtime.engine:DeepSpeedEngine": (
                 *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
                 *("get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
-                *("is_gradient_accumulation_boundary", "load_checkpoint", "managed_gradient_accumulation"),
+                *("is_gradient_accumulation_boundary", "load_checkpoint"),
                 *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "use_node_local_storage"),
                 *("zero_grad", "zero_use_cpu_optimizer"),
             ),
@@ -79,13 +79,24 @@ def _check_made(engine: Any) -> None:
         raise UnsupportedError(
             f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(engine.optimizer).__name__}"
         )
-    require_attributes(SUPPORTED, engine.optimizer, ("overflow", "parameter_offload", "torch_autocast_gradscaler"))
+    require_attributes(SUPPORTED, engine.optimizer, ("overflow", "parameter_offload"))
 
 
 _check_contract()
 
 from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
+
+
+def _scales_by_itself(optimizer: Any) -> bool:
+    """Whether torch's own scaler scales the loss. Before deepspeed 0.17.2 there is no torch_autocast, and no scaler."""
+    return getattr(optimizer, "torch_autocast_gradscaler", None) is not None
+
+
+def _counts_micro_steps(engine: Any) -> bool:
+    """Whether the engine steps at a boundary only. Before deepspeed 0.19.4 it always does."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return managed is None or bool(managed())
 
 
 class _Shell(nn.Module):
@@ -179,7 +190,7 @@ class PartitionedPart:
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
         _check_made(self.engine)
         zero = self.engine.optimizer
-        if zero.torch_autocast_gradscaler is not None:
+        if _scales_by_itself(zero):
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
         if self.frozen:
             self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
@@ -226,7 +237,7 @@ class PartitionedPart:
 
     def is_boundary(self) -> bool:
         """Whether the next `step` updates parameters."""
-        return bool(self.engine.is_gradient_accumulation_boundary() or not self.engine.managed_gradient_accumulation())
+        return bool(self.engine.is_gradient_accumulation_boundary() or not _counts_micro_steps(self.engine))
 
     def step(self, replicated_norm: float) -> float | None:
         """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.

@@ -1,18 +1,21 @@
 """What is known of ZeRO-3 parameters, and of what an engine will do with them. Part of the DeepSpeed seam.
 
-Written for deepspeed 0.19.8. Glossary: `ds/partition.py`.
+Written for deepspeed 0.16.4 to 0.19.8. Glossary: `ds/partition.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowmem_load.contract import require, require_attributes
-from lowmem_load.ds.comm import SUPPORTED
+from lowmem_load.ds.releases import KEEPS_FP32, SUPPORTED, has, refuse_absent_fp32
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.planning.ranges import FlatRange, partition_range
 
 
 def _check_contract() -> None:
@@ -20,9 +23,14 @@ def _check_contract() -> None:
     require(
         SUPPORTED,
         {
-            "deepspeed.runtime.keep_in_fp32": ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"),
+            **({KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")} if has(KEEPS_FP32) else {}),
             "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
+            "deepspeed.runtime.zero.partition_parameters": ("PartitionedParamStatus.AVAILABLE",),
             "deepspeed.runtime.zero.utils": ("is_zero_param",),
+            "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
+                *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
+                "synchronize_reads",
+            ),
         },
     )
 
@@ -30,8 +38,8 @@ def _check_contract() -> None:
 _check_contract()
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
-from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
 
 
@@ -54,8 +62,56 @@ def partition_of(parameter: nn.Parameter) -> torch.Tensor:
 
 def group_size_of(parameter: torch.Tensor) -> int:
     """Return among how many ranks a ZeRO-3 parameter is cut up."""
-    size: int = dist.get_world_size(parameter.ds_process_group)
+    size: int = dist.get_world_size(group_of(parameter))
     return size
+
+
+def group_of(parameter: torch.Tensor) -> Any:
+    """Return the group of torch.distributed among whose ranks a ZeRO-3 parameter is cut up.
+
+    Source: deepspeed 0.19.6 `mics.py:176` and `mics.py:307`: under MiCS it is the shard group, `ds_process_group` all.
+    """
+    mics = getattr(parameter, "comm", None)
+    return parameter.ds_process_group if mics is None else mics.param_shard_group
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a ZeRO-3 parameter as a whole."""
+    return tuple(parameter.ds_shape)
+
+
+def held_range(parameter: torch.Tensor) -> FlatRange:
+    """Return which elements of a ZeRO-3 parameter this rank's partition has, padding apart."""
+    group = group_of(parameter)
+    return partition_range(parameter.ds_numel, dist.get_rank(group), dist.get_world_size(group))
+
+
+@contextlib.contextmanager
+def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
+    """Yield this rank's partition of a ZeRO-3 parameter, flat, padding included; for the block read it from nvme.
+
+    Raises:
+        UnsupportedError: all buffers of the swapper are in use.
+    """
+    partition = parameter.ds_tensor
+    if partition.status == PartitionedParamStatus.AVAILABLE:
+        yield partition
+        return
+    swapper = parameter.nvme_swapper
+    swapper.synchronize_reads()
+    is_away = partition.status != PartitionedParamStatus.AVAILABLE
+    if is_away:
+        if not swapper.available_swap_in_buffers():
+            raise UnsupportedError(
+                f"{name}: its partition is on nvme, and all buffers that DeepSpeed reads it with are in use; call this "
+                "between steps, or raise offload_param.buffer_count"
+            )
+        swapper.swap_in([parameter], async_op=False)
+    try:
+        yield partition
+    finally:
+        if is_away:
+            swapper.remove_partition_and_release_buffers([parameter])
 
 
 def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -65,7 +121,15 @@ def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[to
         module: whose class may name some.
         setting: data_types.keep_in_fp32_modules of the ds_config; None where it is absent.
         dtype: in which DeepSpeed runs.
+
+    Raises:
+        UnsupportedError: the ds_config names some, and this DeepSpeed would ignore that.
     """
+    refuse_absent_fp32(setting)
+    if not has(KEEPS_FP32):
+        return []
+    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
+
     pattern = keep_in_fp32_pattern(module, setting, dtype)
     return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
 

@@ -1,9 +1,9 @@
 """The DeepSpeed seam: the only module that touches DeepSpeed's private names and the `ds_*` attributes of parameters.
 
-Written for deepspeed 0.19.8, `runtime/zero/partition_parameters.py`. What stock `zero.Init` does to a parameter is:
-allocate it whole, broadcast it from rank 0, attach the ZeRO methods (`_convert_to_deepspeed_param`), allocate
-`ds_tensor` (this rank's partition, padded to the same size on all ranks), copy the partition, free the whole. Here
-the parameter starts with no elements, the same methods are attached, and `ds_tensor` is allocated to be filled
+Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`. What stock `zero.Init` does to a
+parameter is: allocate it whole, broadcast it from rank 0, attach the ZeRO methods (`_convert_to_deepspeed_param`),
+allocate `ds_tensor` (this rank's partition, padded to the same size on all ranks), copy the partition, free the whole.
+Here the parameter starts with no elements, the same methods are attached, and `ds_tensor` is allocated to be filled
 directly; `zero.Init` is constructed for its settings but never entered as a context, so none of its patches of
 `torch` and `nn.Module` happen.
 
@@ -14,11 +14,12 @@ Glossary: `ds_numel` of a parameter is the unpadded count, `ds_tensor.ds_numel` 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +29,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from lowmem_load.contract import require, require_attributes
-from lowmem_load.ds.comm import SUPPORTED
+from lowmem_load.ds.extensions import load_async_io
+from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
 
@@ -42,15 +44,17 @@ def _check_contract() -> None:
         SUPPORTED,
         {
             f"{_ZERO}:Init": (
-                *("_aligned_size", "_convert_to_deepspeed_param", "_enable_mem_efficient_linear"),
-                *("_partition_world_size", "param_id"),
+                *("_aligned_size", "_convert_to_deepspeed_param", "get_partition_rank", "num_partitions", "param_id"),
             ),
             _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
             "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
+            "deepspeed.runtime.config": ("DeepSpeedConfig",),
+            "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
             "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
             "deepspeed.runtime.zero.utils": ("is_zero_param",),
             "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
             _SWAPPER: (
+                "_io_aligned_numel",
                 "available_swap_in_buffers",
                 "get_buffer",
                 "get_path",
@@ -73,13 +77,17 @@ def _check_made(init: Any) -> None:
         SUPPORTED,
         init,
         (
-            *("dp_world_size", "dtype", "local_device", "mem_efficient_linear"),
+            *("dtype", "local_device", "mem_efficient_linear"),
             *("num_param_groups", "num_ranks_in_param_group", "param_swapper", "pin_memory"),
-            *("quantized_nontrainable_weights", "rank", "rank_in_group", "remote_device", "zero_param_process_group"),
+            *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
         ),
     )
     if init.param_swapper is not None:
-        require_attributes(SUPPORTED, init.param_swapper, ("elements_per_buffer",))
+        require_attributes(
+            SUPPORTED,
+            init.param_swapper,
+            ("aio_read_handle", "buffers", "elements_per_buffer", "swap_element_size", "swap_folder", "use_gds"),
+        )
 
 
 def _check_converted(parameter: nn.Parameter) -> None:
@@ -98,7 +106,8 @@ _check_contract()
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
+from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
+from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
     Init,
@@ -137,32 +146,34 @@ class Partitioner:
 
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
         _refuse_settings(ds_config)
+        sequence_parallel_size = ds_config.get("sequence_parallel_size", 1)
+        mpu = None if group is None else _Mpu(dist.get_world_size(group) // sequence_parallel_size)
+        offload = _parse(ds_config, mpu).zero_config.offload_param
         swap_key = _swap_key(ds_config)
         if swap_key is not None:
             self._refuse_swapped(swap_key)
+            _refuse_buffers(offload, itemsize=2 if swap_key[1] else 4)
             _load_async_io(ds_config)
         section = ds_config["zero_optimization"]
-        sequence_parallel_size = ds_config.get("sequence_parallel_size", 1)
-        try:
+        if section.get("mics_shard_size", -1) > 0:
+            from deepspeed.runtime.zero.mics import MiCS_Init
+
+            self._init = MiCS_Init(config_dict_or_path=dict(ds_config))
+        else:
             self._init = Init(
                 module=None,
                 config_dict_or_path=dict(ds_config),
                 data_parallel_group=group,
                 zero_param_parallel_group=_secondary_group(section.get("zero_hpz_partition_size", 1)),
-                mpu=None if group is None else _Mpu(dist.get_world_size(group) // sequence_parallel_size),
+                mpu=mpu,
             )
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors()]
-            raise ConfigError(
-                f"deepspeed {deepspeed.__version__} refuses zero_optimization: " + "; ".join(problems)
-            ) from error
         _check_made(self._init)
         self._swapped: list[nn.Parameter] = []
         if swap_key is not None:
             Partitioner._swappers[swap_key] = self._init.param_swapper
+            _free_with_last_view(self._init.param_swapper)
         if self._init.mem_efficient_linear:
-            # entering zero.Init would do it; engines of stock and streamed models must run the same linear
-            self._init._enable_mem_efficient_linear()
+            _use_mem_efficient_linear(self._init)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,14 +189,14 @@ class Partitioner:
 
     @property
     def rank(self) -> int:
-        """Rank in the partition group."""
-        rank: int = self._init.rank
+        """Rank in the partition group: under MiCS the shard group."""
+        rank: int = self._init.get_partition_rank()
         return rank
 
     @property
     def world_size(self) -> int:
         """Ranks among which parameters are cut up."""
-        size: int = self._init.dp_world_size
+        size: int = self._init.num_partitions
         return size
 
     def reserve_ids(self, module: nn.Module) -> dict[int, int]:
@@ -207,10 +218,10 @@ class Partitioner:
         The first is the partition; a second one is hpZ's secondary partition, shared within a node.
         """
         init = self._init
-        ranges = [partition_range(numel, init.rank, init.dp_world_size)]
+        ranges = [partition_range(numel, self.rank, self.world_size)]
         if init.zero_param_process_group is not None:  # a whole number of partitions: padding is that of the first
-            first = -(-numel // init.dp_world_size) * init.num_param_groups * init.rank_in_group
-            size = -(-numel // init.dp_world_size) * init.num_param_groups
+            first = -(-numel // self.world_size) * init.num_param_groups * init.rank_in_group
+            size = -(-numel // self.world_size) * init.num_param_groups
             ranges.append(FlatRange(min(first, numel), min(first + size, numel)))
         return ranges
 
@@ -245,7 +256,7 @@ class Partitioner:
                 "(partition_parameters.py, _partition_param); freeze them after the load, or remove the setting"
             )
         aligned = init._aligned_size(parameter)
-        partition_numel = aligned // init._partition_world_size(parameter)
+        partition_numel = aligned // self.world_size
         swapper = init.param_swapper
         if swapper is not None and swapper.swappable_tensor(numel=partition_numel):
             partition = self._swap_buffer(parameter, partition_numel)
@@ -263,6 +274,17 @@ class Partitioner:
             PartitionMemory(_zero_padding(tensor, flat_range.numel), flat_range)
             for tensor, flat_range in zip(tensors, self.ranges(parameter.ds_numel), strict=True)
         ]
+
+    def swap_files(self, numels: Iterable[int]) -> dict[str, int]:
+        """Return what `swap_out` will write of partitions of `numels` elements, in bytes, by folder; none in memory.
+
+        Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `get_buffer`: a file is as long as the aligned buffer.
+        """
+        swapper = self._init.param_swapper
+        if swapper is None:
+            return {}
+        swapped = [numel for numel in numels if swapper.swappable_tensor(numel=numel)]
+        return {swapper.swap_folder: sum(map(swapper._io_aligned_numel, swapped)) * swapper.swap_element_size}
 
     @property
     def needs_room(self) -> bool:
@@ -314,7 +336,13 @@ class Partitioner:
                 f"of shape {tuple(parameter.ds_shape)} has {numel}; raise it to at least that"
             )
         partition = torch.empty(0, dtype=parameter.dtype)
-        partition.data = swapper.get_buffer(parameter, numel).data
+        try:
+            partition.data = swapper.get_buffer(parameter, numel).data
+        except AssertionError as error:  # before deepspeed 0.17.1 it has to be smaller
+            raise ConfigError(
+                f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, and deepspeed "
+                f"{deepspeed.__version__} does not fill a buffer: {error}; raise it"
+            ) from error
         return _described(partition, numel, OffloadDeviceEnum.nvme)
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -339,17 +367,41 @@ class _Mpu:
 
 def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
     """Raise for what this DeepSpeed, or this accelerator, cannot do. What none can: `targets/zero3.py`."""
+    refuse_what_is_absent(ds_config)
     section = ds_config["zero_optimization"]
-    if section.get("mics_shard_size", -1) > 0:
-        raise UnsupportedError(
-            f"mics_shard_size: deepspeed {deepspeed.__version__} has no MiCS any more; zero_hpz_partition_size keeps "
-            "a second copy of the weights within a node"
-        )
     quantized = [
         name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if section.get(name)
     ]
     if quantized and get_accelerator().device_name() == "cpu":
         raise UnsupportedError(f"{', '.join(quantized)}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
+
+
+def _parse(ds_config: Mapping[str, Any], mpu: _Mpu | None) -> DeepSpeedConfig:
+    """Return what DeepSpeed makes of the ds_config. zero.Init does so too, but its other errors are not the caller's.
+
+    Raises:
+        ConfigError: it refuses it, or fails over a value of a kind that it did not expect.
+    """
+    refuses = f"deepspeed {deepspeed.__version__} refuses"
+    try:
+        return DeepSpeedConfig(dict(ds_config), mpu)
+    except ValidationError as error:
+        section = {"DeepSpeedZeroConfig": "zero_optimization"}.get(error.title, error.title)
+        problems = [f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors()]
+        raise ConfigError(f"{refuses} {section}: " + "; ".join(problems)) from error
+    except Exception as error:  # of any class: it reads sections as if they were what they should be
+        raise ConfigError(f"{refuses} the ds_config: {type(error).__name__}: {error}") from error
+
+
+def _use_mem_efficient_linear(context: Any) -> None:
+    """Do as entering zero.Init would: engines of stock and streamed models must run the same linear.
+
+    Source: deepspeed 0.16.4 `partition_parameters.py:555`; a method of its own since 0.19.4.
+    """
+    if hasattr(context, "_enable_mem_efficient_linear"):
+        context._enable_mem_efficient_linear()
+    else:
+        torch.nn.functional.linear = zero3_linear_wrap
 
 
 def _secondary_group(size: int) -> Any:
@@ -375,6 +427,21 @@ def _swap_key(ds_config: Mapping[str, Any]) -> tuple[str, str] | None:
     return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
 
 
+def _refuse_buffers(offload: Any, itemsize: int) -> None:
+    """Raise ConfigError if the swapper's buffers are larger than the machine's memory: DeepSpeed allocates them.
+
+    Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`.
+    """
+    nbytes = offload.buffer_count * offload.buffer_size * itemsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > memory:
+        raise ConfigError(
+            f"offload_param: {offload.buffer_count} buffers (buffer_count) of {offload.buffer_size} elements "
+            f"(buffer_size) are {nbytes} bytes, this machine has {memory}; lower buffer_size to what the largest "
+            "partition of a parameter needs"
+        )
+
+
 def _load_async_io(ds_config: Mapping[str, Any]) -> None:
     """Build and load the op by which zero.Init's swapper will reach its files.
 
@@ -386,12 +453,29 @@ def _load_async_io(ds_config: Mapping[str, Any]) -> None:
     if (ds_config.get("aio") or {}).get("use_gds"):
         return  # another op, which needs no libaio
     try:
-        AsyncIOBuilder().load(verbose=False)
+        load_async_io()
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
             "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
         ) from error
+
+
+def _free_with_last_view(swapper: Any) -> None:
+    """Have the swapper's page-locked buffers freed once no tensor lies in them; DeepSpeed keeps them for ever.
+
+    They are GBs with DeepSpeed's defaults, and each load that fails would leave as much behind.
+
+    Source: deepspeed 0.19.8 `deepspeed_pin_tensor.cpp`, `alloc`: a process-wide table owns the memory.
+    """
+    if swapper.use_gds:
+        return  # memory of the device, which torch owns
+    storage = swapper.buffers.untyped_storage()
+    weakref.finalize(storage, _free_locked, swapper.aio_read_handle, storage.data_ptr()).atexit = False
+
+
+def _free_locked(handle: Any, address: int) -> None:
+    handle.free_cpu_locked_tensor(torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8))
 
 
 def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""The files beside the weights: index files of sharded checkpoints, configurations of adapters."""
+"""The JSON files beside the weights: indexes of sharded checkpoints, configurations of models and adapters."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from lowmem_load.read.source import LocalFile, read_bytes
 
 MAX_JSON_NBYTES = 64 << 20
 """Bytes of such a file: three times the largest published index. Parsed, it takes up to some ten times that."""
+
+MAX_COUNT = 1 << 20
+"""Of layers, experts or labels in a config.json: lists are made of so many entries before there is a model."""
+
+_COUNTS = re.compile(r"(?:\A|_)(?:layers?|experts?|blocks?|stages?|depths?|heads?|codebooks?|quantizers?|labels)\Z")
+"""Keys of a config.json that say how many there are of something."""
 
 _BLOB = re.compile(r".*/(?:models--[^/]+/blobs/[^/]+|blobs/[0-9a-f]{2}/[0-9a-f]{64})")
 """Where links in the cache of the Hub lead: to a blob of the repository, or (huggingface_hub 1.x) of all of them."""
@@ -31,21 +38,31 @@ def check_index(index: str, folder: str | None = None, subfolder: str = "") -> N
     Raises:
         CheckpointError: names the index, and the tensor or file.
     """
-    content = _read_json(index)
+    content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map that gives the file of each tensor")
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f"{index}: has no metadata, which transformers reads; write an empty object")
-    of_file = {file if isinstance(file, str) else repr(file): name for name, file in weight_map.items()}
+    for name, file in weight_map.items():
+        if not _is_file_name(file):
+            what = f"{index}: tensor {name!r} is said to be in {_shown(file)}"
+            raise CheckpointError(f"{what}, which is no name of a file")
+    of_file = {file: name for name, file in weight_map.items()}
     for file, name in of_file.items():
         what = f"{index}: tensor {name!r} is said to be in {file!r}"
-        if not isinstance(weight_map[name], str) or not file or "\0" in file:
-            raise CheckpointError(f"{what}, which is no name of a file")
         if os.path.isabs(file) or ".." in Path(file).parts:
             raise CheckpointError(f"{what}, outside of the folder")
         if folder is not None:
             _check_link(os.path.join(folder, subfolder, file), folder, what)
+
+
+def _is_file_name(value: object) -> bool:
+    """Return whether the system can be asked for a file of this name: no zero in it, no half of a surrogate."""
+    try:
+        return isinstance(value, str) and bool(value) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_link(path: str, folder: str, what: str) -> None:
@@ -63,15 +80,54 @@ def base_of_adapter(path: str) -> str:
     Raises:
         CheckpointError: it cannot be read, or names none.
     """
-    content = _read_json(path)
+    content = read_json(path)
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{path}: names no base_model_name_or_path")
     return base
 
 
-def _read_json(path: str) -> Any:
-    """Return what a JSON file holds; it is never waited for, and must not be huge."""
+def check_model_config(path: str) -> None:
+    """Refuse a config.json that no model can be made of, before lists and modules are made by the million.
+
+    What is wrong with single values is transformers' to say.
+
+    Raises:
+        CheckpointError: names the file, and the key.
+    """
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected an object {{...}}, got {_shown(config)}")
+    architectures = config.get("architectures")
+    if architectures is not None and not _is_list_of_names(architectures):
+        raise CheckpointError(f"{path}: architectures: expected a list of class names, got {_shown(architectures)}")
+    left: list[tuple[str, Any]] = [("", config)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((key, item) for item in value)
+        elif isinstance(value, int) and _COUNTS.search(key):
+            least = 0 if key.startswith(("num_", "n_")) else -MAX_COUNT  # other keys count layers from the end
+            if not least <= value <= MAX_COUNT:
+                raise CheckpointError(f"{path}: {key}: expected {least} to {MAX_COUNT}, got {_shown(value)}")
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def read_json(path: str) -> Any:
+    """Return what a JSON file holds; it is never waited for, and must not be huge.
+
+    Raises:
+        CheckpointError: it cannot be read, is huge, or no JSON.
+    """
     source = LocalFile(path)
     try:
         if source.nbytes > MAX_JSON_NBYTES:

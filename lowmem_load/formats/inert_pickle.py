@@ -8,7 +8,8 @@ on its stack that could be called, so a name that is not in its table can only b
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from lowmem_load.planning.expression import Shape
 
 MAX_OPCODES = 1 << 22
 """About 25 are needed for a tensor; each may make an object of some 64 bytes."""
+
+MIN_NBYTES_PER_OBJECT, FREE_OBJECTS = 6, 4096
+"""A tensor makes some ten containers, and puts as many things into the memo, in no less than nine bytes each. More of
+either only cost memory: tensors need up to 14 times the bytes of their pickle, and with this nothing takes 30 times."""
 
 MAX_DIMS = 64
 """Dims of a tensor, the limit of numpy; a pickle may name one long tuple many times at no cost to itself."""
@@ -44,7 +49,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     str(dtype): dtype
     for dtype in (
         *STORAGE_DTYPES.values(),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *((torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()),  # from torch 2.7 on
         *(torch.uint16, torch.uint32, torch.uint64),
     )
 }
@@ -77,6 +83,13 @@ class Tensor:
     strides: Shape
 
 
+class _OrderedDict(dict[Any, Any]):
+    """Stands in for `collections.OrderedDict`, which alone can be given attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
 def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
     """Return the tensors by name that `pickled` describes."""
     try:
@@ -89,9 +102,10 @@ def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a dict of tensors by name")
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
+            kind = type(value).__name__.lstrip("_")
             raise CheckpointError(
-                f"{path}: entry {name!r} is a {type(value).__name__.lstrip('_')}, expected a tensor under a string; "
-                "save the model's state_dict() alone"
+                f"{path}: entry {reprlib.repr(name)} is a {kind}, expected a tensor under a string; save the model's "
+                "state_dict() alone"
             )
     return found
 
@@ -107,17 +121,21 @@ class _Machine:
 
     def run(self, pickled: bytes) -> Any:
         """Return the object that `pickled` describes."""
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+        num_objects = 0
+        for count, (name, argument, position) in enumerate(_opcodes(pickled, self._path)):
             if count > MAX_OPCODES:
                 raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
-            if opcode.name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[opcode.name]())
-            elif opcode.name in _LITERALS:
+            num_objects += name in _MAKES
+            if max(num_objects, len(self._memo)) > FREE_OBJECTS + position // MIN_NBYTES_PER_OBJECT:
+                raise CheckpointError(
+                    f"{self._path}: its pickle makes too many objects for tensors up to byte {position}"
+                )
+            if name in _CONSTANTS:
+                self._stack.append(_CONSTANTS[name]())
+            elif name in _LITERALS:
                 self._stack.append(argument)
-            elif opcode.name in _OPERATIONS:
-                _OPERATIONS[opcode.name](self, argument)
-            elif opcode.name not in _NO_OPERATIONS:
-                raise CheckpointError(f"{self._path}: its pickle uses {opcode.name}, which no state dict needs")
+            elif name in _OPERATIONS:
+                _OPERATIONS[name](self, argument)
         (found,) = self._stack
         return found
 
@@ -147,7 +165,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if not isinstance(target, dict) or not all(isinstance(key, str | int) for key in items[::2]):
+        if not isinstance(target, dict) or not all(map(_is_key, items[::2])):
             raise TypeError("items are set on something else than a dict with plain keys")
         target.update(zip(items[::2], items[1::2], strict=True))
 
@@ -171,8 +189,8 @@ class _Machine:
             self._stack.append(_Global(full))
         else:
             raise CheckpointError(
-                f"{self._path}: its pickle names {full}, which describes no tensor; nothing was run. If you trust its "
-                "maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
+                f"{self._path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
+                "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
             )
 
     def call(self) -> None:
@@ -184,7 +202,7 @@ class _Machine:
     def build(self) -> None:
         """Drop the attributes of an OrderedDict: `_metadata`, which holds the versions of modules."""
         self._stack.pop()
-        if not isinstance(self._stack[-1], dict):
+        if not isinstance(self._stack[-1], _OrderedDict):
             raise TypeError("attributes are set on something else than an OrderedDict")
 
     def persistent(self) -> None:
@@ -204,6 +222,7 @@ _CONSTANTS: Mapping[str, Callable[[], Any]] = {
 }
 _LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
 _NO_OPERATIONS = {"PROTO", "STOP"}
+_MAKES = {"EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE"}
 _OPERATIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "MARK": _Machine.mark,
     "TUPLE": lambda machine, _: machine.tuple_marked(),
@@ -218,12 +237,61 @@ _OPERATIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "LONG_BINPUT": _Machine.put,
     "BINGET": _Machine.get,
     "LONG_BINGET": _Machine.get,
-    "GLOBAL": lambda machine, name: machine.find(*name.split(" ", 1)),
+    "GLOBAL": lambda machine, names: machine.find(*names),
     "REDUCE": lambda machine, _: machine.call(),
     "BUILD": lambda machine, _: machine.build(),
     "BINPERSID": lambda machine, _: machine.persistent(),
 }
 """By opcode name (`pickletools`): pickle protocol 2, which torch.save uses, as torch.load(weights_only=True) has it."""
+
+
+_KNOWN = {*_CONSTANTS, *_LITERALS, *_NO_OPERATIONS, *_OPERATIONS}
+_BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes}
+
+
+class _Bytes:
+    """Bytes as `pickletools` reads the arguments of opcodes from them."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.position = data, 0
+
+    def read(self, nbytes: int) -> bytes:
+        found = self._data[self.position : self.position + nbytes]
+        self.position += len(found)
+        return found
+
+    def readline(self) -> bytes:
+        end = self._data.find(b"\n", self.position) + 1
+        return self.read((end or len(self._data)) - self.position)
+
+
+def _opcodes(pickled: bytes, path: str) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, argument and position of each opcode.
+
+    `pickletools.genops` would decode the arguments also of opcodes that are refused, some with a warning.
+    """
+    source: Any = _Bytes(pickled)  # not all of a file, but what the readers of pickletools use
+    name = ""
+    while name != "STOP":
+        position = source.position
+        opcode = _BY_CODE.get(source.read(1).decode("latin-1"))
+        if opcode is None:
+            raise ValueError(f"no opcode at byte {position} of {len(pickled)}")
+        name = opcode.name
+        if name not in _KNOWN:
+            raise CheckpointError(f"{path}: its pickle uses {name}, which no state dict needs")
+        if name == "GLOBAL":  # whose reader undoes escapes, with a warning about odd ones, as no unpickler does
+            yield name, _names(source), position
+        else:
+            yield name, opcode.arg.reader(source) if opcode.arg else None, position
+
+
+def _names(source: _Bytes) -> tuple[str, str]:
+    """Return the module and the name of a global, each on a line."""
+    module, name = source.readline(), source.readline()
+    if not name.endswith(b"\n"):
+        raise ValueError("a global without an end")
+    return module[:-1].decode("utf-8"), name[:-1].decode("utf-8")
 
 
 # -- what the pickle may call ----------------------------------------------------------------------------------------
@@ -233,49 +301,75 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 60
 
 
+def _is_key(value: object) -> bool:
+    """Return whether a dict may have this key: of larger integers any number can have one hash."""
+    return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
+
+
 def _shape(value: object) -> Shape:
     if not isinstance(value, tuple) or len(value) > MAX_DIMS or not all(_is_size(size) for size in value):
         raise TypeError(f"sizes or strides are not a tuple of at most {MAX_DIMS} sizes")
     return value
 
 
-def _ordered_dict() -> dict[str, Any]:
-    """Stand in for `collections.OrderedDict`."""
-    return {}
+# Each takes a bounded number of arguments: one long tuple can be passed many times at no cost to the pickle.
 
 
-def _tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Tensor:
-    """Stand in for `torch._utils._rebuild_tensor_v2`; the rest: requires_grad, hooks and perhaps metadata."""
-    return _tensor_of_dtype(storage, offset, size, strides, *rest[:2], getattr(storage, "dtype", None), *rest[2:])
+def _tensor(
+    storage: Any, offset: Any, size: Any, strides: Any, requires_grad: Any, hooks: Any, metadata: Any = None
+) -> Tensor:
+    """Stand in for `torch._utils._rebuild_tensor_v2`."""
+    dtype = getattr(storage, "dtype", None)
+    return _tensor_of_dtype(storage, offset, size, strides, requires_grad, hooks, dtype, metadata)
 
 
-def _tensor_of_dtype(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Tensor:
-    """Stand in for `torch._utils._rebuild_tensor_v3`; the rest: requires_grad, hooks, dtype and perhaps metadata."""
-    _, _, dtype, *metadata = rest
+def _tensor_of_dtype(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    strides: Any,
+    requires_grad: Any,
+    _hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+) -> Tensor:
+    """Stand in for `torch._utils._rebuild_tensor_v3`."""
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype) or not _is_size(offset):
         raise TypeError("a tensor without storage, dtype or offset")
-    if any(metadata):
+    _check_flag(requires_grad)
+    if metadata:
         raise ValueError("a tensor is saved as lazily conjugated or negated; call resolve_conj().resolve_neg() on it")
     if len(_shape(size)) != len(_shape(strides)):
         raise ValueError(f"a tensor has {len(size)} sizes and {len(strides)} strides")
     return Tensor(storage, dtype, offset, size, strides)
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    """Stand in for `torch._utils._rebuild_parameter` and `_rebuild_parameter_with_state`: only the tensor matters."""
+def _parameter(data: Any, requires_grad: Any, _hooks: Any) -> Any:
+    """Stand in for `torch._utils._rebuild_parameter`: only the tensor matters."""
+    _check_flag(requires_grad)
     return data
 
 
-def _device(*_: Any) -> None:
+def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, _state: Any) -> Any:
+    """Stand in for `torch._utils._rebuild_parameter_with_state`: only the tensor matters."""
+    return _parameter(data, requires_grad, hooks)
+
+
+def _check_flag(requires_grad: object) -> None:
+    if not isinstance(requires_grad, bool):
+        raise TypeError("a tensor whose requires_grad is neither true nor false")
+
+
+def _device(_type: Any, _index: Any = None) -> None:
     """Stand in for `torch.device`: where a tensor was does not matter."""
 
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _ordered_dict,
+    "collections.OrderedDict": _OrderedDict,
     "torch.Size": _shape,
     "torch.device": _device,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
 }

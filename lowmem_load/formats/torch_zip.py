@@ -61,13 +61,14 @@ class TorchZip:
         if byte_order not in (b"", b"little"):
             raise CheckpointError(f"{path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
         pickled = _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES)
-        expressions: dict[Tensor, Expression] = {}
+        expressions: dict[str, Expression] = {}  # by text, since tensors could be made that all have one hash
         named: dict[str, Expression] = {}
         for name, tensor in state_dict(pickled, path).items():
-            if tensor not in expressions:
+            view = repr(tensor)
+            if view not in expressions:
                 entry = entries.get(f"{prefix}/data/{tensor.storage.key}")
-                expressions[tensor] = _expression(tensor, entry, path, name)
-            named[name] = expressions[tensor]
+                expressions[view] = _expression(tensor, entry, path, name)
+            named[name] = expressions[view]
         digest = hashlib.sha256(pickled)
         digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in entries.items())).encode())
         return CheckpointFile(

@@ -7,33 +7,45 @@ tensors (`describe/tensor.py`), so that what the loader puts into the model are 
 no DeepSpeed configuration is visible to transformers, which keeps it, and modelling code that asks, off the ZeRO-3
 path. Nothing here knows what happens to the expressions afterwards.
 
-Written for transformers 4.57 to 5.23.
+Written for transformers 4.51 to 5.23.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lowmem_load.contract import require
+from lowmem_load.contract import Releases, require
 from lowmem_load.describe.context import Context
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import CheckpointError, LowMemLoadError, UnsupportedError
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors, code_of
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.names import refuse_foreign
+from lowmem_load.hf.names import refuse_foreign, told
 
-SUPPORTED = "transformers >=4.57,<6"
+SUPPORTED = Releases("transformers", oldest="4.51.0", newest="5.23.0")
+
+_INITIALISES = (
+    "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
+)
+"""What initialises the parameters that no file has, once those are marked that one has. 4.51 does both in one."""
+
+MAX_MODULES = 1 << 18
+"""Of a model, each some kilobytes of memory: twice what the largest published ones have."""
 
 
 def _check_contract() -> None:
@@ -43,7 +55,7 @@ def _check_contract() -> None:
         {
             "transformers:PreTrainedModel": (
                 *("from_pretrained.__func__", "_from_config.__func__"),  # class methods, which are replaced by such
-                *("initialize_weights", "load_adapter"),
+                *(_INITIALISES, "load_adapter"),
             ),
             "transformers.integrations.deepspeed": (
                 *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
@@ -61,7 +73,7 @@ _check_contract()
 
 import transformers.integrations.deepspeed as hf_deepspeed  # noqa: E402  the contract gives the better error
 import transformers.modeling_utils as modeling_utils  # noqa: E402
-from transformers import PreTrainedModel  # noqa: E402
+from transformers import PretrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.integrations.deepspeed import HfDeepSpeedConfig  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
@@ -89,6 +101,9 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
         hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
+_MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
+"""In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
+
 # -- from_pretrained -------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +118,10 @@ class Call:
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """Run it as transformers would; return the model and the loading info."""
-        model, info = self._ordinary(self._cls, *self._args, **{**self.kwargs, "output_loading_info": True})
+        kwargs = {**self.kwargs, "output_loading_info": True}
+        if "dtype" in kwargs and not hasattr(PretrainedConfig, "torch_dtype"):  # a property since 4.56 renamed it
+            kwargs["torch_dtype"] = kwargs.pop("dtype")
+        model, info = self._ordinary(self._cls, *self._args, **kwargs)
         return model, info
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
@@ -116,6 +134,7 @@ class Call:
             The model, some of whose parameters and buffers are symbolic, and the loading info.
 
         Raises:
+            CheckpointError: the model cannot be built from its configuration, or does not fit the files.
             UnsupportedError: the call asks for a format that cannot be streamed.
         """
         refuse_foreign(self.name, self.kwargs)
@@ -125,14 +144,35 @@ class Call:
             hooks.enter_context(_checked_indexes())
             hooks.enter_context(_initialised_in(context))
             hooks.enter_context(_adapters(context.read_now))
-            return self.run()
+            hooks.enter_context(_built(self._cls, self.name))
+            try:
+                return self.run()
+            except RuntimeError as error:
+                if _MISMATCH.search(str(error)) is None:
+                    raise
+                raise CheckpointError(
+                    f"{self.name}: tensors of the files have other shapes than config.json gives the parameters of "
+                    f"{self._cls.__name__}; transformers' report above names them. Correct config.json, or pass "
+                    "ignore_mismatched_sizes=True to leave them out"
+                ) from error
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a function, but not for threads that run already: one of them may be in the middle of an ordinary load.
+
+    A load that begins later in another thread waits for its turn, see `hf/intercept.py`.
+    """
     inherited = name not in vars(owner)
     before = None if inherited else vars(owner)[name]
-    setattr(owner, name, value)
+    ordinary = getattr(owner, name)
+    others = set(threading.enumerate()) - {threading.current_thread()}  # not by number: numbers are given again
+
+    @functools.wraps(value)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (ordinary if threading.current_thread() in others else value)(*args, **kwargs)
+
+    setattr(owner, name, chosen)
     try:
         yield
     finally:
@@ -193,15 +233,48 @@ def _adapters(read_now: ReadNow) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _built(cls: Any, name: str) -> Iterator[None]:
+    """Name what is loaded when a model cannot be built from its configuration, and stop one that would never end."""
+    ordinary, num_modules = cls.__init__, 0
+
+    @functools.wraps(ordinary)
+    def build(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        try:
+            ordinary(model, *args, **kwargs)
+        except LowMemLoadError:
+            raise
+        except Exception as error:  # of any class: it reads values as if they were what they should be
+            raise CheckpointError(
+                f"{name}: {cls.__name__} cannot be built from its configuration (config.json): {told(error)}"
+            ) from error
+
+    def count(*_: Any) -> None:
+        nonlocal num_modules
+        num_modules += 1
+        if num_modules > MAX_MODULES:
+            raise CheckpointError(
+                f"{name}: its configuration (config.json) asks for more than {MAX_MODULES} modules; correct the number "
+                "of layers or experts"
+            )
+
+    counting = register_module_module_registration_hook(count)
+    try:
+        with _replaced(cls, "__init__", build):
+            yield
+    finally:
+        counting.remove()
+
+
+@contextlib.contextmanager
 def _initialised_in(context: Context) -> Iterator[None]:
-    """Let what `initialize_weights` writes into parameters go through the context's initialiser.
+    """Let what transformers' initialisation writes into parameters go through the context's initialiser.
 
     transformers has given the missing ones `torch.empty` memory by then; they give it back untouched.
     """
-    ordinary = PreTrainedModel.initialize_weights
+    ordinary = getattr(PreTrainedModel, _INITIALISES)
     initialiser, read_now = context.initialiser, context.read_now
 
-    def initialize_weights(model: nn.Module) -> None:
+    def initialise(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         replaced: dict[int, nn.Parameter] = {}
         keeps = context.keeps_of(model)
         for module in model.modules():
@@ -214,10 +287,10 @@ def _initialised_in(context: Context) -> Iterator[None]:
                         initialise_in(empty, initialiser, keeps(parameter))
                         replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     setattr(module, name, replaced[id(parameter)])
-        ordinary(model)
+        ordinary(model, *args, **kwargs)
         initialiser.release()
 
-    with _replaced(PreTrainedModel, "initialize_weights", initialize_weights):
+    with _replaced(PreTrainedModel, _INITIALISES, initialise):
         yield
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -13,7 +15,10 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.formats.index import base_of_adapter
+from lowmem_load.formats.index import base_of_adapter, check_model_config
+
+_MAX_TOLD = 1000
+"""Characters."""
 
 HUB_KEYWORDS = (
     *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "code_revision"),
@@ -107,13 +112,58 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
     if given is not None and not isinstance(given, str | os.PathLike):
         return given
     hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
+    where, file = name if given is None else os.fspath(given), None
     try:
         adapter = find_adapter_config_file(name, **{key: hub[key] for key in _DOWNLOAD_KEYWORDS if key in hub})
         if given is None and adapter is not None:
-            return AutoConfig.from_pretrained(base_of_adapter(adapter))
-        return AutoConfig.from_pretrained(name if given is None else given, **hub)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{name}: no usable model configuration: {error}") from error
+            where, hub = base_of_adapter(adapter), {}
+        file = _config_file(where, hub)
+        if file is not None:
+            check_model_config(file)
+        # Not given, transformers would ask at the keyboard, and wait.
+        return AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **hub})
+    except CheckpointError:
+        raise
+    except Exception as error:  # of any class: it reads values as if they were what they should be
+        raise CheckpointError(f"{file or where}: no usable model configuration: {told(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """Return what an error of somebody else's says, at a length for a message: transformers lists all model types."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= _MAX_TOLD else f"{text[:_MAX_TOLD]} ..."
+
+
+def _config_file(name: str, hub: Mapping[str, Any]) -> str | None:
+    """Return the path of the config.json that a name stands for; None where transformers has to say why there is none.
+
+    On the Hub it is what transformers is about to fetch anyway.
+    """
+    if os.path.isfile(name):
+        return name
+    if os.path.isdir(name):
+        file = os.path.join(name, hub.get("subfolder") or "", "config.json")
+        return file if os.path.exists(file) else None
+    where = {key: value for key, value in hub.items() if key in _DOWNLOAD_KEYWORDS and key != "force_download"}
+    try:
+        path: str = huggingface_hub.hf_hub_download(name, "config.json", **where)
+        return path
+    except (OSError, ValueError):  # such as that there is no such model
+        return None
+
+
+def config_text(config: Any) -> str:
+    """Return what a configuration says of the model, as JSON: equal for ranks that build the same one.
+
+    Not what says where it came from: names with an underscore in front, such as the folder.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items() if not str(key).startswith("_")}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(plain(config.to_dict()), sort_keys=True, default=lambda value: type(value).__name__)
 
 
 def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:
@@ -134,10 +184,12 @@ def model_class(auto_class: str | type | None, config: Any, trust_remote_code: b
     if auto_class is not None:
         return _class_named(auto_class, "auto_class")
     architectures = getattr(config, "architectures", None) or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) and name for name in architectures):
+        raise ConfigError(f"the model's config: architectures: expected a list of class names, got {architectures!r}")
     if not architectures:
         raise ConfigError("the model's config names no architectures; pass auto_class, such as 'AutoModelForCausalLM'")
-    remote = getattr(config, "auto_map", None) or {}
-    if trust_remote_code:
+    remote = getattr(config, "auto_map", None)
+    if trust_remote_code and isinstance(remote, Mapping):
         for auto_name, reference in remote.items():
             if auto_name.startswith("AutoModel") and str(reference).rpartition(".")[2] == architectures[0]:
                 return _class_named(auto_name, "auto_map of the model's config")
@@ -172,6 +224,26 @@ def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
             "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
             "dequantized checkpoint, or use ZeRO stage 0, 1 or 2"
         )
+
+
+def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:
+    """Return the folder in the Hub's cache that holds the configuration of the named model; nothing is fetched.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for file in ("config.json", "adapter_config.json"):
+        inside = "/".join((*Path(subfolder).parts, file))
+        try:
+            found = huggingface_hub.try_to_load_from_cache(name, inside, cache_dir=cache_dir, revision=revision)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
+        if isinstance(found, str):
+            return os.path.dirname(found)
+    raise CheckpointError(
+        f"{name}: neither a folder nor, with this revision and subfolder, in the Hub's cache; download it first, or "
+        "pass a folder"
+    )
 
 
 # -- what goes with a model ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -89,15 +90,36 @@ class PartialEngine(nn.Module):
         self.module = model
         inside = chosen_parameters(chosen)
         derive = None if split is None else functools.partial(_derived, split)
-        part = PartitionedPart(model, chosen, settings.ds_config, derive)
+        with DistributedInterface().agreed("making the ZeRO-3 engine"):
+            part = PartitionedPart(model, chosen, settings.ds_config, derive)
         mark(chosen.values())
         self._part, self._split = part, split
         self.lr_scheduler: Any = None
+        try:
+            self._add_replicated(inside, chosen, settings.dtype if cast else None, average, unused)
+        except BaseException:
+            part.destroy()
+            raise
+
+    def _add_replicated(
+        self,
+        inside: AbstractSet[int],
+        chosen: Mapping[str, nn.Module],
+        dtype: torch.dtype | None,
+        average: Average,
+        unused: Unused,
+    ) -> None:
+        """Prepare what is not partitioned for training, cast to `dtype` if one is given."""
+        model, part, split = self.module, self._part, self._split
         self._outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
         self._outside_buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
-        self._place(part.engine.device, settings.dtype if cast else None)
+        distributed = DistributedInterface()
+        with distributed.agreed("moving what is not partitioned"):  # a rank that fails must not be waited for below
+            self._place(part.engine.device, dtype)
+        with distributed.agreed("giving all ranks the values of rank 0"):
+            broadcast([*self._outside.values(), *self._outside_buffers.values()])
         trained = {name: p for name, p in self._outside.items() if p.requires_grad}
         if split is not None:
             held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
@@ -224,7 +246,7 @@ class PartialEngine(nn.Module):
         save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
         distributed = DistributedInterface()
         writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
-        with distributed.agreed(f"saving {save_dir}"):
+        with distributed.agreed("saving", name=str(save_dir)):
             if writes:  # before DeepSpeed names this checkpoint the latest
                 save_replicated(os.path.join(save_dir, tag), self._replicated_state(exclude_frozen_parameters))
         return bool(
@@ -261,7 +283,7 @@ class PartialEngine(nn.Module):
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
-        with distributed.agreed(f"checking {load_dir}") as digest:  # all of it, before anything is changed
+        with distributed.agreed("checking", name=str(load_dir)) as digest:  # all of it, before anything is changed
             folder = find_checkpoint(load_dir, tag)
             if folder is not None and not load_optimizer_states and folder != find_checkpoint(load_dir, None):
                 raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
@@ -281,7 +303,7 @@ class PartialEngine(nn.Module):
             load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
             load_module_only=load_module_only,
         )
-        with distributed.agreed(f"loading {load_dir}"):
+        with distributed.agreed("loading", name=str(load_dir)):
             self._load_tensors(state)
             if load_optimizer_states:
                 self._replicated.load_state_dict(state["whole"])
@@ -319,7 +341,7 @@ class PartialEngine(nn.Module):
     ) -> bool:
         """Write `consolidated_state_dict` as one torch file, on rank 0. Collective: all ranks."""
         state = self.consolidated_state_dict(exclude_frozen_parameters)
-        with DistributedInterface().agreed(f"saving {save_dir}"):
+        with DistributedInterface().agreed("saving", name=str(save_dir)):
             if state is not None:
                 os.makedirs(save_dir, exist_ok=True)
                 torch.save(state, os.path.join(save_dir, save_filename))
@@ -382,7 +404,7 @@ class PartialEngine(nn.Module):
                     held[name].copy_(value)
 
     def _place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move the replicated part to the device, cast it if told to, and give all ranks rank 0's values."""
+        """Move the replicated part to the device, and cast it if told to. Local."""
         for parameter in self._outside.values():
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         for name in self._outside_buffers:
@@ -390,7 +412,6 @@ class PartialEngine(nn.Module):
             module = self.module.get_submodule(owner)
             setattr(module, last, getattr(module, last).to(device))
             self._outside_buffers[name] = getattr(module, last)
-        broadcast([*self._outside.values(), *self._outside_buffers.values()])
 
 
 def _derived(split: SplitOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -71,8 +71,15 @@ def initialize(
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
         digest.append(_digest(model, chosen, config, split, (average, unused)))
-    engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average, unused=unused)
-    engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
+    engine: PartialEngine | None = None
+    try:
+        with distributed.agreed("making the engine of partial ZeRO-3"):
+            engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average, unused=unused)
+            engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
+    except BaseException:
+        if engine is not None:
+            engine.destroy()  # its hooks are on the model
+        raise
     return engine
 
 

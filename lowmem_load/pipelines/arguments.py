@@ -36,6 +36,7 @@ _OWN_KEYWORDS = {
     "auto_class": "write it beside model_kwargs",
     "revision": "write it beside model_kwargs",
     "trust_remote_code": "write it beside model_kwargs",
+    "verify": "write it beside model_kwargs",
     "dtype": "the precision decides it: set bf16 and fp16, here or in the ds_config",
     "torch_dtype": "the precision decides it: set bf16 and fp16, here or in the ds_config",
     "device_map": "DeepSpeed places the parameters",
@@ -58,6 +59,7 @@ class ModelArguments:
         freeze: glob patterns over parameter names (`fnmatch`, case-sensitive); what matches is not trained.
         gradient_checkpointing: None is True for training. Without effect when the engine is not for training.
         gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; use_reentrant is False if absent.
+        verify: as for `load_model`.
         model_kwargs: further keywords of `from_pretrained`: token, cache_dir, subfolder, num_labels, ...
 
     Raises:
@@ -74,6 +76,7 @@ class ModelArguments:
     freeze: Sequence[str] = ()
     gradient_checkpointing: bool | None = None
     gradient_checkpointing_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    verify: bool = False
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,7 +85,8 @@ class ModelArguments:
         if not os.fspath(self.model):
             raise ConfigError("ModelArguments.model: expected a folder or a Hub id, got an empty string")
         _check(self, "auto_class", (str, type, None), "a class, its name, or None")
-        _check(self, "trust_remote_code", (bool,), "true or false")
+        for name in ("trust_remote_code", "verify"):
+            _check(self, name, (bool,), "true or false")
         for name in ("revision", "attn_implementation"):
             _check(self, name, (str, None), "a string")
         for name in ("bf16", "fp16", "gradient_checkpointing"):

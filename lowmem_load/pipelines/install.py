@@ -28,7 +28,7 @@ WHOLE_SHARE = 0.5
 Far above what adapters and new heads, which are made after a load and rightly whole, come to."""
 
 
-def install(*, progress: bool | None = None) -> None:
+def install(*, progress: bool | None = None, verify: bool = False) -> None:
     """From now on every `from_pretrained` loads into ZeRO-3 partitions while ZeRO-3 is active in transformers.
 
     It is active from `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch` or
@@ -43,6 +43,7 @@ def install(*, progress: bool | None = None) -> None:
 
     Args:
         progress: as for `load_model`.
+        verify: as for `load_model`.
 
     Raises:
         ConfigError: called inside a `streaming` block, which would undo it on its exit.
@@ -52,7 +53,7 @@ def install(*, progress: bool | None = None) -> None:
     if intercept.is_intercepted():
         raise ConfigError("install() inside a streaming() block: call it before or after the block")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(streaming(progress=progress))
+        stack.enter_context(streaming(progress=progress, verify=verify))
         _Installed.interception = intercept.innermost()
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()

@@ -63,7 +63,7 @@ class ModelEngine:
         self.is_train = is_train
         timeout = self.dist_config.timeout
         self.distributed = DistributedInterface(timeout=None if timeout is None else timedelta(seconds=timeout))
-        with self.distributed.agreed(f"{self.args.model}: reading the ds_config") as digest:
+        with self.distributed.agreed("reading the ds_config", name=str(self.args.model)) as digest:
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
@@ -75,7 +75,7 @@ class ModelEngine:
         self.precision = settings.precision
         with loader.deepspeed_config(with_precision(settings.ds_config, settings.precision)) as alive:
             self.hf_deepspeed_config: Any = alive
-            with self.distributed.agreed(f"{self.args.model}: preparing"):
+            with self.distributed.agreed("preparing", name=str(self.args.model)):
                 settings = self._prepare(settings)
             self.ds_config = copy.deepcopy(dict(settings.ds_config))
             self.model = load_with_settings(
@@ -83,10 +83,11 @@ class ModelEngine:
                 settings,
                 self.distributed,
                 auto_class=self.args.auto_class,
+                verify=self.args.verify,
                 kwargs=self._from_pretrained_kwargs(),
             )
             self.model_config = self.model.config
-            with self.distributed.agreed(f"{self.args.model}: setting up the model"):
+            with self.distributed.agreed("setting up the model", name=str(self.args.model)):
                 self._freeze()
                 self._set_mode()
 

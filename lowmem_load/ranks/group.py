@@ -1,20 +1,41 @@
 """Small objects among the ranks of one group, and agreement: either all of them go on, or all raise.
 
-Which collectives run depends only on what all ranks know, so that a failure of one is an error on all and never a hang.
+Which exchanges take place depends only on what all ranks know, so that a failure of one is an error on all and never a
+hang. A rank that ends, gets stuck or goes away is named by the others; see `ranks/line.py`.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import os
+import pickle
+import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError, RankError
+from lowmem_load.ranks.life import Limits, Progress
+from lowmem_load.ranks.line import Line, LostError
 
 T = TypeVar("T")
+
+
+MAX_TEXT = 20_000
+"""Characters of an error that other ranks hear: a message of many megabytes would break the store's connection."""
+
+_EXCHANGING = "exchanging objects"
+_TOLD = "_lowmem_load_told"
+"""Attribute of errors that all ranks know of."""
+
+
+class StoppedError(BaseException):
+    """Ends a step of this rank because another rank has failed; what that was, the agreement at its end says."""
 
 
 class RankGroup:
@@ -25,6 +46,10 @@ class RankGroup:
     """
 
     __slots__ = ("_group",)
+
+    # A line belongs to a group of torch.distributed and ends with it; numbers of exchanges are counted in it.
+    _lines: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Line]] = weakref.WeakKeyDictionary()
+    _leaves: ClassVar[dict[str, int]] = {}  # see Line
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -55,74 +80,195 @@ class RankGroup:
         """Returns every rank's object, by rank. Collective.
 
         On the fake backend, whose collectives return garbage, every rank counts as a copy of this one.
+
+        Raises:
+            RankError: A rank is not waited for any longer.
         """
-        if self.world_size == 1 or self.is_fake:
-            return [obj] * self.world_size
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, obj, group=self._group)
-        return gathered
+        return self._exchange(_EXCHANGING, obj)
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Returns rank `src`'s object. Collective. On the fake backend: this rank's own."""
-        if self.world_size == 1 or self.is_fake:
+        if self._is_alone:
             return obj
-        holder: list[Any] = [obj]
-        dist.broadcast_object_list(holder, src=self._in_world(src), group=self._group)
-        received: T = holder[0]
+        contents: list[Any] = self._exchange(_EXCHANGING, obj if self.rank == src else None)
+        received: T = contents[src]
         return received
 
-    def agree(self, step: str, error: BaseException | None, digest: str | None = None) -> None:
-        """Returns if no rank has an error and all have the same digest; else raises, on every rank.
+    def agree(self, step: str, error: BaseException | None, digest: str | None = None, *, name: str = "") -> None:
+        """Returns if no rank has an error, and all are at the same step with the same digest; else raises, on all.
 
         Collective:
-            Exactly one, whatever happens; none on a single rank or on the fake backend, where only the own error
-            counts.
+            Exactly one exchange, whatever happens; none on a single rank or on the fake backend, where only the own
+            error counts.
 
         Args:
-            step: What was done, for the message: "planning".
+            step: What was done: "planning".
             error: What went wrong on this rank, if something did.
             digest: Fingerprint of what must be equal on all ranks.
+            name: Of what it was done with, for the message. It may differ between ranks.
 
         Raises:
-            RankError: Some rank failed, or digests differ. It is chained to this rank's own error, if any.
+            RankError: Some rank failed or is lost, or digests differ. It is chained to this rank's own error, if any.
             BaseException: `error` itself, where there is one rank, or all ranks failed alike: nothing is learnt from
                 a wrapper then.
         """
-        if self.world_size == 1 or self.is_fake:
+        if self._is_alone:
             if error is not None:
                 raise error
             return
+        title = f"{name}: {step}" if name else step
         message = None if error is None else _spelled(error)
-        statuses = self.all_gather_object((message, digest))
-        failures = {self._in_world(rank): failed for rank, (failed, _) in enumerate(statuses) if failed is not None}
-        if error is not None and len(failures) == len(statuses) and len(set(failures.values())) == 1:
-            raise error
-        failures = failures or _minorities({self._in_world(rank): held for rank, (_, held) in enumerate(statuses)})
+        statuses = self._exchange(step, (message, isinstance(error, StoppedError), digest), title)
+        failed = {rank: text for rank, (text, _, _) in self._by_rank(statuses).items() if text is not None}
+        if error is not None and len(failed) == len(statuses) and len(set(failed.values())) == 1:
+            raise _told(error)
+        followers = {rank for rank, (_, is_stopped, _) in self._by_rank(statuses).items() if is_stopped}
+        failures = {rank: text for rank, text in failed.items() if rank not in followers} or failed
+        failures = failures or _minorities(self._by_rank(held for *_, held in statuses), "holds digest {}", "hold {}")
         if failures:
-            raise RankError(step, failures) from error
+            raise RankError(title, failures) from error
 
     @contextlib.contextmanager
-    def agreed(self, step: str) -> Iterator[list[str]]:
+    def agreed(
+        self, step: str, *, name: str = "", progress: Callable[[], Progress] | None = None
+    ) -> Iterator[list[str]]:
         """Runs the block on every rank, then lets all ranks go on or raises on all of them, as `agree` does.
 
         The block may append one digest to the list that it is given. Blocks may nest. An interrupt or exit of this rank
         stays one; to the other ranks it is a `RankError`.
+
+        Args:
+            step: See `agree`.
+            name: See `agree`.
+            progress: Says how far the block is; asked by another thread. Where it says the same for too long, the other
+                ranks give this one up. None: computing, and moving bytes to or from disks, counts as getting on.
         """
         digest: list[str] = []
         error: BaseException | None = None
-        try:
-            yield digest
-        except RankError:  # an inner block has agreed on it
-            raise
-        except (Exception, KeyboardInterrupt, SystemExit) as caught:  # noqa: BLE001  all ranks must hear of it
-            error = caught
-        try:
-            self.agree(step, error, digest[0] if digest and error is None else None)
-        except RankError:
-            if error is None or isinstance(error, Exception):
+        with self._doing(f"{name}: {step}" if name else step, progress):
+            try:
+                self._set_limits()
+                yield digest
+            except RankError:
                 raise
+            except (Exception, KeyboardInterrupt, SystemExit, StoppedError) as caught:
+                if getattr(caught, _TOLD, False):  # an inner block has agreed on it
+                    raise
+                error = caught
+                line = self._line()
+                if line is not None and not isinstance(error, StoppedError):
+                    line.warn(_spelled(error))
+            try:
+                self.agree(step, error, digest[0] if digest and error is None else None, name=name)
+            except RankError:
+                if error is None or isinstance(error, Exception | StoppedError):
+                    raise
         if error is not None:  # an interrupt of this rank stays one, now that the others have heard of it
-            raise error
+            raise _told(error)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Inside, the ranks come to the same exchanges; one that leaves by an error of its own tells the others.
+
+        They hear of it in the exchange that they come to next, or wait in. Errors that all ranks have agreed on are
+        no news.
+
+        Args:
+            what: is left, for the message: "load_model".
+        """
+        with self._doing(what, None):
+            try:
+                yield
+            except RankError:
+                raise
+            except BaseException as error:
+                self.leave(what, error)
+                raise
+
+    def leave(self, what: str, error: BaseException, *, any_group: bool = False) -> None:
+        """Tell the other ranks that this one does not come to their next exchange. Local.
+
+        Args:
+            what: is left, for the message: "streaming()".
+            error: by which; nothing is told of one that all ranks have agreed on.
+            any_group: whether the group of these exchanges is not known.
+        """
+        if not dist.is_initialized() or self._is_alone or getattr(error, _TOLD, False):
+            return
+        line = self._line()
+        if line is not None:
+            line.leave(f"left {what}: {_spelled(error)}", any_line=any_group)
+
+    def stop_if_troubled(self) -> None:
+        """Raise StoppedError if this rank has heard that another one has failed. Local; takes microseconds."""
+        line = RankGroup._lines.get(self._key())
+        if line is not None and line.trouble:
+            raise StoppedError(f"stopped because of rank(s) {spell_ranks(sorted(line.trouble))}")
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.world_size == 1 or self.is_fake
+
+    def _key(self) -> dist.ProcessGroup:
+        group = self._group or dist.group.WORLD
+        assert group is not None  # require_live
+        return group
+
+    def _line(self) -> Line | None:
+        """Returns the line to the other ranks; None where torch.distributed has no store (MPI)."""
+        key = self._key()
+        if key in RankGroup._lines and RankGroup._lines[key].pid != os.getpid():
+            raise ConfigError(
+                "this process was forked from a rank, whose connections it must not use; load in the rank itself, or "
+                "start this process by spawn"
+            )
+        if key not in RankGroup._lines:
+            store = _default_store()
+            if store is None:
+                return None
+            members = dist.get_process_group_ranks(key)
+            name = hashlib.sha256(f"{key.group_name} {members}".encode()).hexdigest()[:16]
+            prefixed = dist.PrefixStore("lowmem_load", _own_client(store))  # type: ignore[attr-defined]
+            RankGroup._lines[key] = Line(prefixed, name, members, self.rank, RankGroup._leaves)
+            with contextlib.suppress(ConfigError):  # which the first agreement raises on all ranks
+                self._set_limits()
+        return RankGroup._lines[key]
+
+    def _set_limits(self) -> None:
+        line = None if self._is_alone else self._line()
+        if line is not None:
+            timeout: timedelta = _default_store().timeout
+            line.limits = Limits.from_environment(absence_s=timeout.total_seconds())
+
+    @contextlib.contextmanager
+    def _doing(self, what: str, progress: Callable[[], Progress] | None) -> Iterator[None]:
+        line = None if self._is_alone else self._line()
+        with contextlib.nullcontext() if line is None else line.doing(what, progress):
+            yield
+
+    def _exchange(self, step: str, obj: T, title: str | None = None) -> list[T]:
+        """Returns every rank's object. Raises RankError if some are lost, or come to another step."""
+        if self._is_alone:
+            return [obj] * self.world_size
+        line = self._line()
+        if line is None:
+            gathered: list[Any] = [None] * self.world_size
+            dist.all_gather_object(gathered, (step, obj), group=self._group)
+        else:
+            try:
+                with line.doing(step):
+                    texts = line.exchange(base64.b64encode(pickle.dumps((step, obj))).decode())
+                # Of our own ranks, as with torch's collectives of objects.
+                gathered = [pickle.loads(base64.b64decode(text)) for text in texts]
+            except LostError as error:
+                raise RankError(title or step, error.ranks) from None
+        elsewhere = _minorities(self._by_rank(at for at, _ in gathered), "is at {!r}", "are at {!r}")
+        if elsewhere:
+            raise RankError(title or step, elsewhere)
+        return [held for _, held in gathered]
+
+    def _by_rank(self, held: Iterable[T]) -> dict[int, T]:
+        return {self._in_world(rank): one for rank, one in enumerate(held)}
 
     def _in_world(self, rank: int) -> int:
         """Returns the rank in the default group of a rank of this one."""
@@ -139,20 +285,50 @@ def require_live() -> None:
 
 def _spelled(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"[:MAX_TEXT]
     except Exception:  # noqa: BLE001  somebody's own class, whose text must not keep the ranks from hearing of it
         return f"{type(error).__name__} (its text cannot be had)"
 
 
-def _minorities(digests: dict[int, str | None]) -> dict[int, str]:
-    """A message for each rank whose digest is not the most frequent one (of equals: the lowest rank's)."""
-    usual = Counter(digests.values()).most_common(1)[0][0]
-    holders = spell_ranks([rank for rank, digest in digests.items() if digest == usual])
+def _told(error: BaseException) -> BaseException:
+    """Marks an error of which all ranks know."""
+    with contextlib.suppress(AttributeError, TypeError):  # somebody's own class
+        setattr(error, _TOLD, True)
+    return error
+
+
+def _default_store() -> Any:
+    """Returns the store that the ranks of the default group met in; None for a group that needs none (MPI).
+
+    Source: torch 2.13 distributed_c10d.py, `_get_default_store`.
+    """
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def _minorities(held: Mapping[int, Any], this: str, others: str) -> dict[int, str]:
+    """A message for each rank that does not hold what most do (of equals: what the lowest rank does)."""
+    usual = Counter(held.values()).most_common(1)[0][0]
+    holders = spell_ranks([rank for rank, one in held.items() if one == usual])
     return {
-        rank: f"holds digest {digest}, where rank(s) {holders} hold {usual}"
-        for rank, digest in digests.items()
-        if digest != usual
+        rank: f"{this.format(one)}, where rank(s) {holders} {others.format(usual)}"
+        for rank, one in held.items()
+        if one != usual
     }
+
+
+def _own_client(store: Any) -> Any:
+    """Returns another client of the same store: each serves one call at a time, and some calls wait long.
+
+    Before torch 2.8 stores have no `clone`. There a TCPStore is connected to anew, without the prefixes around it,
+    which sessions make up for; another kind (FileStore) is shared.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return dist.TCPStore(store.host, store.port, is_master=False, timeout=store.timeout)  # type: ignore[attr-defined]
+    return store
 
 
 def spell_ranks(ranks: list[int]) -> str:

@@ -88,7 +88,8 @@ class DistributedInterface(RankGroup):
         rank: Of this process. Default: the launcher's.
 
     Raises:
-        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing.
+        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing; or the
+            group was live when this process was forked, and its threads stayed behind.
     """
 
     __slots__ = ()
@@ -97,6 +98,8 @@ class DistributedInterface(RankGroup):
     # the group is ours to destroy, is known to nobody else.
     _record: ClassVar[_Record | None] = None
     _meeting: ClassVar[_Meeting | None] = None
+    # Live in the parent when this process was forked from it: of no use here, where none of its threads is.
+    _inherited: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
 
     def __init__(
         self,
@@ -109,6 +112,7 @@ class DistributedInterface(RankGroup):
         super().__init__(None)
         self._forget_if_gone()
         if dist.is_initialized():
+            self._refuse_inherited()
             self._check_agrees(backend=backend, timeout=timeout, world_size=world_size, rank=rank)
             if DistributedInterface._record is None:
                 self._adopt()
@@ -139,7 +143,7 @@ class DistributedInterface(RankGroup):
         # NCCL guesses a device from the rank, unless told: wrong where ranks do not fill machines in order.
         dist.barrier(device_ids=[self.local_rank] if self.backend == "nccl" else None)
 
-    def subgroup(self, group: dist.ProcessGroup | None) -> RankGroup:
+    def subgroup(self, group: Any) -> RankGroup:
         """Returns the ranks of a group that the caller made; all ranks for None.
 
         Raises:
@@ -147,10 +151,15 @@ class DistributedInterface(RankGroup):
         """
         if group is None:
             return self
-        if dist.get_rank(group) < 0:
+        is_group = isinstance(group, dist.ProcessGroup)
+        if group == dist.GroupMember.NON_GROUP_MEMBER or (is_group and dist.get_rank(group) < 0):
             raise ConfigError(
                 f"data_parallel_group: rank {self.rank} is not in it; call this on the ranks of the group only"
             )
+        if not is_group:
+            error = ConfigError(f"data_parallel_group: expected a group of torch.distributed, got {group!r}")
+            self.leave("the check of data_parallel_group", error, any_group=True)  # some group may wait for this rank
+            raise error
         return RankGroup(group)
 
     def destroy(self, *, force: bool = False) -> None:
@@ -171,6 +180,22 @@ class DistributedInterface(RankGroup):
         if record is not None and not (dist.is_initialized() and record.group() is dist.group.WORLD):
             DistributedInterface._record = None
             _undo(record.env_set)
+
+    def _refuse_inherited(self) -> None:
+        inherited = DistributedInterface._inherited
+        if inherited is not None and inherited() is dist.group.WORLD and not self.is_fake:
+            raise ConfigError(
+                f"DistributedInterface: this process was forked from rank {self.rank} while its process group was "
+                "live; the threads that carry its messages stayed behind, so every exchange would wait for ever. Load "
+                f"in the rank itself, or start this process by spawn, with none of {', '.join(_LAUNCHER_NAMES)} in its "
+                "environment."
+            )
+
+    @staticmethod
+    def _note_fork() -> None:
+        """Runs in every child of a fork."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        DistributedInterface._inherited = None if group is None else weakref.ref(group)
 
     @staticmethod
     def _remember(*, made: bool, timeout: timedelta | None, env_set: dict[str, str]) -> None:
@@ -250,17 +275,14 @@ class DistributedInterface(RankGroup):
         bring_up_comm(dist.get_backend(), _live_timeout() or _default_timeout())
 
     def _derive_local_rank(self) -> int:
-        """Number of lower ranks on this machine. Collective."""
-        if self.world_size == 1 or self.is_fake:
+        """Number of lower ranks on this machine. Collective. The other ranks of a fake group are nowhere."""
+        if self.is_fake:
             return 0
         host = socket.gethostname()
-        hosts: list[Any] = [None] * self.world_size
-        # A group without a CPU backend would gather through a device, and which one is what is being asked.
-        group = None if "cpu" in _backends_by_device() else dist.new_group(backend="gloo")
-        dist.all_gather_object(hosts, host, group=group)
-        if group is not None:
-            dist.destroy_process_group(group)
-        return hosts[: self.rank].count(host)
+        return self.all_gather_object(host)[: self.rank].count(host)
+
+
+os.register_at_fork(after_in_child=DistributedInterface._note_fork)  # noqa: SLF001  this module's own
 
 
 def _alone_env(world_size: int | None, rank: int | None) -> dict[str, str]:

@@ -25,6 +25,9 @@ from lowmem_load.read.source import LocalFile, Opener
 MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
 
+PART_BYTES = 16 << 20
+"""After so many bytes of a read it is noted that they came: from slow storage all of them may take minutes."""
+
 _CPU = torch.device("cpu")
 
 Task = Callable[[], None]
@@ -38,11 +41,15 @@ class ReadStats:
         read_bytes: bytes fetched from files, over-read included.
         num_reads: reads that fetched them.
         num_retries: attempts that followed a transient fault.
+        arrived_bytes: as `read_bytes`, but counted while a read goes on.
+        path: of the file that the latest read is from, whether it has ended or not.
     """
 
     read_bytes: int = 0
     num_reads: int = 0
     num_retries: int = 0
+    arrived_bytes: int = 0
+    path: str = ""
 
 
 class Executor:
@@ -56,6 +63,7 @@ class Executor:
         open_source: opens a file of the checkpoint.
 
     Attributes:
+        sources: what it reads from; see [Note: one descriptor] in `open_sources.py`.
         stats: what was read so far.
         num_threads: reads in flight.
         on_bytes: called with the number of needed bytes that reached a destination, from any thread; by default a
@@ -63,10 +71,10 @@ class Executor:
     """
 
     def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
+        self.sources = OpenSources(open_source)
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = int
         self.num_threads = num_threads
-        self._sources = OpenSources(open_source)
         self._lock = threading.Lock()
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read") if num_threads > 1 else None
@@ -84,11 +92,11 @@ class Executor:
         finally:
             if self._pool is not None:
                 self._pool.shutdown(wait=True, cancel_futures=True)
-            self._sources.close()
+            self.sources.close()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:
         """See `OpenSources.expect`."""
-        self._sources.expect(files)
+        self.sources.expect(files)
 
     def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], material: Material) -> None:
         """Start filling the flat contiguous `destination`; `finish` tells when, and whether, it is filled.
@@ -105,7 +113,7 @@ class Executor:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file that was read is no longer what it was when it was planned against."""
-        self._sources.check_unchanged()
+        self.sources.check_unchanged()
 
     def finish(self) -> None:
         """Wait until all memory given so far is filled.
@@ -176,9 +184,10 @@ class Executor:
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous host memory with the elements of `tensor` from `first` on."""
+        self.stats.path = tensor.path
         try:
             start = tensor.start + first * tensor.dtype.itemsize
-            with self._sources.reading(tensor.path) as source:
+            with self.sources.reading(tensor.path) as source:
                 source.read_into(start, [memoryview(memory.view(torch.uint8).numpy().data)])
         except TruncatedFileError as error:
             raise TruncatedFileError(
@@ -186,11 +195,10 @@ class Executor:
             ) from error
         except CheckpointError as error:
             raise CheckpointError(f"{error} (while {tensor.name!r} was read)") from error
-        self._sources.close_idle()
         with self._lock:
             self.stats.read_bytes += memory.nbytes
             self.stats.num_reads += 1
-            self.stats.num_retries = self._sources.num_retries
+            self.stats.num_retries = self.sources.num_retries
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)

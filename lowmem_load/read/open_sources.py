@@ -1,4 +1,10 @@
-"""Keeps the sources that threads read open, as few as need be, and notices when one is no longer what it was."""
+"""Keeps the sources of one load open, as few as need be, and notices when one is no longer what it was.
+
+[Note: one descriptor] Headers, samples and data of a file are read from one open source. A file that is replaced by
+renaming another over it is then read as it was, to the end: its bytes are there for as long as it is open. Only what
+had to be closed meanwhile, because more than `MAX_OPEN_SOURCES` are in use, is opened by its path again; another file
+there is an error, as one that was written to in place always is.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +67,10 @@ class OpenSources:
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[ByteSource]:
-        """Yield the open source of a path; it stays open within the block.
+        """Yield the open source of a path; it stays open within the block, and after it if there are not too many.
 
         Raises:
-            CheckpointError: it cannot be opened, or changed.
+            CheckpointError: it cannot be opened, or changed; or another changed that is closed for it.
         """
         with self._lock:
             entry = self._entries.setdefault(path, _Entry())
@@ -81,13 +87,20 @@ class OpenSources:
                 num_retries = getattr(entry.source, "num_retries", 0)
                 self.num_retries += num_retries - entry.num_retries
                 entry.num_retries = num_retries
+        self._close_idle()
 
-    def close_idle(self) -> None:
-        """Close what was read the longest time ago, as far as more than `MAX_OPEN_SOURCES` are open.
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a source that is open is no longer what it was."""
+        for entry in self._entries.values():
+            self._check_entry(entry)
 
-        Raises:
-            CheckpointError: one of them changed since it was opened.
-        """
+    def close(self) -> None:
+        """Close all, unchecked: nobody reads any more."""
+        _close(self._entries.values())
+        self._entries.clear()
+
+    def _close_idle(self) -> None:
+        """Close what was read the longest time ago, as far as more than `MAX_OPEN_SOURCES` are open."""
         with self._lock:
             num_surplus = len(self._entries) - MAX_OPEN_SOURCES
             if num_surplus <= 0:
@@ -99,16 +112,6 @@ class OpenSources:
                 self._check_entry(entry)
         finally:
             _close(surplus)
-
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if a source that is open is no longer what it was."""
-        for entry in self._entries.values():
-            self._check_entry(entry)
-
-    def close(self) -> None:
-        """Close all, unchecked: nobody reads any more."""
-        _close(self._entries.values())
-        self._entries.clear()
 
     def _opened(self, path: str) -> ByteSource:
         source = self._open(path)

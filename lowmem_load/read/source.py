@@ -36,10 +36,15 @@ RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 waits for its server by itself (NFS, `hard`) shows no error at all."""
 
 
+MAX_HOLES = 10_000
+"""Holes of a file that are counted: a hostile one may have as many as it has pages."""
+
+
 class ByteSource(Protocol):
     """Bytes that can be read by position, from several threads at a time.
 
-    A source that reads again after transient faults may count that, as `num_retries`.
+    A source that reads again after transient faults may count that, as `num_retries`; one that knows of bytes that were
+    never written, as `hole_bytes`.
     """
 
     @property
@@ -103,6 +108,12 @@ class LocalFile:
         with _our_errors(self.path):
             return _version(self._retrying(os.fstat, self._descriptor))
 
+    @property
+    def hole_bytes(self) -> int:
+        """Bytes that were never written, as far as the file system tells: preallocated, or skipped over."""
+        with _our_errors(self.path):
+            return self._retrying(_hole_bytes, self._descriptor, self.nbytes)
+
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""
         left = [buffer for buffer in buffers if buffer.nbytes]
@@ -119,7 +130,8 @@ class LocalFile:
         """See `ByteSource`."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # it is closed all the same, and nothing was written to it
+                os.close(descriptor)
 
     def _retrying(self, call: Callable[..., T], *args: object) -> T:
         for delay_s in RETRY_DELAYS_S:
@@ -162,6 +174,25 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
         os.close(descriptor)
         raise
     return descriptor, found
+
+
+def _hole_bytes(descriptor: int, nbytes: int) -> int:
+    found = position = num_holes = 0
+    while position < nbytes and num_holes < MAX_HOLES:
+        hole = _seek(descriptor, position, os.SEEK_HOLE, nbytes)  # systems that cannot tell say: where the file ends
+        position = _seek(descriptor, hole, os.SEEK_DATA, nbytes) if hole < nbytes else nbytes
+        found += max(0, position - hole)
+        num_holes += 1
+    return found
+
+
+def _seek(descriptor: int, position: int, what: int, nbytes: int) -> int:
+    try:
+        return os.lseek(descriptor, position, what)
+    except OSError as error:
+        if error.errno in TRANSIENT:
+            raise
+        return nbytes  # there is no more of it, or the system does not know the question
 
 
 def _version(found: os.stat_result) -> str:

@@ -175,7 +175,7 @@ def hidden_size_of(model_config: Any) -> int | None:
         if _is_int(hidden_size):
             return hidden_size
         hidden_sizes = getattr(config, "hidden_sizes", None)
-        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes:
+        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes and all(map(_is_int, hidden_sizes)):
             largest: int = max(hidden_sizes)
             return largest
     return None

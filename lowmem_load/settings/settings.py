@@ -19,6 +19,7 @@ from lowmem_load.settings.ds_config import (
     resolve_auto,
     zero_stage,
 )
+from lowmem_load.settings.kinds import check_kinds
 from lowmem_load.settings.precision import Precision, precision_of
 
 Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
@@ -36,7 +37,7 @@ class Settings:
         ds_config: a plain copy of the caller's, without "auto" that loading reads once `for_model` has been called.
         stage: of ZeRO, 0 to 3.
         precision: in which DeepSpeed runs this ds_config.
-        world_size: ranks among which parameters are cut up.
+        world_size: ranks that load together; `shard_size` of them share a parameter.
         partition: what to partition, as the caller gave it; None for the whole model.
         must_match: whether every entry of `partition` must choose a module.
         is_resolved: whether `for_model` has been called.
@@ -81,6 +82,12 @@ class Settings:
         return str(getattr(device, "value", device or "none"))
 
     @property
+    def shard_size(self) -> int:
+        """Ranks among which a parameter is cut up: those of a shard group under MiCS, else all."""
+        size: int = self.ds_config["zero_optimization"].get("mics_shard_size", -1)
+        return size if size > 0 else self.world_size
+
+    @property
     def secondary_size(self) -> int:
         """Ranks among which hpZ's secondary copy is cut up; 0 without hpZ. On a single rank there is a copy, too."""
         size: int = self.ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
@@ -107,7 +114,7 @@ def read_settings(
 
     Args:
         ds_config: see `read_ds_config`; never changed.
-        world_size: ranks among which parameters are cut up.
+        world_size: ranks that load together.
         partition: see `lowmem_load.load_model`.
         must_match: see `Settings`.
         is_active: whether it is one that a training loop has yet to complete; then what only that loop can say is left
@@ -120,6 +127,7 @@ def read_settings(
         ConfigError: the ds_config or the partition cannot be used.
     """
     config = read_ds_config(ds_config)
+    check_kinds(config)
     if is_active:
         config = for_loading(config)
     stage = zero_stage(config)

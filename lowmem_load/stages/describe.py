@@ -18,7 +18,6 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, hull
 from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import Opener
 from lowmem_load.read.whole import read_whole
 from lowmem_load.settings.settings import Settings
 from lowmem_load.targets.make import TargetMaker
@@ -56,7 +55,6 @@ def describe(
     make_target: TargetMaker,
     executor: Executor,
     *,
-    open_source: Opener,
     holds_values: bool,
 ) -> Described:
     """Run a `from_pretrained` on symbolic tensors. Local; reads headers, and what transformers must know at once.
@@ -65,8 +63,7 @@ def describe(
         call: the `from_pretrained`.
         settings: what the load goes by.
         make_target: makes the model's target.
-        executor: reads what transformers must know at once.
-        open_source: opens files of the checkpoint.
+        executor: has the files of the checkpoint open, and reads what transformers must know at once.
         holds_values: whether missing parameters are initialised, or only noted.
     """
     start = time.perf_counter()
@@ -103,7 +100,7 @@ def describe(
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(read_now, None if holds_values else note)
-    context = Context(read_now, initialiser, keeps_of, open_source)
+    context = Context(read_now, initialiser, keeps_of, executor.sources.reading)
     model, info = call.describe(context)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)

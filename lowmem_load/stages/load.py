@@ -19,13 +19,16 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.report import LoadReport, host_memory
 from lowmem_load.settings.settings import Settings
+from lowmem_load.stages.checksums import agree_on_checksums, warn_of_holes
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
+from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
 from lowmem_load.targets.make import TargetMaker
 
@@ -37,6 +40,8 @@ REPORT_ATTRIBUTE = "lowmem_load_report"
 
 PROGRESS_DELAY_S = 3.0
 """Seconds before the progress bar appears: short loads stay quiet."""
+
+MIB = float(1 << 20)
 
 _PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""
@@ -52,7 +57,7 @@ def plan_only(
     state = torch.get_rng_state()
     try:
         with Executor(open_source=open_source) as executor:
-            described = describe(call, settings, make_target, executor, open_source=open_source, holds_values=False)
+            described = describe(call, settings, make_target, executor, holds_values=False)
             _refuse_quantized(described)
             described.target.check(described.model)
             return make_plan(described, rank).plan
@@ -69,6 +74,7 @@ class Load:
         ranks: that load together.
         make_target: makes each model's target.
         progress: see `lowmem_load.load_model`.
+        verify: see `lowmem_load.load_model`.
         open_source: opens files of the checkpoint.
     """
 
@@ -76,12 +82,16 @@ class Load:
     ranks: RankGroup
     make_target: TargetMaker
     progress: bool | None = None
+    verify: bool = False
     open_source: Opener = LocalFile
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
-        if self._is_left_alone(call):
-            return call.run()
+        with self.ranks.together(f"the load of {call.name}"):
+            left_alone = self._is_left_alone(call)
+            return call.run() if left_alone else self._load(call)
+
+    def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
@@ -89,12 +99,11 @@ class Load:
             described = self._describe(call, executor, report)
             planned = self._plan(described, report)
             report.take_plan(planned.plan, described.settings.ds_config)
-            with report.phase("compare"):
-                agree_on_bytes(
-                    self.ranks, call.name, described.files, self.open_source, num_threads=executor.num_threads
-                )
+            self._check_files(described, executor, report)
             self._execute(planned, described, executor, report)
-            report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
+            stats = executor.stats
+            report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
+            report.num_retries = stats.num_retries
         kept = described.target.gathered_for_good(described.model)
         report.persistent_parameters, report.persistent_elements = len(kept), sum(kept.values())
         if report.uninitialised_parameters and report.rank == 0:
@@ -108,36 +117,84 @@ class Load:
 
     def _is_left_alone(self, call: loader.Call) -> bool:
         """Return whether transformers does this load by itself; ranks that differ in that would wait for each other."""
-        with self.ranks.agreed(f"{call.name}: checking the call") as digest:
+        with self.ranks.agreed("checking the call", name=call.name) as digest:
             _refuse_device_map(call, self.settings)
             left_alone = _is_left_alone(call, self.settings)
-            digest.append("an ordinary load" if left_alone else "a streamed load")
+            if left_alone and self.verify:
+                raise UnsupportedError(
+                    f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
+                    "lowmem_load.verify_checkpoint before it"
+                )
+            streamed = "a verified load" if self.verify else "a streamed load"
+            digest.append("an ordinary load" if left_alone else streamed)
         return left_alone
 
     def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:
-        with self.ranks.agreed(f"{call.name}: describing the model") as digest, report.phase("describe"):
-            described = describe(
-                call, self.settings, self.make_target, executor, open_source=self.open_source, holds_values=True
-            )
+        computed = computing()
+
+        def progress() -> Progress:
+            return Progress(computed().amount + executor.stats.arrived_bytes, "")
+
+        # From the Hub files may come for hours, and on others' ranks first.
+        agreed = self.ranks.agreed(
+            "describing the model", name=call.name, progress=progress if _is_local(call) else None
+        )
+        with agreed as digest, report.phase("describe"):
+            described = describe(call, self.settings, self.make_target, executor, holds_values=True)
             info = sorted(described.info.items())
-            digest.append(fingerprint(f"{key} {sorted(map(str, keys))}" for key, keys in info))
+            topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
+            # What is computed with equal weights may differ: the base of rotary embeddings, say.
+            digest.append(f"{fingerprint(topics)}, configuration {fingerprint([_config_text(described.model)])}")
         return described
 
     def _plan(self, described: Described, report: LoadReport) -> Planned:
-        with self.ranks.agreed(f"{described.name}: planning") as digest, report.phase("plan"):
+        planning = self.ranks.agreed("planning", name=described.name, progress=computing())
+        with planning as digest, report.phase("plan"):
             _refuse_quantized(described)
             described.target.check(described.model)
             planned = make_plan(described, self.ranks.rank)
             digest.append(planned.plan.fingerprint)
         # By itself: DeepSpeed may make groups here, which all ranks must do or none.
-        with self.ranks.agreed(f"{described.name}: preparing"), report.phase("plan"):
+        with self.ranks.agreed("preparing", name=described.name), report.phase("plan"):
             described.target.prepare(described.model)
+            uses = disk_uses(described.target.files(planned.plan.targets))
+        if described.settings.stage == 3 and described.settings.offload_device == "nvme":  # as all ranks have agreed
+            agree_on_room(self.ranks, described.name, uses)
         return planned
 
+    def _check_files(self, described: Described, executor: Executor, report: LoadReport) -> None:
+        name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
+        with report.phase("compare"):
+            views = agree_on_bytes(self.ranks, name, files, sources, num_threads=num_threads)
+        if self.verify:
+            with report.phase("verify"):
+                agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
+
     def _execute(self, planned: Planned, described: Described, executor: Executor, report: LoadReport) -> None:
-        reading, bar = self.ranks.agreed(f"{described.name}: reading"), self._bar(planned.plan.needed_bytes)
-        with reading, report.phase("read"), bar as executor.on_bytes:
-            execute(planned, described.target, executor, report.sample_memory)
+        needed_bytes = planned.plan.needed_bytes
+        made = [0]
+
+        def progress() -> Progress:
+            arrived_bytes = executor.stats.arrived_bytes
+            share = f"{arrived_bytes / MIB:.1f} of {needed_bytes / MIB:.1f} MiB read"
+            detail = f"{made[0]} parameters made, {share}, last from {executor.stats.path or 'no file'}"
+            return Progress(arrived_bytes + made[0], detail)
+
+        def on_parameter() -> None:
+            made[0] += 1
+            report.sample_memory()
+            self.ranks.stop_if_troubled()
+
+        def on_bytes(num_bytes: int) -> None:
+            update(num_bytes)
+            self.ranks.stop_if_troubled()
+
+        reading = self.ranks.agreed("reading", name=described.name, progress=progress)
+        with reading, report.phase("read"), self._bar(needed_bytes) as update:
+            executor.on_bytes = on_bytes
+            if self.ranks.rank == 0 and not self.verify:  # the others hold the same bytes
+                warn_of_holes(described.name, described.files, executor.sources)
+            execute(planned, described.target, executor, on_parameter)
 
     def _executor(self) -> Executor:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size))
@@ -181,6 +238,17 @@ def _is_left_alone(call: loader.Call, settings: Settings) -> bool:
 def _refuse_device_map(call: loader.Call, settings: Settings) -> None:
     if settings.stage == 3 and call.kwargs.get("device_map") is not None:
         raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
+
+
+def _is_local(call: loader.Call) -> bool:
+    """Return whether nothing can come from the Hub: not even the base model of an adapter."""
+    folder = os.path.join(call.name, call.kwargs.get("subfolder") or "")
+    return os.path.isdir(call.name) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
+
+
+def _config_text(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    return "" if config is None else names.config_text(config)
 
 
 def _refuse_quantized(described: Described) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -49,6 +49,12 @@ class Partial:
         """See `Target`."""
         self._inside.prepare(model)
         self._outside.prepare(model)
+
+    def files(self, plans: Sequence[TargetPlan]) -> Mapping[str, int]:
+        """See `Target`."""
+        inside = [plan for plan in plans if is_below(plan.name, self._chosen)]
+        outside = [plan for plan in plans if not is_below(plan.name, self._chosen)]
+        return {**self._inside.files(inside), **self._outside.files(outside)}
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]

@@ -8,7 +8,7 @@ asks for the same layout and reads the memory instead of filling it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +64,9 @@ class Target(Protocol):
         Raises:
             ConfigError, UnsupportedError: a setting cannot be followed.
         """
+
+    def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
+        """Return what `make` and `finish` will write to files for these, in bytes, by folder. Prepared."""
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]

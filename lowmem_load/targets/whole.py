@@ -5,7 +5,7 @@ They stay as an ordinary load leaves them, read without mmap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,10 @@ class Whole:
 
     def prepare(self, _: nn.Module, /) -> None:
         """Do nothing."""
+
+    def files(self, _: Sequence[TargetPlan], /) -> Mapping[str, int]:
+        """Return none: all stays in memory."""
+        return {}
 
     def make(
         self,

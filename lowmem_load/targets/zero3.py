@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ class Zero3:
 
     Args:
         settings: resolved, stage 3.
-        rank: in the partition group.
+        rank: of those that load together.
         device: the accelerator's, where whole parameters are gathered and buffers live.
         group: the ranks among which parameters are cut up; None for all.
         modules: names of the topmost modules whose parameters come here; "" is the model itself.
@@ -46,14 +46,15 @@ class Zero3:
         modules: Collection[str] = ("",),
     ) -> None:
         _refuse(settings, group)
-        self._settings, self._rank, self._group, self._modules = settings, rank, group, modules
+        self._settings, self._group, self._modules = settings, group, modules
+        self._world_size, self._rank = settings.shard_size, rank % settings.shard_size  # shard groups are consecutive
         self.device = device
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the protocol's
         """See `Target`. The second region, if there is one, is hpZ's secondary partition, shared within a node."""
-        world_size, secondary_size = self._settings.world_size, self._settings.secondary_size
+        world_size, secondary_size = self._world_size, self._settings.secondary_size
         numel = parameter.numel()
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
         if secondary_size:  # a whole number of partitions: padding is that of the first
@@ -82,7 +83,7 @@ class Zero3:
         from lowmem_load.ds.partition import Partitioner
 
         partitioner = Partitioner(self._settings.ds_config, self._group)
-        expected = (self._settings.dtype, self.device.type, self._rank, self._settings.world_size)
+        expected = (self._settings.dtype, self.device.type, self._rank, self._world_size)
         found = (partitioner.dtype, partitioner.device.type, partitioner.rank, partitioner.world_size)
         if found != expected:
             raise IncompatibleVersionError(
@@ -91,6 +92,11 @@ class Zero3:
         self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
         self.device = partitioner.device
         mark(model.get_submodule(name) for name in self._modules)
+
+    def files(self, plans: Sequence[TargetPlan]) -> Mapping[str, int]:
+        """See `Target`: those of the swapper, under offload_param to nvme."""
+        assert self._partitioner is not None  # prepare comes first
+        return self._partitioner.swap_files([plan.destinations[0].numel for plan in plans])
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
@@ -144,6 +150,16 @@ def _refuse(settings: Settings, group: Any) -> None:
         raise UnsupportedError(
             "zero_hpz_partition_size with data_parallel_group: DeepSpeed cuts secondary groups out of all ranks; "
             "remove one of them"
+        )
+    if section.get("mics_shard_size", -1) > 0 and (has_secondary or group is not None):
+        raise UnsupportedError(
+            "mics_shard_size with zero_hpz_partition_size or data_parallel_group: DeepSpeed cuts shard groups out of "
+            "all ranks, and gathers within them; remove one of them"
+        )
+    if settings.world_size % settings.shard_size:
+        raise ConfigError(
+            f"mics_shard_size {settings.shard_size} does not divide the {settings.world_size} ranks, which DeepSpeed "
+            "refuses; use a divisor"
         )
     if has_secondary and settings.world_size % settings.secondary_size:
         raise ConfigError(

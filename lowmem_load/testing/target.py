@@ -122,6 +122,7 @@ class TargetContract(abc.ABC):
             _target_plan(name, parameter, target.layout(name, parameter)) for name, parameter in self._parameters()
         ]
         target.prepare(model)
+        assert all(nbytes >= 0 for nbytes in target.files(plans).values())
         made: dict[str, nn.Parameter] = {}
         for plan in plans:
             parameter = model.get_parameter(plan.name)

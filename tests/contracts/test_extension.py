@@ -131,6 +131,9 @@ class ColumnShards:
     def prepare(self, _: nn.Module, /) -> None:
         pass
 
+    def files(self, _: Sequence[TargetPlan], /) -> Mapping[str, int]:
+        return {}
+
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, _: Callable[[], None]
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
@@ -158,7 +161,6 @@ def bands_of(cls: Any, path: Path, rank: int, world_size: int) -> tuple[nn.Modul
                 settings,
                 lambda *_: ColumnShards(rank, world_size),
                 executor,
-                open_source=LocalFile,
                 holds_values=True,
             )
             planned = make_plan(described, rank)

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
+from lowmem_load import load_model
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
+from lowmem_load.ranks.line import Line
 from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
 from tests.unit.test_process_group import init_counter, partition_numel, train_one_step
 
 
 @contextmanager
-def counted_collectives() -> Iterator[list[int]]:
-    """Yields a list that grows by one for each collective that `agree` takes."""
-    import torch.distributed as dist
-
+def counted_exchanges() -> Iterator[list[int]]:
+    """Yields a list that grows by one for each exchange that `agree` takes."""
     calls: list[int] = []
-    original = dist.all_gather_object
+    original = Line.exchange
 
-    def counted(*args: Any, **kwargs: Any) -> None:
+    def counted(self: Line, content: str) -> list[str]:
         calls.append(1)
-        original(*args, **kwargs)
+        return original(self, content)
 
-    dist.all_gather_object = counted
+    Line.exchange = counted
     yield calls
-    dist.all_gather_object = original
+    Line.exchange = original
+
+
+def error_in_a_forked_process() -> str:
+    """Returns what load_model says in a process that is forked from this rank."""
+    answer, told = os.pipe()
+    if os.fork() == 0:
+        text = "no error"
+        try:
+            load_model("nowhere", {"zero_optimization": {"stage": 3}})
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(told, text.encode())
+        os._exit(0)
+    os.close(told)
+    assert select.select([answer], [], [], 20)[0], "the forked process hangs"
+    with os.fdopen(answer) as pipe:
+        return pipe.read()
 
 
 def _launched(partition: int) -> tuple[int, int, int]:
@@ -42,6 +59,9 @@ def _launched(partition: int) -> tuple[int, int, int]:
     train_one_step()
     assert interface.all_gather_object({"rank": interface.rank}) == [{"rank": r} for r in range(world_size)]
     assert interface.broadcast_object(f"of {interface.rank}", src=1) == "of 1"
+    refused = f"ConfigError: DistributedInterface: this process was forked from rank {interface.rank} while"
+    assert error_in_a_forked_process().startswith(refused)
+    assert interface.all_gather_object(interface.rank) == list(range(world_size)), "nothing has changed here"
     assert len(calls) == 1
     return interface.rank, interface.local_rank, interface.world_size
 
@@ -159,7 +179,7 @@ def test_contradicting_rank_is_named_on_each_rank() -> None:
 def _agreements() -> None:
     interface = DistributedInterface()
     mine = interface.rank
-    with counted_collectives() as calls:
+    with counted_exchanges() as calls:
         interface.agree("reading", None, "same")
         assert len(calls) == 1
 

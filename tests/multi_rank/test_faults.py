@@ -78,6 +78,73 @@ def fail_on_the_last_rank(path: str) -> None:
         load_model(path, BF16)
 
 
+def leave_alone(path: str) -> None:
+    """Rank function: the last rank goes away on its own; the others hear of it, and all load the same afterwards."""
+    import torch.distributed as dist
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import ConfigError, DistributedInterface, RankError, initialize, load_model, streaming
+
+    DistributedInterface()
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    everyone = dist.new_group()
+
+    def expect(kind: type[BaseException], text: str, work: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        with pytest.raises(kind, match=text) as caught:
+            work()
+        assert type(caught.value) is kind
+        assert time.perf_counter() - start < LIMIT_S
+        if kind is not RankError:  # at once it would be in time for the others' load, and no harm done
+            time.sleep(2.5)
+        load_model(path, BF16, data_parallel_group=everyone)
+        load_model(path, BF16)
+
+    def grouped() -> None:
+        load_model(path, BF16, data_parallel_group=7 if last else everyone)
+
+    expect(ConfigError if last else RankError, "expected a group of torch.distributed", grouped)
+
+    def streamed() -> None:
+        with streaming(BF16):
+            AutoModelForCausalLM.from_pretrained(path)
+            if last:
+                raise LookupError("of the caller's code")
+            AutoModelForCausalLM.from_pretrained(path)
+
+    expect(LookupError if last else RankError, "of the caller's code", streamed)
+
+    def between_loads() -> None:
+        if last:
+            with streaming(BF16):
+                raise LookupError("before any load")
+        with streaming(BF16):
+            AutoModelForCausalLM.from_pretrained(path)
+
+    expect(LookupError if last else RankError, "before any load", between_loads)
+
+    def trained() -> None:
+        model = load_model(path, BF16, partition="model")
+        hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+        try:
+            initialize(
+                model,
+                {**BF16, "optimizer": {"type": "Adam"}},
+                lr_scheduler=raising(ValueError("no rate")) if last else None,
+            )
+        finally:
+            assert isinstance(model, nn.Module)
+            assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
+
+    expect(RankError, "no rate", trained)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_who_goes_away_is_named_by_the_others(checkpoints: Path, world_size: int) -> None:
+    run_ranks(leave_alone, str(builders.tiny_llama(checkpoints)), world_size=world_size)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_fails_on_one_rank_fails_on_all(checkpoints: Path, world_size: int) -> None:
     run_ranks(fail_on_the_last_rank, str(builders.tiny_llama(checkpoints)), world_size=world_size)

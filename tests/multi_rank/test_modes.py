@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,8 @@ VOCAB_SIZE = 40_000
 """Makes partitions of over 1 MiB, which is the least that DeepSpeed swaps."""
 
 SMALL = {"reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000}
-ON_CPU = {name: mode for name, mode in MODES.items() if not mode.needs_gpu}
+ON_CPU = {name: mode for name, mode in MODES.items() if not mode.needs_gpu and mode.is_known}
+HAS_MICS = importlib.util.find_spec("deepspeed.runtime.zero.mics") is not None
 
 
 def small_config(mode: Mode, swap: str) -> dict[str, Any]:
@@ -85,7 +89,9 @@ def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int) ->
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "MiCS": ({"mics_shard_size": 2}, "has no MiCS any more"),
+    **({} if HAS_MICS else {"MiCS": ({"mics_shard_size": 1}, "mics_shard_size: deepspeed .* has no MiCS")}),
+    "MiCS of more ranks": ({"mics_shard_size": 4}, "mics_shard_size 4 does not divide the 2 ranks"),
+    "MiCS and hpZ": ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, "mics_shard_size with zero_hpz_partition"),
     "quantized": ({"zero_quantized_weights": True}, "zero_quantized_weights: DeepSpeed's quantizer is a CUDA kernel"),
     "quantized, frozen": ({"zero_quantized_nontrainable_weights": True}, "is a CUDA kernel"),
     "hpZ and nvme": (
@@ -110,9 +116,42 @@ def test_what_cannot_be_followed_is_refused_by_name(checkpoints: Path) -> None:
     run_ranks(refuse, str(builders.tiny_llama(checkpoints)))
 
 
+def compare_with_mics_init(path: str) -> None:
+    """Rank function. Stock is MiCS_Init on an ordinary model: transformers knows zero.Init only, and cannot load."""
+    import deepspeed
+    from deepspeed.runtime.zero.mics import MiCS_Init
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import DistributedInterface, load_model, model_digest
+
+    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "bf16": {"enabled": True}}
+    config["train_micro_batch_size_per_gpu"] = 1
+    model = load_model(path, config)
+    ordinary, stock = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for _ in range(2))
+    MiCS_Init(module=stock, config_dict_or_path=config)
+    shard = DistributedInterface().rank % 2
+    for (name, ours), theirs, whole in zip(
+        model.named_parameters(), stock.parameters(), ordinary.parameters(), strict=True
+    ):
+        assert ours.ds_tensor.shape == theirs.ds_tensor.shape, name
+        assert ours.comm.param_shard_size == theirs.comm.param_shard_size == 2, name
+        held = len(whole.flatten()[shard * ours.ds_tensor.numel() :][: ours.ds_tensor.numel()])
+        assert torch.equal(ours.ds_tensor[:held], theirs.ds_tensor[:held]), name
+        with deepspeed.zero.GatheredParameters([ours]):
+            assert torch.equal(ours, whole), name
+    assert model_digest(model) == model_digest(ordinary)
+
+
+@pytest.mark.skipif(not HAS_MICS, reason="this deepspeed has no MiCS")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_mics_partitions_equal_those_of_mics_init(checkpoints: Path, num_ranks: int) -> None:
+    path = builders.tiny_llama(checkpoints)
+    run_ranks(compare_with_mics_init, str(path), world_size=num_ranks, env={"NDEV_PER_NODE": str(num_ranks)})
+
+
 def load_beside_a_live_model(path: str, folder: str) -> None:
-    """Rank function: what a second model may do to the first one's swap files."""
-    from lowmem_load import load_model
+    """Rank function: what a second model may do to the first one's swap files, and a disk that is too full for both."""
+    from lowmem_load import DistributedInterface, load_model
 
     def config(**offload: Any) -> dict[str, Any]:
         offload = {"device": "nvme", "nvme_path": folder, "buffer_size": 700_000, "pin_memory": False, **offload}
@@ -123,6 +162,19 @@ def load_beside_a_live_model(path: str, folder: str) -> None:
         load_model(path, config())
     with pytest.raises(ConfigError, match=r"offload_param\.buffer_size is 10 elements"):
         load_model(path, config(nvme_path=f"{folder}/other", buffer_size=10))
+
+    DistributedInterface().barrier()
+    swapped = sum(file.stat().st_size for file in Path(folder).glob("zero_stage_3/*/rank*/*.swp"))
+    assert swapped > 2 << 20
+    full = f"{folder}/full/zero_stage_3/float32params/rank0"
+    message = rf"{full}: rank\(s\) 0-1 will write {swapped} bytes to its file system, and {swapped - 1} are free there"
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=swapped - 1))
+        with pytest.raises(ConfigError, match=message):
+            load_model(path, config(nvme_path=f"{folder}/full"))
+        assert not list(Path(folder, "full").rglob("*.swp"))
+        patches.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=swapped))
+        load_model(path, config(nvme_path=f"{folder}/full"))
     del model
     assert torch.is_tensor(next(load_model(path, config()).parameters()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -78,3 +79,24 @@ def test_two_checkpoints_of_one_shape_are_not_mixed(
     assert ("rank(s) 0:" in text) if half == 1 else ("rank(s) 0-1:" in text and "rank(s) 2-3:" in text)
     print([round(seconds, 3) for _, seconds in answers])
     assert max(seconds for _, seconds in answers) < 10
+
+
+def load_with_own_config(folders: list[str]) -> str:
+    """Rank function: loads what its node has; returns the error."""
+    from lowmem_load import load_model
+
+    with pytest.raises(RuntimeError) as caught:
+        load_model(folders[int(os.environ["RANK"])], BF16)
+    load_model(folders[0], BF16)
+    return str(caught.value)
+
+
+def test_two_configurations_of_equal_weights_are_not_mixed(checkpoints: Path, tmp_path: Path) -> None:
+    first = builders.tiny_llama(checkpoints, vocab_size=4000)
+    second = Path(shutil.copytree(first, tmp_path / "second"))
+    config = json.loads((second / "config.json").read_text())
+    (second / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2e-6}))
+    first_text, second_text = run_ranks(load_with_own_config, [str(first), str(second)])
+    assert "describing the model failed on 1 rank(s)" in first_text
+    assert "configuration" in first_text.partition("rank 1: holds digest")[2]
+    assert "rank 1: holds digest" in second_text

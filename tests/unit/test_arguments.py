@@ -44,7 +44,7 @@ def ds_file(tmp_path: Path) -> Path:
 def test_defaults() -> None:
     args, dist, extra = read_arguments({"model": "m"}, {"config_file": DS})
     assert args == ModelArguments("m")
-    assert (args.trust_remote_code, args.bf16, args.fp16, args.freeze) == (False, None, None, ())
+    assert (args.trust_remote_code, args.verify, args.bf16, args.fp16, args.freeze) == (False, False, None, None, ())
     assert args.gradient_checkpointing is None
     assert dist == DistConfig(DS)
     assert (dist.name, dist.timeout, extra) == ("deepspeed", None, {})

@@ -1,7 +1,8 @@
-"""Files are described once, and are not kept open for it."""
+"""Files are described once, from the sources that will be read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowmem_load.errors import CheckpointError, HeaderError
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.source import LocalFile
 
 
@@ -38,13 +40,22 @@ def read_nothing(expression: Expression, reason: str) -> torch.Tensor:
 
 
 @pytest.fixture
-def context(monkeypatch: pytest.MonkeyPatch) -> Context:
+def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenSources]:
     monkeypatch.setattr(Noted, "made", [], raising=False)
+    sources = OpenSources(Noted)
+    yield sources
+    sources.close()
+    assert [source.num_closed for source in Noted.made] == [1] * len(Noted.made)
+
+
+@pytest.fixture
+def context(sources: OpenSources) -> Context:
     initialiser = Initialiser(read_nothing)
-    return Context(read_nothing, initialiser, lambda _: lambda parameter: FlatRange(0, parameter.numel()), Noted)
+    keeps_of: Any = lambda _: lambda parameter: FlatRange(0, parameter.numel())  # noqa: E731
+    return Context(read_nothing, initialiser, keeps_of, sources.reading)
 
 
-def test_a_file_is_opened_and_described_once(context: Context, tmp_path: Path) -> None:
+def test_a_file_is_opened_and_described_once(context: Context, sources: OpenSources, tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
     for number, path in enumerate(paths):
         save_file({f"w{number}": torch.ones(3)}, path)
@@ -52,18 +63,17 @@ def test_a_file_is_opened_and_described_once(context: Context, tmp_path: Path) -
     assert [file.names for file in found] == [("w0",), ("w1",)] * 2
     assert found[0] is found[2] and found[1] is found[3]
     assert context.files == {paths[0]: found[0], paths[1]: found[1]}
-    assert [(source.path, source.num_closed) for source in Noted.made] == [(path, 1) for path in paths]
+    with sources.reading(paths[0]) as source:  # for its data
+        assert source is Noted.made[0]
+    assert [(source.path, source.num_closed) for source in Noted.made] == [(path, 0) for path in paths]
 
 
-def test_a_file_that_cannot_be_described_is_closed_and_not_kept(context: Context, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_described_is_not_kept(context: Context, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]")
     with pytest.raises(HeaderError):
         context.file(str(path), Safetensors())
     assert context.files == {}
-    assert [source.num_closed for source in Noted.made] == [1]
-    save_file({"w": torch.ones(3)}, path)
-    assert context.file(str(path), Safetensors()).names == ("w",)
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_of_the_checkpoint(context: Context, tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 
-from lowmem_load.contract import require, require_attributes
+from lowmem_load import contract
+from lowmem_load.contract import Releases, require, require_attributes
 from lowmem_load.errors import IncompatibleVersionError
 
-SUPPORTED = "torch >=1000,<1001"
+SUPPORTED = Releases("torch", oldest="2.0.0", newest="1000.1")
 
 
 def test_what_is_there_is_accepted() -> None:
@@ -29,7 +30,7 @@ def test_all_that_is_missing_is_in_one_error() -> None:
         f"torch {torch.__version__} lacks torch.nothing, torch.nn.nothing, "
         "torch.nowhere (No module named 'torch.nowhere'), "
         "torch.Nobody (module 'torch' has no attribute 'Nobody'), torch.save(g); "
-        "lowmem_load was written for torch >=1000,<1001"
+        "lowmem_load works with torch 2.0.0 to 1000.1: install torch==1000.1"
     )
 
 
@@ -39,3 +40,30 @@ def test_an_object_is_asked_for_what_only_it_has() -> None:
         IncompatibleVersionError, match=rf"^torch {re.escape(torch.__version__)} lacks Linear\.a, Linear\.bias\.b; "
     ):
         require_attributes(SUPPORTED, module, ("weight", "a", "bias.b"))
+
+
+def test_an_older_release_is_refused_and_the_one_to_install_is_named() -> None:
+    with pytest.raises(IncompatibleVersionError) as caught:
+        require(Releases("torch", oldest="1000.1", newest="1000.2"), {})
+    assert str(caught.value) == (
+        f"torch {torch.__version__} is too old: lowmem_load works with torch 1000.1 to 1000.2; "
+        "install torch==1000.1 or newer"
+    )
+
+
+def test_a_newer_release_is_warned_of_once_and_used(caplog: pytest.LogCaptureFixture) -> None:
+    supported = Releases("torch", oldest="1.0", newest="2.0.1")
+    for _ in range(2):
+        require(supported, {"torch": ("nn",)})
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"torch {torch.__version__} is newer than what lowmem_load was tested with (torch 1.0 to 2.0.1)"
+    )
+
+
+def test_a_build_of_a_tested_release_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "_installed", lambda _: "1000.1+cpu")
+    require(Releases("torch", oldest="1.0", newest="1000.1"), {})
+    assert not caplog.records

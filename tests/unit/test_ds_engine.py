@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,3 +56,26 @@ def test_torch_add_has_no_signature() -> None:
     """As the test above needs."""
     with pytest.raises(ValueError, match="no signature found"):
         inspect.signature(torch.add)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("AdamW", {"lr": 0.5, "betas": (0.5, 0.75)}, torch.optim.AdamW),
+        ("Adam", {"lr": 0.5, "weight_decay": 0.25}, torch.optim.AdamW),  # as DeepSpeed: adam_w_mode unless told not to
+        ("Adam", {"lr": 0.5, "adam_w_mode": False}, torch.optim.Adam),
+    ],
+)
+def test_beside_an_optimizer_in_host_memory_torch_steps_the_other_parameters(
+    name: str, params: dict[str, Any], expected: type[torch.optim.Optimizer]
+) -> None:
+    asked = SimpleNamespace(
+        optimizer_name=lambda: name, optimizer_params=lambda: params, zero_use_cpu_optimizer=lambda: True
+    )
+    part = SimpleNamespace(engine=asked)
+    made = PartitionedPart.optimizer_over(part, [torch.nn.Parameter(torch.ones(1))])
+    assert type(made) is expected
+    (group,) = made.param_groups
+    assert {key: group[key] for key in params if key != "adam_w_mode"} == {
+        key: value for key, value in params.items() if key != "adam_w_mode"
+    }

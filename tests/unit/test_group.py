@@ -30,10 +30,13 @@ def test_spell_ranks(ranks: list[int], text: str) -> None:
     assert rank_group.spell_ranks(list(ranks)) == text
 
 
-def test_minorities_are_measured_against_the_most_frequent_digest() -> None:
-    assert rank_group._minorities(dict(enumerate(["a", "a", "a"]))) == {}
-    assert rank_group._minorities(dict(enumerate(["a", "b"]))) == {1: "holds digest b, where rank(s) 0 hold a"}
-    assert rank_group._minorities(dict(enumerate(["x", "a", "a", None]))) == {
-        0: "holds digest x, where rank(s) 1-2 hold a",
-        3: "holds digest None, where rank(s) 1-2 hold a",
+def test_minorities_are_measured_against_what_most_hold() -> None:
+    def minorities(*held: str | None) -> dict[int, str]:
+        return rank_group._minorities(dict(enumerate(held)), "holds {}", "hold {}")
+
+    assert minorities("a", "a", "a") == {}
+    assert minorities("a", "b") == {1: "holds b, where rank(s) 0 hold a"}
+    assert minorities("x", "a", "a", None) == {
+        0: "holds x, where rank(s) 1-2 hold a",
+        3: "holds None, where rank(s) 1-2 hold a",
     }

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_load import DistributedInterface, load_model
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.index import MAX_JSON_NBYTES, base_of_adapter, check_index
+from lowmem_load.formats.index import MAX_JSON_NBYTES, base_of_adapter, check_index, check_model_config
 from tests import builders
 
 INDEX = "model.safetensors.index.json"
@@ -41,6 +41,7 @@ def write(folder: Path, weight_map: dict[str, Any], name: str = INDEX) -> str:
         (["model-1.safetensors"], "no name of a file"),
         ("", "no name of a file"),
         ("model\0-1.safetensors", "no name of a file"),
+        ("\ud800", "no name of a file"),
     ],
 )
 def test_an_index_may_not_point_outside(tmp_path: Path, file: object, message: str) -> None:
@@ -48,6 +49,12 @@ def test_an_index_may_not_point_outside(tmp_path: Path, file: object, message: s
     for folder in (str(tmp_path), None):
         with pytest.raises(CheckpointError, match=rf"{INDEX}: tensor 'b.weight' is said to be in .*{message}"):
             check_index(index, folder)
+
+
+def test_a_number_is_no_name_though_a_file_is_called_so(tmp_path: Path) -> None:
+    index = write(tmp_path, {"a": 7, "b": "7"})
+    with pytest.raises(CheckpointError, match="tensor 'a' is said to be in 7, which is no name of a file"):
+        check_index(index, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -206,3 +213,39 @@ def test_an_index_that_is_used_is_checked(
     make(index)
     with pytest.raises(CheckpointError, match=rf"{index.name}: .*{message}"):
         load_model(checkpoint, BF16, variant=variant)
+
+
+# -- config.json -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", r"expected an object \{...\}, got \[\]"),
+        ("null", r"expected an object \{...\}, got None"),
+        ("{", "is not JSON"),
+        ('{"a":' * 20_000, "is not JSON"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "is not JSON"),
+        ('{"architectures": "LlamaForCausalLM"}', "architectures: expected a list of class names, got 'LlamaForC"),
+        ('{"architectures": [7]}', r"architectures: expected a list of class names, got \[7\]"),
+        ('{"architectures": [""]}', r"architectures: expected a list of class names, got \[''\]"),
+        ('{"num_hidden_layers": 1000000000000}', "num_hidden_layers: expected 0 to 1048576, got 1000000000000"),
+        ('{"num_hidden_layers": -1}', "num_hidden_layers: expected 0 to 1048576, got -1"),
+        ('{"n_layer": 1e400, "text_config": {"num_experts": 10000000}}', "num_experts: expected 0 to 1048576"),
+        ('{"depths": [2, 2, 10000000]}', "depths: expected -1048576 to 1048576, got 10000000"),
+        ('{"num_labels": 1000000000000}', "num_labels: expected 0"),
+    ],
+)
+def test_a_configuration_that_no_model_can_be_made_of(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match=f"{path}: {message}") as caught:
+        check_model_config(str(path))
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_transformers_may_judge_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    values = {"vision_feature_layer": -2, "rope_theta": 10**12, "num_hidden_layers": None, "architectures": None}
+    path.write_text(json.dumps({**values, "hidden_size": "8", "num_channels": -1}))
+    check_model_config(str(path))

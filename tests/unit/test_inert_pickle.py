@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,8 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
         (assembled(b"ctorch\nFloatStorage\n)R"), "malformed"),
         (assembled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "malformed"),
         (assembled(b"ctorch\nload\n"), "names torch.load"),
+        (assembled(b"cto\\qch\nload\n"), r"names to\\qch.load"),  # an escape that Python does not know
+        (assembled(b"ctorch\nload"), "malformed"),
         (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
         (assembled(b"]"), "holds a list"),
         (assembled(b"}}"), "malformed"),  # two objects
@@ -91,6 +95,10 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
         (assembled(NAMED + STORAGE + b"s"), "entry 'a' is a Storage"),
         (with_tensor(b"J\xff\xff\xff\xffK\x01\x85K\x01\x85"), "malformed"),
         (with_tensor(b"K\x00K\x01\x85)"), "1 sizes and 0 strides"),
+        (with_tensor(b"K\x00K\x01\x85K\x01\x85}"), "malformed"),  # requires_grad
+        (with_tensor(b"K\x00K\x01\x85K\x01\x85\x89\x89"), "malformed"),  # one argument more
+        (assembled(b"}}b"), "malformed"),  # only an OrderedDict has attributes
+        (assembled(b"}\x8a\x09" + bytes(8) + b"\x01Ns"), "malformed"),  # a key of 65 bits
     ],
 )  # fmt: skip
 def test_malformed_pickles(pickled: bytes, text: str) -> None:
@@ -108,3 +116,55 @@ def test_opcodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inert_pickle, "MAX_OPCODES", 20)
     with pytest.raises(CheckpointError, match=r"x\.bin: its pickle has more than 20 opcodes"):
         state_dict(pickled, "x.bin")
+
+
+ORDERED = b"ccollections\nOrderedDict\nq\x00)q\x01"
+DEVICE = b"ctorch\ndevice\nq\x01"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"}" * 500_000,
+        b"(" * 500_000,
+        b"](e" * 200_000,
+        b")" + b"\x85" * 500_000,
+        b"".join(b"r" + place.to_bytes(4, "little") for place in range(100_000)),
+        b"}" + b"".join(b"r" + place.to_bytes(4, "little") for place in range(100_000)),
+        ORDERED + b"h\x00h\x01R" * 200_000,
+        b"(" + b"N" * 300_000 + b"tq\x00" + DEVICE + b"h\x01h\x00R" * 50_000,  # a long tuple as arguments, many times
+        b")q\x00" + b"h\x00h\x00\x86q\x00" * 30_000 + b"N\x85R",  # a tuple of 2 ** 30 000 elements
+        b"\x8b\xff\xff\xff\x7f",  # an integer of 2 GiB
+        b"\x8b" + (1 << 20).to_bytes(4, "little") + b"\x7f" * (1 << 20),
+        b"L" + b"9" * 100_000 + b"L\n",
+        b"X\xff\xff\xff\x7f",
+        b"c" + b"x" * 1_000_000 + b"\nx\n",
+        NAMED[:1] + b"X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"Ns",
+    ],
+    ids=lambda body: f"{body[:6]!r}-{len(body)}",
+)
+def test_pickles_without_measure_cost_what_their_bytes_allow(body: bytes) -> None:
+    pickled = assembled(body)
+    start = time.process_time()
+    with pytest.raises(CheckpointError) as caught:
+        state_dict(pickled, "x.bin")
+    assert time.process_time() - start < 5
+    assert len(str(caught.value)) < 1000
+    tracemalloc.start()
+    with pytest.raises(CheckpointError):
+        state_dict(pickled, "x.bin")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * len(pickled) + (1 << 20)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, lambda size: torch.nn.Parameter(torch.zeros(size))])
+def test_what_tensors_need_is_within_the_measure(make: Any) -> None:
+    """Thousands of the smallest: one element, short names."""
+    state = {str(number): make(1) for number in range(2000)}
+    pickled = saved(state)
+    tracemalloc.start()
+    assert list(state_dict(pickled, "x.bin")) == list(state)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 30 * len(pickled)

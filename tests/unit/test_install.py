@@ -9,10 +9,11 @@ from typing import Any
 
 import deepspeed
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lowmem_load import LoadOrderWarning, install, uninstall
+from lowmem_load import ConfigError, LoadOrderWarning, install, streaming, uninstall
 
+SMALL = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
 CONFIG = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 BETWEEN = (None, None, None, None, 29500, None, None, None)
 """Positional arguments of deepspeed.initialize between the model and the ds_config."""
@@ -37,9 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_model_that_comes_whole_is_reported(args: tuple[Any, ...], kwargs: dict[str, Any], installed: None) -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
-    )
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
     if len(args) > 1:
         args = (args[0], model, *args[2:])
     else:
@@ -50,3 +49,41 @@ def test_a_model_that_comes_whole_is_reported(args: tuple[Any, ...], kwargs: dic
     [message] = [warning for warning in caught if warning.category is LoadOrderWarning]
     assert str(message.message).startswith("LlamaForCausalLM: every rank holds")
     assert message.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "ds_config",
+    [
+        None,
+        {"zero_optimization": {"stage": 2}},
+        {"zero_optimization": 3},
+        {"train_micro_batch_size_per_gpu": 1},
+        "no_such_file.json",  # DeepSpeed's to say
+    ],
+)
+def test_a_model_that_stays_whole_is_no_order_mistake(ds_config: Any, installed: None) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert deepspeed.initialize(model=model, config=ds_config) == "engine"
+
+
+def test_install_twice_is_once_and_uninstall_puts_everything_back() -> None:
+    before = (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"])
+    uninstall()  # where nothing is installed
+    install()
+    installed = (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"])
+    install()
+    assert (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"]) == installed != before
+    uninstall()
+    assert (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"]) == before
+
+
+def test_a_streaming_block_keeps_what_was_installed_around_it(installed: None) -> None:
+    with streaming(), pytest.raises(ConfigError, match=r"uninstall\(\) inside a streaming\(\) block: call it after"):
+        uninstall()
+
+
+def test_install_inside_a_streaming_block_is_refused() -> None:
+    with streaming(), pytest.raises(ConfigError, match=r"install\(\) inside a streaming\(\) block: call it before"):
+        install()

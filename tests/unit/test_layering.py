@@ -25,16 +25,17 @@ MODULES: dict[str, set[str]] = {
     "fingerprint": set(),
     "contract": set(),
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
-    "settings": {"ds_config", "precision", "settings"},
-    "read": {"executor", "open_sources", "sample", "source", "whole"},
+    "settings": {"ds_config", "kinds", "precision", "settings"},
+    "read": {"executor", "hashing", "open_sources", "sample", "source", "whole"},
     "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "tensor"},
-    "ds": {"comm", "engine", "initialize_hook", "parameters", "partition"},
+    "ds": {"comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases"},
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {"active", "intercept", "loader", "names"},
-    "ranks": {"group", "process_group"},
+    "ranks": {"group", "life", "line", "process_group"},
+    "integrity": {"checksums", "files", "model", "sums"},
     "report": set(),
-    "stages": {"describe", "execute", "load", "plan", "same_bytes"},
+    "stages": {"checksums", "describe", "execute", "load", "plan", "room", "same_bytes"},
     "load": set(),
     "partial": {"checkpoint", "engine", "initialize", "replicated", "trainer"},
     "pipelines": {"arguments", "install", "model_engine"},
@@ -56,9 +57,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "targets": {"errors", "planning", "settings"},
     "hf": {"contract", "describe", "errors", "formats"},
     "ranks": {"errors"},
+    "integrity": {"errors", "hf.names", "planning.ranges", "ranks.group", "read"},
     "report": {"planning"},
     "stages": {
-        *("describe", "errors", "fingerprint", "hf", "planning", "ranks", "read", "report", "settings"),
+        *("describe", "errors", "fingerprint", "hf", "integrity", "planning", "ranks", "read", "report", "settings"),
         "targets",
     },
     "load": {"errors", "hf", "planning", "ranks", "report", "settings", "stages", "targets"},
@@ -75,9 +77,19 @@ ALSO: dict[str, set[str]] = {
 
 # What a module may import inside functions and under TYPE_CHECKING only, so that it is not there before it is needed.
 LAZILY: dict[str, set[str]] = {
+    "integrity.model": {"ds.parameters"},
     "ranks.process_group": {"ds.comm"},
     "targets.zero3": {"ds.parameters", "ds.partition"},
-    "__init__": {"errors", "load", "partial", "pipelines", "planning.load_plan", "ranks.process_group", "report"},
+    "__init__": {
+        "errors",
+        "integrity",
+        "load",
+        "partial",
+        "pipelines",
+        "planning.load_plan",
+        "ranks.process_group",
+        "report",
+    },
 }
 
 # Third-party name, with all below it -> the units that may import it or reach it as an attribute.
@@ -99,7 +111,8 @@ OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
 MAY_DO_IO: set[str] = {
-    *("formats", "partial.checkpoint", "pipelines.arguments", "read.source", "report", "settings.ds_config"),
+    *("ds.extensions", "formats", "partial.checkpoint", "pipelines.arguments", "ranks.life", "read.source", "report"),
+    "settings.ds_config",
 }
 ANONYMOUS_MEMORY: set[str] = {"describe.initialise"}  # calls mmap.mmap, but maps no file
 IO_CALLS: set[str] = {
@@ -123,6 +136,7 @@ PURE: set[str] = {
     "errors",
     "fingerprint",
     "formats.inert_pickle",
+    "integrity.sums",
     "planning",
     "settings.precision",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.loader import Call, _RealData, _replaced, _SymbolicFile, copy_marks, deepspeed_config
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.read.source import LocalFile
+from tests.dtype_keyword import HAS_DTYPE
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
@@ -85,20 +87,21 @@ def test_blocks_nest_and_an_error_restores_too(outer: HfDeepSpeedConfig) -> None
 
 def test_a_replaced_attribute_comes_back_as_it_was() -> None:
     class Base:
-        name = "base"
+        def name(self) -> str:
+            return "base"
 
     class Derived(Base):
         pass
 
     def fail_inside(owner: type[Base]) -> None:
-        with _replaced(owner, "name", "other"):
-            assert owner.name == "other"
+        with _replaced(owner, "name", lambda _: "other"):
+            assert owner().name() == "other"
             raise KeyError
 
     for owner in (Base, Derived):
         with pytest.raises(KeyError):
             fail_inside(owner)
-        assert owner.name == "base"
+        assert owner().name() == "base"
     assert "name" not in vars(Derived), "it is inherited again"
 
 
@@ -122,10 +125,11 @@ def test_a_call_asks_for_the_loading_info_whatever_the_caller_did() -> None:
     def ordinary(cls: type, *args: object, **kwargs: object) -> object:
         return model, {"cls": cls, "args": args, **kwargs}
 
+    keyword = "dtype" if HAS_DTYPE else "torch_dtype"
     kwargs = {"output_loading_info": False, "dtype": "auto"}
     found, info = Call(ordinary, nn.Linear, ("folder",), kwargs).run()
     assert found is model
-    assert info == {"cls": nn.Linear, "args": ("folder",), "output_loading_info": True, "dtype": "auto"}
+    assert info == {"cls": nn.Linear, "args": ("folder",), "output_loading_info": True, keyword: "auto"}
     assert kwargs == {"output_loading_info": False, "dtype": "auto"}
 
 
@@ -204,3 +208,30 @@ def test_other_assignments_to_data_read_nothing() -> None:
         described.data = SymbolicTensor(held(real), read_nothing)
     assert parameter.data_ptr() == real.data_ptr()
     assert isinstance(described, SymbolicTensor)
+
+
+def test_what_is_replaced_is_not_replaced_for_threads_that_run_already() -> None:
+    class Owner:
+        @staticmethod
+        def load() -> str:
+            return "ordinary"
+
+    begun, replaced, found = threading.Event(), threading.Event(), []
+
+    def running() -> None:
+        begun.set()
+        replaced.wait(10)
+        found.append(Owner.load())
+
+    thread = threading.Thread(target=running)
+    thread.start()
+    begun.wait(10)
+    with _replaced(Owner, "load", lambda: "symbolic"):
+        assert Owner.load() == "symbolic"
+        replaced.set()
+        thread.join()
+        later = threading.Thread(target=lambda: found.append(Owner.load()))  # of the load itself
+        later.start()
+        later.join()
+    assert found == ["ordinary", "symbolic"]
+    assert Owner.load() == "ordinary"

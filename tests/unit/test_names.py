@@ -1,13 +1,74 @@
-"""What a name stands for: which folders hold weights that can be streamed, and how to convert the others."""
+"""What a name stands for: which folders hold weights that can be streamed, and which configurations make a model."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lowmem_load.errors import CheckpointError
-from lowmem_load.hf.names import check_weights
+from lowmem_load import plan
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.hf import loader
+from lowmem_load.hf.names import (
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    check_name,
+    check_weights,
+    enable_checkpointing,
+    load_processor,
+    model_class,
+    model_config,
+    refuse_foreign,
+)
+from tests import builders
+
+
+@pytest.mark.parametrize(
+    ("name", "subfolder", "text"),
+    [
+        ("gone", "", "gone: no such folder"),
+        ("a/b/c", "", "a/b/c: no such folder"),
+        ("model/config.json", "", "is a file; pass the folder that holds it"),
+        ("model", "gone", "gone: no such subfolder"),
+        ("model", "empty", "empty: the folder is empty"),
+        ("model", "", None),
+    ],
+)
+def test_a_name_that_is_meant_as_a_folder_never_reaches_the_hub(
+    name: str, subfolder: str, text: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "empty").mkdir(parents=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    full = name if name == "a/b/c" else str(tmp_path / name)
+    if text is None:
+        check_name(full, subfolder)
+        return
+    with pytest.raises(CheckpointError, match=text):
+        check_name(full, subfolder)
+
+
+def test_a_hub_id_is_left_to_transformers() -> None:
+    check_name("someone/some-model", "")
+    check_weights("someone/some-model", "", None)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "text"),
+    [
+        ("gguf_file", "x-q4.gguf", 'gguf_file cannot be streamed; .*gguf_file="x-q4.gguf"'),
+        ("from_tf", True, "from_tf cannot be streamed; .*from_tf=True"),
+        ("from_flax", True, "from_flax cannot be streamed; .*from_flax=True"),
+    ],
+)
+def test_formats_of_which_every_rank_holds_all_are_refused(keyword: str, value: Any, text: str) -> None:
+    refuse_foreign("model", {keyword: None})
+    with pytest.raises(UnsupportedError, match=text):
+        refuse_foreign("model", {keyword: value})
 
 
 @pytest.mark.parametrize(
@@ -39,3 +100,166 @@ def test_folders_without_weights_to_stream_are_refused(
         return
     with pytest.raises(CheckpointError, match=text):
         check_weights(str(tmp_path), "", use_safetensors)
+
+
+# -- configurations of models ----------------------------------------------------------------------------------------
+
+ODD_CONFIGS: dict[str, Any] = {
+    **{f"hidden_size {value!r}": {"hidden_size": value} for value in ("8", None, [], -8, 0, 10**12, 1.5)},
+    **{f"vocab_size {value!r}": {"vocab_size": value} for value in ("x", -5, 10**12)},
+    **{f"num_attention_heads {value!r}": {"num_attention_heads": value} for value in (0, -2, 3, 10**12)},
+    **{f"num_hidden_layers {value!r}": {"num_hidden_layers": value} for value in ("2", -1, 10**12)},
+    **{f"architectures {value!r}": {"architectures": value} for value in ("LlamaForCausalLM", 7, [7], [""], {})},
+    **{f"dtype {value!r}": {"dtype": value} for value in ("llama", [])},
+    **{f"model_type {value!r}": {"model_type": value} for value in (7, [], "nope")},
+    **{f"rope {value!r}": {"rope_parameters": value} for value in (7, {"rope_type": "x"}, {"rope_theta": "a"})},
+    **{f"text_config {value!r}": {"text_config": value} for value in (7, {})},
+    "id2label": {"id2label": 7},
+    "hidden_act": {"hidden_act": "nope"},
+    "auto_map": {"auto_map": 7},
+    "pad_token_id": {"pad_token_id": 10**12},
+    "code of its own": {"model_type": "nope", "auto_map": {"AutoConfig": "code.Config"}},
+}
+
+
+@pytest.mark.parametrize("odd", ODD_CONFIGS.values(), ids=ODD_CONFIGS)
+def test_a_configuration_of_wrong_values_is_an_error_of_ours(
+    odd: dict[str, Any], checkpoints: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(builders.tiny_llama(checkpoints), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **odd}))
+    with pytest.raises((CheckpointError, ConfigError), match=str(folder)):
+        plan(folder, {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
+
+
+def test_the_cause_stays(checkpoints: Path, tmp_path: Path) -> None:
+    """So that a fault of ours, or of transformers, is not hidden by the file being blamed."""
+    folder = tmp_path / "model"
+    shutil.copytree(builders.tiny_llama(checkpoints), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "nope"}))
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM cannot be built from its config.*KeyError") as caught:
+        plan(folder, {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert not hasattr(LlamaForCausalLM.__init__, "__wrapped__")  # as it was
+
+
+def test_a_model_of_too_many_modules_is_stopped(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "MAX_MODULES", 20)
+    with pytest.raises(CheckpointError, match="asks for more than 20 modules; correct the number of layers"):
+        plan(builders.tiny_llama(checkpoints), {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("architectures", ["LlamaForCausalLM", [7], [""], {"a": 1}])
+def test_odd_architectures_of_a_configuration_in_memory(architectures: Any) -> None:
+    with pytest.raises(ConfigError, match="architectures: expected a list of class names"):
+        model_class(None, SimpleNamespace(architectures=architectures), trust_remote_code=False)
+
+
+# -- classes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("auto_class", "config", "text"),
+    [
+        (int, {}, "auto_class int has no from_pretrained; pass a transformers class"),
+        ("LlamaForNothing", {}, "auto_class: transformers .* has no model class 'LlamaForNothing'"),
+        ("LlamaConfig", {}, "has no model class 'LlamaConfig'"),
+        (None, {}, "names no architectures; pass auto_class"),
+        (None, {"architectures": ["MyModel"]}, "architectures of the model's config: .* no model class 'MyModel'"),
+        (
+            None,
+            {"architectures": ["MyModel"], "auto_map": {"AutoModelForNothing": "code.MyModel"}},
+            "auto_map of the model's config: .* no model class 'AutoModelForNothing'",
+        ),
+    ],
+)
+def test_a_class_that_is_not_there(auto_class: Any, config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        model_class(auto_class, SimpleNamespace(**config), trust_remote_code=True)
+
+
+def test_code_of_a_checkpoint_is_chosen_only_if_trusted() -> None:
+    config = SimpleNamespace(
+        architectures=["MyModel"], auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.MyModel"}
+    )
+    assert model_class(None, config, trust_remote_code=True) is AutoModelForCausalLM
+    with pytest.raises(ConfigError, match="no model class 'MyModel'"):
+        model_class(None, config, trust_remote_code=False)
+    assert model_class(LlamaForCausalLM, config, trust_remote_code=False) is LlamaForCausalLM
+
+
+# -- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(checkpoints: Path, tmp_path: Path) -> Path:
+    """A cache of the Hub that holds the configuration of `someone/llama`; tests run offline."""
+    repository = tmp_path / "models--someone--llama"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copy(Path(builders.tiny_llama(checkpoints)) / "config.json", snapshot)
+    return tmp_path
+
+
+def test_a_configuration_in_the_cache_is_checked_before_transformers_reads_it(cached: Path) -> None:
+    hub = {"cache_dir": str(cached)}
+    assert model_config("someone/llama", hub).architectures == ["LlamaForCausalLM"]
+    (config,) = cached.rglob("config.json")
+    config.write_text("[" * 5000)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        model_config("someone/llama", hub)
+
+
+def test_a_configuration_that_is_in_no_cache_is_named(cached: Path) -> None:
+    with pytest.raises(CheckpointError, match="someone/other: no usable model configuration: OSError"):
+        model_config("someone/other", {"cache_dir": str(cached)})
+
+
+def test_a_configuration_may_be_given(checkpoints: Path, tmp_path: Path) -> None:
+    folder = builders.tiny_llama(checkpoints)
+    config = model_config(str(folder), {})
+    assert model_config("someone/other", {"config": config}) is config
+    file = shutil.copy(Path(folder) / "config.json", tmp_path / "other.json")
+    assert model_config(str(folder), {"config": file}).to_dict().keys() == config.to_dict().keys()
+
+
+# -- what goes with a model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("file", "kind"), [(PROCESSOR_FILES[0], "processor"), (TOKENIZER_FILES[1], "tokenizer")])
+def test_a_broken_processor_is_an_error_and_none_is_none(
+    file: str, kind: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(builders.tiny_llama(checkpoints), folder)
+    for known in (*PROCESSOR_FILES, *TOKENIZER_FILES):
+        (folder / known).unlink(missing_ok=True)
+    assert load_processor(str(folder), {}) is None
+    (folder / file).write_text("{")
+    with pytest.raises(CheckpointError, match=f"its {kind} cannot be loaded: .*; repair its files, or remove all"):
+        load_processor(str(folder), {})
+
+
+def test_a_model_of_the_cache_without_a_processor_has_none(cached: Path) -> None:
+    assert load_processor("someone/llama", {"cache_dir": str(cached)}) is None
+
+
+def test_a_broken_tokenizer_in_the_cache_is_an_error(cached: Path) -> None:
+    (config,) = cached.rglob("config.json")
+    (config.parent / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
+        load_processor("someone/llama", {"cache_dir": str(cached)})
+
+
+def test_a_model_that_cannot_checkpoint_says_so() -> None:
+    class Plain(PreTrainedModel):  # type: ignore[misc]
+        config_class = LlamaConfig
+        supports_gradient_checkpointing = False
+
+    with pytest.raises(UnsupportedError, match="Plain: no gradient checkpointing"):
+        enable_checkpointing(Plain(LlamaConfig()), {})

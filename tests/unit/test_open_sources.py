@@ -63,7 +63,6 @@ def read(sources: OpenSources, folder: Path, names: str) -> None:
     for name in names:
         with sources.reading(str(folder / name)) as source:
             assert read_bytes(source, 0, 3) == name.encode() * 3
-        sources.close_idle()
 
 
 def num_open() -> int:

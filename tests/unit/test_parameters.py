@@ -6,9 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import nn
 
-from lowmem_load.ds.parameters import fp32_buffers, is_partitioned, partition_of, persistent, whole_numel
+from lowmem_load.ds import parameters, releases
+from lowmem_load.ds.parameters import (
+    fp32_buffers,
+    is_partitioned,
+    partition_in_memory,
+    partition_of,
+    persistent,
+    whole_numel,
+)
+from lowmem_load.ds.releases import KEEPS_FP32, has
+from lowmem_load.errors import UnsupportedError
 
 
 def partitioned(numel: int) -> nn.Parameter:
@@ -28,6 +39,54 @@ def test_a_partition_shares_its_memory() -> None:
     cut: Any = partitioned(4)
     partition_of(cut).fill_(5.0)
     assert cut.ds_tensor.tolist() == [5.0, 5.0]
+
+
+class Swapper:
+    """Keeps one partition on "disk", and has so many buffers."""
+
+    def __init__(self, num_buffers: int, in_flight: bool) -> None:
+        self.num_buffers, self.in_flight, self.calls = num_buffers, in_flight, list[str]()
+
+    def available_swap_in_buffers(self) -> int:
+        return self.num_buffers
+
+    def synchronize_reads(self) -> None:
+        if self.in_flight:
+            self.parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+    def swap_in(self, parameters: list[Any], async_op: bool) -> None:
+        assert not async_op
+        self.calls.append("in")
+        parameters[0].ds_tensor.fill_(7.0)
+
+    def remove_partition_and_release_buffers(self, parameters: list[Any]) -> None:
+        self.calls.append("released")
+
+
+def swapped(num_buffers: int, in_flight: bool = False) -> Any:
+    cut: Any = partitioned(4)
+    cut.ds_tensor.status, cut.nvme_swapper = PartitionedParamStatus.NOT_AVAILABLE, Swapper(num_buffers, in_flight)
+    cut.nvme_swapper.parameter = cut
+    return cut
+
+
+def test_a_partition_on_nvme_is_read_for_the_block() -> None:
+    cut = swapped(1)
+    with partition_in_memory(cut, "x") as partition:
+        assert partition.tolist() == [7.0, 7.0] and cut.nvme_swapper.calls == ["in"]
+    assert cut.nvme_swapper.calls == ["in", "released"]
+
+
+def test_a_partition_that_is_on_its_way_stays() -> None:
+    cut = swapped(0, in_flight=True)
+    with partition_in_memory(cut, "x"):
+        pass
+    assert cut.nvme_swapper.calls == []
+
+
+def test_without_a_buffer_a_partition_on_nvme_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="x: its partition is on nvme"), partition_in_memory(swapped(0), "x"):
+        pass
 
 
 # -- buffers ---------------------------------------------------------------------------------------------------------
@@ -50,6 +109,7 @@ def model() -> nn.Module:
     return nn.ModuleDict({"router": Router(), "other": other})
 
 
+@pytest.mark.skipif(not has(KEEPS_FP32), reason="this deepspeed keeps no buffers in fp32")
 @pytest.mark.parametrize(
     ("setting", "dtype", "expected"),
     [
@@ -67,6 +127,15 @@ def test_buffers_that_stay_in_fp32(setting: Any, dtype: torch.dtype, expected: l
     made = model()
     kept = {id(buffer) for buffer in fp32_buffers(made, setting, dtype)}
     assert [name for name, buffer in made.named_buffers() if id(buffer) in kept] == expected
+
+
+def test_a_release_that_keeps_no_buffers_is_not_asked_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (parameters, releases):
+        monkeypatch.setattr(module, "has", lambda _: False)
+    assert fp32_buffers(model(), None, torch.bfloat16) == []
+    assert fp32_buffers(model(), [], torch.bfloat16) == []
+    with pytest.raises(UnsupportedError, match=r"data_types\.keep_in_fp32_modules: deepspeed \d\S+ would ignore it"):
+        fp32_buffers(model(), ["score_bias"], torch.bfloat16)
 
 
 # -- parameters that are kept whole ----------------------------------------------------------------------------------

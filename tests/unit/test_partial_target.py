@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -30,6 +30,9 @@ class Noting:
 
     def prepare(self, _: nn.Module, /) -> None:
         self.calls.append("prepare")
+
+    def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
+        return {self.kind: len(plans)}
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, _: Callable[[], None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from lowmem_load.ds import partition
 from lowmem_load.ds.partition import Partitioner
@@ -20,17 +21,41 @@ def nvme(path: Path, **sections: Any) -> dict[str, Any]:
 
 
 class Op:
-    """Stands for AsyncIOBuilder, with the outcome of its build."""
+    """Stands for load_async_io, with its outcome."""
 
     error: Exception | None = None
 
-    def load(self, **_: Any) -> None:
-        if self.error is not None:
-            raise self.error
+    @classmethod
+    def load(cls) -> None:
+        if cls.error is not None:
+            raise cls.error
+
+
+class Handle:
+    """Stands for an aio_handle: notes whose memory was freed."""
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
+        self.freed.append(tensor.data_ptr())
 
 
 class Swapper:
     elements_per_buffer = 1
+    swap_element_size = 2
+    swap_folder = "/nvme/rank0"
+
+    def swappable_tensor(self, numel: int) -> bool:
+        return numel >= 100
+
+    def _io_aligned_numel(self, numel: int) -> int:
+        return -(-numel // 64) * 64
+
+    use_gds = False
+
+    def __init__(self) -> None:
+        self.aio_read_handle, self.buffers = Handle(), torch.zeros(8)
 
 
 class Init:
@@ -47,11 +72,18 @@ class Init:
         return None
 
 
+def parsed(config: dict[str, Any], _mpu: Any) -> SimpleNamespace:
+    """Stands for DeepSpeedConfig: the real one wants batch sizes, and a GPU for GDS."""
+    offload = {"buffer_count": 5, "buffer_size": 1, **config["zero_optimization"]["offload_param"]}
+    return SimpleNamespace(zero_config=SimpleNamespace(offload_param=SimpleNamespace(**offload)))
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for stand_in in (Op, Init):
         monkeypatch.setattr(stand_in, "error", None)
-    monkeypatch.setattr(partition, "AsyncIOBuilder", Op)
+    monkeypatch.setattr(partition, "load_async_io", Op.load)
+    monkeypatch.setattr(partition, "DeepSpeedConfig", parsed)
     monkeypatch.setattr(partition, "Init", Init)
 
 
@@ -115,3 +147,69 @@ def test_a_swap_file_that_came_out_short_is_an_error(
     else:
         partitioner.swap_out()
     partitioner.swap_out()  # nothing is left to be written
+
+
+def test_what_will_be_swapped_is_known_before(tmp_path: Path) -> None:
+    """What is too small for the swapper stays in memory; what goes to a file is padded."""
+    partitioner = Partitioner(nvme(tmp_path))
+    assert partitioner.swap_files([99, 100, 128, 129, 0]) == {"/nvme/rank0": 2 * (128 + 128 + 192)}
+    assert partitioner.swap_files([]) == {"/nvme/rank0": 0}
+
+
+def test_what_stays_in_memory_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partitioner = Partitioner(nvme(tmp_path))
+    partitioner._init.param_swapper = None
+    assert partitioner.swap_files([1 << 30]) == {}
+
+
+def test_buffers_larger_than_memory_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    config = nvme(tmp_path)
+    config["zero_optimization"]["offload_param"]["buffer_size"] = 10**12
+    with pytest.raises(
+        ConfigError, match=r"5 buffers \(buffer_count\) of 10{12} elements .* are 20{13} bytes, this mach"
+    ):
+        Partitioner(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"zero_optimization": {"stage": 3, "stage3_max_live": 1}}, "zero_optimization: stage3_max_live: Extra"),
+        ({"zero_optimization": {"stage": 3, "overlap_comm": "x"}}, "zero_optimization: overlap_comm: Input should be"),
+        ({"flops_profiler": 7}, "the ds_config: "),
+        ({"activation_checkpointing": []}, "the ds_config: "),
+        ({"sparse_attention": "x"}, "the ds_config: "),
+        ({"gradient_clipping": "x", "fp16": {"enabled": True, "loss_scale": "x"}}, "DeepSpeedFP16Config: loss_scale"),
+        ({"train_batch_size": 3}, "the ds_config: AssertionError: "),
+        ({"data_types": {"keep_in_fp32_modules": 7}}, "the ds_config: DeepSpeedConfigError: data_types"),
+    ],
+)
+def test_what_deepspeed_refuses_is_an_error_of_ours(
+    section: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition, "DeepSpeedConfig", DeepSpeedConfig)
+    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2, **section}
+    with pytest.raises(ConfigError, match=rf"deepspeed [\d.]+ refuses {message}") as caught:
+        Partitioner(config)
+    assert caught.value.__cause__ is not None
+
+
+def test_locked_buffers_are_freed_once_no_tensor_lies_in_them() -> None:
+    swapper = Swapper()
+    handle, address = swapper.aio_read_handle, swapper.buffers.data_ptr()
+    partition._free_with_last_view(swapper)
+    held = torch.empty(0)
+    held.data = swapper.buffers.narrow(0, 4, 2).data
+    del swapper
+    assert handle.freed == []
+    held.data = torch.ones(1)
+    assert handle.freed == [address]
+
+
+def test_buffers_on_the_device_are_torchs_to_free() -> None:
+    swapper = Swapper()
+    swapper.use_gds = True
+    handle = swapper.aio_read_handle
+    partition._free_with_last_view(swapper)
+    del swapper
+    assert handle.freed == []

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.integrity.checksums import name_of_blob
 from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.ranks.life import Progress
+from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
 from lowmem_load.read.source import LocalFile
 from lowmem_load.stages.same_bytes import agree_on_bytes
@@ -39,9 +43,13 @@ class ScriptedRanks:
         return [obj if rank == self.rank else answer for rank, answer in enumerate(answers)]
 
     @contextlib.contextmanager
-    def agreed(self, step: str) -> Iterator[list[str]]:
-        self.steps.append(step)
+    def agreed(self, step: str, *, name: str, progress: Callable[[], Progress]) -> Iterator[list[str]]:
+        self.steps.append(f"{name}: {step}")
         yield []
+        assert progress().amount == 0 or not progress().detail.startswith("0 ")
+
+    def stop_if_troubled(self) -> None:
+        pass
 
     def _views(self, own: tuple[str, int]) -> list[Any]:
         mine = self._nodes[self.rank]
@@ -51,12 +59,17 @@ class ScriptedRanks:
     def _samples(self) -> list[Any]:
         """Only the first rank that looks at the same files has read them."""
         return [
-            (self._digests(node) if self._nodes.index(node) == rank else None, self._paths(node))
+            (
+                self._digests(node) if self._nodes.index(node) == rank else None,
+                [name_of_blob(path) for path in self._paths(node)],
+                self._paths(node),
+            )
             for rank, node in enumerate(self._nodes)
         ]
 
     def _digests(self, node: str) -> list[str]:
-        return sample_digests(self._ordered(node), self.seed, LocalFile, num_threads=1)
+        with contextlib.closing(OpenSources(LocalFile)) as sources:
+            return sample_digests(self._ordered(node), self.seed, sources, num_threads=1)
 
     def _paths(self, node: str) -> list[str]:
         return [file.path for file in self._ordered(node)]
@@ -97,7 +110,8 @@ def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tupl
         return LocalFile(path)
 
     ranks: Any = ScriptedRanks(rank, nodes, held)
-    agree_on_bytes(ranks, "model", held[nodes[rank]], open_source, num_threads=1)
+    with contextlib.closing(OpenSources(open_source)) as sources:
+        agree_on_bytes(ranks, "model", held[nodes[rank]], sources, num_threads=1)
     return ranks, opened
 
 
@@ -117,7 +131,7 @@ def test_copies_are_sampled_by_one_rank_of_each(
     ranks, opened = run(rank, ["first", "first", "copy", "copy"], held)
     assert opened == expected
     assert ranks.steps == ["model: comparing the files of the ranks"]
-    digests, paths = ranks.sent[1]
+    digests, _, paths = ranks.sent[1]
     assert (digests is not None) is bool(expected)
     assert [Path(path).name for path in paths] == ["a", "b"]
 
@@ -147,3 +161,17 @@ def test_a_file_that_changes_is_another_view(held: dict[str, list[PlannedFile]])
     assert views[0] == views[1]
     held["first"][0] = PlannedFile(held["first"][0].path, len(DATA), "header", "another version")
     assert run(0, ["first"], held)[0].sent[0][0] != views[0]
+
+
+def test_blobs_that_the_hub_names_otherwise_differ_whatever_the_sample_says(tmp_path: Path) -> None:
+    held = {}
+    for node, digest in {"first": "a" * 64, "other": "b" * 64}.items():
+        repository = tmp_path / node / "models--org--name"
+        (repository / "snapshots" / "main").mkdir(parents=True)
+        (blob,) = checkpoint(repository / "blobs", **{digest: DATA})
+        link = repository / "snapshots" / "main" / "model.safetensors"
+        link.symlink_to(blob.path)
+        held[node] = [dataclasses.replace(blob, path=str(link))]
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: the ranks hold 2 different files"):
+        run(0, ["first", "other"], held)
+    run(0, ["first", "first"], held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.sample import BLOCK_BYTES, MAX_BLOCKS, MAX_BLOCKS_IN_ALL, MIN_BLOCKS, sample_offsets
+from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
 from lowmem_load.read.source import LocalFile
 
@@ -47,7 +49,8 @@ def test_places_depend_on_the_seed_alone() -> None:
 
 def digests(path: Path, version: str, seed: int = 0) -> list[str]:
     planned = PlannedFile(str(path), path.stat().st_size, "", version)
-    return sample_digests([planned], seed, LocalFile, num_threads=1)
+    with contextlib.closing(OpenSources(LocalFile)) as sources:
+        return sample_digests([planned], seed, sources, num_threads=1)
 
 
 def test_digests_tell_other_bytes(tmp_path: Path) -> None:

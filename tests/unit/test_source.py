@@ -228,3 +228,47 @@ def test_positions_are_those_of_a_file() -> None:
     assert (file.seek(300), file.read(1)) == (300, b""), "beyond the end"
     with pytest.raises(ValueError, match="x: byte -1 lies before the file"):
         file.seek(-1)
+
+
+# -- holes -----------------------------------------------------------------------------------------------------------
+
+
+def test_holes_are_counted(tmp_path: Path) -> None:
+    page = 1 << 16  # no file system has larger blocks
+    path = tmp_path / "file"
+    path.write_bytes(bytes(page))
+    assert opened_holes(path) == 0, "zeros that were written are no hole"
+    with path.open("r+b") as file:
+        file.seek(3 * page)
+        file.write(b"x" * page)
+        file.truncate(9 * page)
+    assert opened_holes(path) == 2 * page + 5 * page, "between, and at the end"
+    path.write_bytes(b"")
+    assert opened_holes(path) == 0
+
+
+def test_a_preallocated_file_is_a_hole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    assert opened_holes(path) == 1 << 20
+
+
+def test_a_system_that_cannot_tell_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    os.truncate(path, 1 << 20)
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "lseek", refused)
+    assert opened_holes(path) == 0
+
+
+def opened_holes(path: Path) -> int:
+    source = LocalFile(str(path))
+    try:
+        return source.hole_bytes
+    finally:
+        source.close()

@@ -153,7 +153,7 @@ def test_each_model_gets_its_own_settings_and_target_once(file: Path) -> None:
     call: Any = Call(file, build)
     settings = read_settings(AUTO, world_size=1)
     with Executor() as executor:
-        found = describe(call, settings, make_target, executor, open_source=LocalFile, holds_values=True)
+        found = describe(call, settings, make_target, executor, holds_values=True)
     sizes = [settings.ds_config["zero_optimization"]["reduce_bucket_size"] for _, settings in asked]
     assert sizes == [4 * 4, 8 * 8]
     assert asked[0][0] is found.model["inner"] and asked[1][0] is found.model
@@ -190,7 +190,6 @@ def test_a_model_within_that_the_settings_do_not_fit_is_kept_whole(file: Path) -
                 read_settings(AUTO, world_size=3),
                 lambda settings, _: Zero3(settings, 0, CPU),
                 executor,
-                open_source=LocalFile,
                 holds_values=True,
             )
 

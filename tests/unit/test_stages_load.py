@@ -1,17 +1,21 @@
-"""The stages in order, as far as one process can show it: what the progress bar counts."""
+"""The stages in order, as far as one process can show it: progress, changing files, and what is warned of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm
-from transformers import ResNetConfig, ResNetModel
+from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from lowmem_load import DistributedInterface, load_model, load_report
+from lowmem_load import DistributedInterface, load_model, load_report, plan
+from lowmem_load.errors import CheckpointError
+from lowmem_load.read import open_sources
 from lowmem_load.stages import load as stages
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -55,3 +59,100 @@ def test_no_bar_is_shown_unless_asked_for(bars: list[Any], tmp_path: Path) -> No
     load_model(tmp_path, FP32, progress=False)
     load_model(tmp_path, FP32)  # stderr is no terminal here
     assert [bar.disable for bar in bars] == [True, True]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint in several files."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    return tmp_path
+
+
+def between_describing_and_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Has `act` done at the agreement on the bytes of the files."""
+    ordinary = stages.agree_on_bytes
+
+    def acting(*args: Any, **kwargs: Any) -> None:
+        act()
+        ordinary(*args, **kwargs)
+
+    monkeypatch.setattr(stages, "agree_on_bytes", acting)
+
+
+def open_below(folder: Path) -> list[str]:
+    """Returns the files in a folder that this process has open."""
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [name for link in links if os.path.lexists(link) and (name := os.readlink(link)).startswith(str(folder))]
+
+
+def replace_all(path: Path) -> None:
+    """Renames a file of the same size and other bytes over each file of weights, and then deletes one."""
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        (path / "incoming").write_bytes(file.read_bytes()[:header] + bytes(file.stat().st_size - header))
+        os.replace(path / "incoming", file)
+    files[0].unlink()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_files_replaced_after_their_headers_were_read_are_loaded_as_they_were(
+    stage: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {
+        name: value.detach().clone() for name, value in LlamaForCausalLM.from_pretrained(path).named_parameters()
+    }
+    between_describing_and_reading(monkeypatch, lambda: replace_all(path))
+    model = load_model(path, {"zero_optimization": {"stage": stage}})
+    for name, parameter in model.named_parameters():
+        values = parameter.ds_tensor if stage == 3 else parameter.detach().view(-1)
+        assert torch.equal(values, expected.pop(name).view(-1)), name
+    assert not expected
+    assert open_below(path) == []
+
+
+def test_of_files_that_had_to_be_closed_one_that_was_replaced_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_sources, "MAX_OPEN_SOURCES", 2)
+    between_describing_and_reading(monkeypatch, lambda: replace_all(path))
+    with pytest.raises(CheckpointError, match=r"model-\S+: (was replaced or written to|cannot be read: No such file)"):
+        load_model(path, FP32)
+
+
+def test_a_file_overwritten_in_place_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = max(path.glob("*.safetensors"))
+
+    def overwrite() -> None:
+        with last.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\0\0\0")
+
+    between_describing_and_reading(monkeypatch, overwrite)
+    with pytest.raises(CheckpointError, match=f"{last.name}: was replaced or written to after its header was read"):
+        load_model(path, FP32)
+    assert open_below(path) == []
+
+
+def test_a_plan_leaves_no_file_open(path: Path) -> None:
+    assert len(plan(path, FP32, rank=1, world_size=2).files) > 4
+    assert open_below(path) == []
+
+
+def test_a_half_written_file_is_warned_of(tmp_path: Path) -> None:
+    """By a load that compares it with nothing: its second half was reserved, and never came."""
+    ResNetModel(ResNetConfig(embedding_size=64, hidden_sizes=[64], depths=[1])).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(tmp_path, FP32)
+    path = tmp_path / "model.safetensors"
+    nbytes = path.stat().st_size
+    os.truncate(path, nbytes // 2)
+    os.truncate(path, nbytes)
+    with pytest.warns(UserWarning, match=r"bytes of 1 file\(s\) were never written, so they read as zeros") as caught:
+        load_model(tmp_path, FP32)
+    assert [str(path) in str(warning.message) for warning in caught] == [True]

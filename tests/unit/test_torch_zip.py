@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats import torch_zip
-from lowmem_load.formats.inert_pickle import DTYPES
+from lowmem_load.formats.inert_pickle import DTYPES, Tensor
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
 from lowmem_load.read.executor import Executor
@@ -303,3 +304,49 @@ def test_other_formats_say_how_to_convert(tmp_path: Path) -> None:
     Path(old).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointError, match="git lfs pull"):
         read_torch_zip(old)
+
+
+def colliding(count: int) -> list[tuple[int, int]]:
+    """Returns pairs of integers whose tuples have one hash: the second of each is solved for."""
+    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    found: list[tuple[int, int]] = []
+    first = 0
+    while len(found) < count:
+        first += 1
+        lane = (prime_5 + first * prime_2) % (1 << 64)
+        lane = ((lane << 31 | lane >> 33) * prime_1) % (1 << 64)
+        second = -lane * pow(prime_2, -1, 1 << 64) % (1 << 64)
+        if second < 1 << 60:
+            found.append((first, second))
+    assert len({hash(pair) for pair in found}) == 1
+    return found
+
+
+def test_views_of_one_hash_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides of dims of one element are free to choose: thousands of views were compared with each other."""
+    compared = 0
+    equal = Tensor.__eq__
+
+    def counted(one: Tensor, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return equal(one, other)
+
+    monkeypatch.setattr(Tensor, "__eq__", counted)
+    base = torch.ones(1)
+    state = {str(strides): base.as_strided((1, 1), strides) for strides in colliding(300)}
+    assert list(read_torch_zip(saved(tmp_path, state))) == list(state)
+    assert compared < 300
+
+
+def test_a_compressed_entry_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """A zip bomb: 64 MiB of zeros in 64 KiB."""
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x/data.pkl", bytes(64 << 20))
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=r"zip entry 'x/data.pkl' is compressed or encrypted"):
+        read_torch_zip(str(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20

@@ -1,0 +1,52 @@
+"""Which releases of DeepSpeed are supported, and what some of them lack.
+
+Whatever depends on the release is asked here, by what is there and not by version, or where it is used, beside its
+source. What a release does not have at all is refused by name: DeepSpeed itself ignores most of it without a word.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from lowmem_load.contract import Releases
+from lowmem_load.errors import UnsupportedError
+
+SUPPORTED = Releases("deepspeed", oldest="0.16.4", newest="0.19.8")
+"""The releases that all of this folder was tested with."""
+
+KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
+"""The module that keeps buffers in fp32."""
+HAS_AUTOCAST = "deepspeed.runtime.torch_autocast"
+"""The module that runs torch.autocast."""
+HAS_MICS = "deepspeed.runtime.zero.mics"
+"""The module of MiCS."""
+
+
+def has(module: str) -> bool:
+    """Return whether the installed DeepSpeed has a module, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for the first setting that the installed DeepSpeed does not have."""
+    if ds_config["zero_optimization"].get("mics_shard_size", -1) > 0 and not has(HAS_MICS):
+        raise _absent("mics_shard_size", "has no MiCS", "0.19.6 is the last that does, zero_hpz_partition_size is near")
+    if (ds_config.get("torch_autocast") or {}).get("enabled") and not has(HAS_AUTOCAST):
+        raise _absent("torch_autocast", "would ignore it", "0.17.2 is the first that does not")
+    refuse_absent_fp32((ds_config.get("data_types") or {}).get("keep_in_fp32_modules"))
+
+
+def refuse_absent_fp32(setting: Any) -> None:
+    """Raise UnsupportedError if data_types.keep_in_fp32_modules is a list that the installed DeepSpeed ignores."""
+    if isinstance(setting, list) and setting and not has(KEEPS_FP32):
+        raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
+
+
+def _absent(setting: str, lack: str, releases: str) -> UnsupportedError:
+    import deepspeed
+
+    return UnsupportedError(
+        f"{setting}: deepspeed {deepspeed.__version__} {lack} ({releases}); remove it, or install another release"
+    )

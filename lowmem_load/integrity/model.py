@@ -1,0 +1,141 @@
+"""A digest of a loaded model that is the same for any number of ranks and any partitioning. See `integrity/sums.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.integrity.sums import LANES, Keys, add, sums_of
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.ranks.group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDigest:
+    """What a model holds.
+
+    Attributes:
+        digest: of all of it, hex.
+        tensors: digest of each parameter and persistent buffer, hex, by the first of its names. It covers all of its
+            names, shape, dtype and values.
+    """
+
+    digest: str
+    tensors: dict[str, str]
+
+    def __str__(self) -> str:
+        return self.digest
+
+    def differences(self, other: ModelDigest) -> list[str]:
+        """Return the names of what differs, or is in one of the two only; sorted."""
+        both = {*self.tensors, *other.tensors}
+        return sorted(name for name in both if self.tensors.get(name) != other.tensors.get(name))
+
+
+def model_digest(model: nn.Module, *, key: str = "") -> ModelDigest:
+    """Return a digest of a model's parameters and persistent buffers, without gathering any.
+
+    It is the same for any number of ranks and any partitioning: of a model under ZeRO-3, whole or in part, with any
+    offload, of one under stages 0 to 2, and of one that an ordinary `from_pretrained` made in a plain process. So two
+    loads are equal, or a load and what was saved of it, if their digests are. Under an engine it is of the parameters,
+    not of the optimizer's copies; under hpZ of the partitions, not of the secondary ones.
+
+    Accidents of every kind show; see [Note: sums of values] in `integrity/sums.py` for how surely, and for `key`.
+
+    Collective: all ranks of the partition group, where parameters are partitioned: one small exchange. Call it between
+    steps: not inside `GatheredParameters`, whose changes reach the partitions at its end.
+    Memory: a few MiB; a parameter that is whole and not contiguous is copied, a partition on nvme is read into one of
+        the swapper's buffers.
+
+    Args:
+        model: a transformers model or any other; engines and DDP are looked into.
+        key: text that decides how values are weighed. Digests can be compared if it is the same.
+
+    Raises:
+        UnsupportedError: names a parameter or buffer that has no values here, or that nvme has no buffer for.
+        RankError: another rank failed.
+    """
+    parts = [_Part(names, tensor) for names, tensor in _distinct(_unwrapped(model))]
+    keys, groups = Keys(key), list(dict.fromkeys(part.group for part in parts if part.group is not None))
+    with RankGroup(groups[0]).agreed("digesting the model") if groups else contextlib.nullcontext():
+        for part in parts:
+            part.take(keys)
+    for group in groups:
+        together = [part for part in parts if part.group is group]
+        gathered = RankGroup(group).all_gather_object([part.sums for part in together])
+        for part, *pieces in zip(together, *gathered, strict=True):
+            part.sums = add(pieces)
+    tensors = {part.names[0]: part.hexdigest() for part in parts}
+    return ModelDigest(_hex(f"{name} {tensors[name]}" for name in sorted(tensors)), tensors)
+
+
+class _Part:
+    """A parameter or buffer. Its sums are first those of what this rank holds, then of the whole.
+
+    Attributes:
+        names: all names of it.
+        group: of torch.distributed, among whose ranks it is partitioned; None if it is whole.
+        sums: for each lane.
+    """
+
+    def __init__(self, names: list[str], tensor: torch.Tensor) -> None:
+        self.names, self.sums = names, (0,) * LANES
+        self._tensor, self._range = tensor, FlatRange(0, tensor.numel())
+        self._shape, self.group = tuple(tensor.shape), None
+        if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:  # else nothing can be partitioned
+            from lowmem_load.ds.parameters import group_of, held_range, is_partitioned, whole_shape
+
+            if is_partitioned(tensor):
+                self.group, self._range, self._shape = group_of(tensor), held_range(tensor), whole_shape(tensor)
+
+    def take(self, keys: Keys) -> None:
+        """Add up what this rank holds."""
+        if self.group is None:
+            if self._tensor.is_meta or self._tensor.layout is not torch.strided:
+                state = "on the meta device" if self._tensor.is_meta else f"of layout {self._tensor.layout}"
+                raise UnsupportedError(f"{self.names[0]}: is {state}, so that it has no values to digest")
+            self.sums = sums_of(self._tensor.detach().reshape(-1), 0, keys)
+            return
+        from lowmem_load.ds.parameters import partition_in_memory
+
+        with partition_in_memory(self._tensor, self.names[0]) as partition:
+            self.sums = sums_of(partition[: self._range.numel], self._range.start, keys)
+
+    def hexdigest(self) -> str:
+        """Return the digest of names, shape, dtype and sums."""
+        head = (*sorted(self.names), str(self._shape), str(self._tensor.dtype))
+        return _hex((*head, *(f"{lane:016x}" for lane in self.sums)))
+
+
+def _hex(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return what engines and DDP hold as their only child, `module`."""
+    while [name for name, _ in model.named_children()] == ["module"] and not list(model.parameters(recurse=False)):
+        (model,) = model.children()
+    return model
+
+
+def _distinct(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Yield each parameter and each persistent buffer once, with all of its names in order."""
+    persistent = model.state_dict(keep_vars=True)
+    buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent]
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    for number, tensor in tensors.items():
+        yield names[number], tensor

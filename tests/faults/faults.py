@@ -1,0 +1,405 @@
+"""The rows of the matrix: faults, the moments of a load at which they strike, and what must come of each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.faults.shim import Action, Call
+from tests.faults.team import SILENCE_S
+from tests.faults.worker import MARK
+
+LIMIT_S = 10.0
+"""Until every rank has raised, counted from the fault."""
+SHARD = "-00002-of-"
+ANY_SHARD = ".safetensors"
+SHORT_GROUP_S = 8.0
+"""Timeout of the process group in rows where a rank is slower than that."""
+
+Expect = Literal["loads", "raises", "either", "interrupted", "own error", "dies", "silent"]
+"""What must come of a row.
+
+loads: as if nothing had been. raises: one error of ours, with equal texts, on all ranks. either: one of these two.
+interrupted, own error: KeyboardInterrupt, or another error of its own, on the faulty rank; on the others a RankError
+that names it. dies: the others raise a RankError that names the faulty one. silent: so they do, within the deadline for
+silence; the faulty one raises when it can go on.
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an act may touch: the faulty rank's process, its files, a model of the same shapes, and its small disk."""
+
+    pid: int
+    shard: Path
+    other_shard: Path
+    disk: Path
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a load, fixed by a system call that the faulty rank makes there.
+
+    Where a phase has none of its own, entering a function of the package makes one: see `worker.marking`.
+
+    Attributes:
+        phase: its name.
+        calls: kind of call.
+        path: part of the path.
+        mark: function of the package that was entered before.
+        at: which of the calls from then on.
+        own_copy: whether the faulty rank has files of its own, as on another machine.
+    """
+
+    phase: str
+    calls: Call = Call.OPEN
+    path: str = ""
+    mark: str = ""
+    at: Literal["first", "middle", "last"] = "first"
+    own_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    Attributes:
+        name: of the row.
+        expect: what must come of it.
+        action: of the fault library.
+        argument: of the action.
+        times: how often; -1 for ever.
+        calls: in place of the moment's.
+        size: for allocations.
+        act: what is done to the held rank.
+        undo: what lets it go on, after the others have raised.
+        match: regular expression that the error's text on all ranks must contain; {rank} is the faulty one.
+        limit_s: until every rank has raised.
+        group_timeout_s: of the process group.
+        needs_signs: whether the outcome takes life signs among ranks.
+    """
+
+    name: str
+    expect: Expect
+    action: Action = Action.HOLD
+    argument: int = 0
+    times: int = 1
+    calls: Call | None = None
+    size: tuple[int, int] = (0, -1)
+    act: Callable[[Scene], None] | None = None
+    undo: Callable[[Scene], None] | None = None
+    match: str = r"rank {rank}\b"
+    limit_s: float = LIMIT_S
+    group_timeout_s: float = 1800.0
+    needs_signs: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a fault at a moment of a job, on one rank of so many.
+
+    Attributes:
+        job: see `worker.JOBS`.
+        arguments: of the job.
+        checkpoint: which one.
+        on_small_disk: whether the faulty rank's swap files go to the small file system.
+    """
+
+    fault: Fault
+    moment: Moment
+    rank: int
+    world_size: int
+    job: str = "load"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str = "small"
+    on_small_disk: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault.name}, {self.moment.phase}, rank {self.rank} of {self.world_size}, {self.job}"
+
+    @property
+    def keeps_ranks(self) -> bool:
+        """Whether the set of ranks is as good as before afterwards."""
+        return self.fault.expect not in ("dies", "silent")
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+ARGUMENTS = Moment("arguments", Call.READ, "/ds.json")
+DESCRIBING = Moment("describing", Call.READ, SHARD)
+COMPARING = Moment("comparing", Call.READ, SHARD, mark="agree_on_bytes", own_copy=True)
+PLANNING = Moment("planning", Call.MKDIR, f"{MARK}make_plan")
+PREPARING = Moment("preparing", Call.MKDIR, f"{MARK}prepare")
+FIRST = Moment("reading, first", Call.READ, ANY_SHARD, mark="execute")
+MIDDLE, LAST = replace(FIRST, phase="reading, middle", at="middle"), replace(FIRST, phase="reading, last", at="last")
+MEMORY = Moment("reading, memory", Call.MEMORY)
+FINISHING = Moment("finishing", Call.FSTAT, ANY_SHARD, mark="execute", at="last")
+READS = (DESCRIBING, COMPARING, FIRST, MIDDLE, LAST)
+HELD = (ARGUMENTS, DESCRIBING, COMPARING, PLANNING, PREPARING, FIRST, MIDDLE, LAST, FINISHING)
+MAKING_ENGINE = Moment("making the engine", Call.MKDIR, f"{MARK}_place")
+
+# -- faults of files -------------------------------------------------------------------------------------------------
+
+
+def _errno(code: int, how: str, expect: Expect, calls: Call | None = None) -> Fault:
+    times = {"once": 1, "3 times": 3, "for ever": -1}[how]
+    what = f"{errno.errorcode[code]} of {(calls or Call.READ).name.lower()}"
+    return Fault(f"{what} {how}", expect, Action.FAIL, code, times, calls)
+
+
+READ_FAULTS = (
+    _errno(errno.EIO, "once", "loads"),
+    _errno(errno.EIO, "for ever", "raises"),
+    _errno(errno.ESTALE, "once", "loads"),
+    _errno(errno.ESTALE, "for ever", "raises"),
+    _errno(errno.EAGAIN, "3 times", "loads"),
+    _errno(errno.EINTR, "3 times", "loads"),  # for ever: Python itself would never give up
+    _errno(errno.ENXIO, "once", "raises"),
+    Fault("a read of 1 byte", "loads", Action.SHORT, 1),
+    Fault("reads of 61 bytes for ever", "loads", Action.SHORT, 61, -1),
+    Fault("end of file", "raises", Action.SHORT, 0, -1),
+)
+OPEN_FAULTS = (
+    _errno(errno.EMFILE, "once", "raises", Call.OPEN),
+    _errno(errno.EIO, "once", "loads", Call.OPEN),
+    _errno(errno.ESTALE, "for ever", "raises", Call.OPEN),
+    _errno(errno.ENOENT, "for ever", "raises", Call.OPEN),
+    _errno(errno.EACCES, "once", "raises", Call.OPEN),
+)
+FSTAT_FAULTS = (
+    _errno(errno.EIO, "once", "loads", Call.FSTAT),
+    _errno(errno.ESTALE, "for ever", "raises", Call.FSTAT),
+)
+CLOSE_FAULT = Fault("EIO of close", "either", Action.FAIL, errno.EIO, -1, Call.CLOSE)
+NO_MEMORY = Fault("no memory", "raises", Action.FAIL, errno.ENOMEM, 1, Call.MEMORY, size=(20_000, 35_000))
+SLOW = Fault("100 kB/s", "loads", Action.SLOW, 100_000, -1)
+CRAWLING = Fault(
+    "slower than the group's timeout", "loads", Action.SLOW, 7_000, -1, group_timeout_s=SHORT_GROUP_S, needs_signs=True
+)
+
+# -- changed files ---------------------------------------------------------------------------------------------------
+
+
+def _renamed_over(scene: Scene) -> None:
+    new = scene.shard.with_name("new")
+    shutil.copy(scene.other_shard, new)
+    os.replace(new, scene.shard)
+
+
+def _renamed_over_alike(scene: Scene) -> None:
+    new = scene.shard.with_name("new")
+    shutil.copy(scene.shard, new)
+    os.replace(new, scene.shard)
+
+
+def _overwritten(scene: Scene) -> None:
+    with scene.shard.open("r+b") as file:
+        file.write(scene.other_shard.read_bytes())
+
+
+def _truncated(scene: Scene) -> None:
+    os.truncate(scene.shard, scene.shard.stat().st_size // 2)
+
+
+def _appended(scene: Scene) -> None:
+    with scene.shard.open("ab") as file:
+        file.write(b"x" * 100)
+
+
+def _unlinked(scene: Scene) -> None:
+    scene.shard.unlink()
+
+
+def _forbidden(scene: Scene) -> None:
+    scene.shard.chmod(0)
+
+
+def _made_a_pipe(scene: Scene) -> None:
+    scene.shard.unlink()
+    os.mkfifo(scene.shard)
+
+
+def _made_a_folder(scene: Scene) -> None:
+    scene.shard.unlink()
+    scene.shard.mkdir()
+
+
+CHANGES = tuple(
+    Fault(name, "either", act=act, match="")
+    for name, act in {
+        "renamed over by another": _renamed_over,
+        "renamed over by its copy": _renamed_over_alike,
+        "overwritten in place": _overwritten,
+        "truncated": _truncated,
+        "appended to": _appended,
+        "unlinked": _unlinked,
+        "chmod 0": _forbidden,
+        "replaced by a pipe": _made_a_pipe,
+        "replaced by a folder": _made_a_folder,
+    }.items()
+)
+CHANGED_AT = (
+    Moment("before describing", Call.OPEN, SHARD),
+    Moment("before reading", Call.MKDIR, f"{MARK}execute"),
+    MIDDLE,
+    FINISHING,
+)
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+def _sent(number: int) -> Callable[[Scene], None]:
+    def act(scene: Scene) -> None:
+        os.kill(scene.pid, number)
+
+    return act
+
+
+def _stopped_briefly(scene: Scene) -> None:
+    os.kill(scene.pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(scene.pid, signal.SIGCONT)
+
+
+def _does_nothing(_: Scene) -> None:
+    pass
+
+
+INTERRUPT = Fault("SIGINT", "interrupted", act=_sent(signal.SIGINT), match=r"rank {rank}: KeyboardInterrupt")
+PAUSE = Fault("SIGSTOP for a second", "loads", act=_stopped_briefly)
+DEATHS = tuple(
+    Fault(name, "dies", act=_sent(number), needs_signs=True)
+    for name, number in {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}.items()
+)
+STOP = Fault(
+    "SIGSTOP",
+    "silent",
+    act=_sent(signal.SIGSTOP),
+    undo=_sent(signal.SIGCONT),
+    limit_s=SILENCE_S + LIMIT_S,
+    needs_signs=True,
+)
+HANG = Fault(
+    "a call that hangs", "silent", act=_does_nothing, undo=_does_nothing, limit_s=SILENCE_S + LIMIT_S, needs_signs=True
+)
+
+UNMEASURED = (ARGUMENTS, PREPARING)
+"""In which code of others runs, so that nobody can tell getting on from waiting: there the group's timeout counts."""
+HANG_UNMEASURED = replace(
+    HANG, name="a call that hangs in others' code", group_timeout_s=SHORT_GROUP_S, limit_s=SHORT_GROUP_S + LIMIT_S
+)
+
+# -- swap files ------------------------------------------------------------------------------------------------------
+
+SWAP_FOLDER = Moment("preparing", Call.MKDIR, "/rank")
+SWAP_WRITE = Moment("finishing", Call.SUBMIT, ".swp")
+SWAP_OPEN = Moment("finishing", Call.OPEN, ".swp")
+NO_FOLDER = _errno(errno.EACCES, "for ever", "raises", Call.MKDIR)
+NO_SWAP_FILE = _errno(errno.EIO, "for ever", "raises", Call.OPEN)
+SHORT_WRITE = Fault("writes end after 64 KiB", "raises", Action.SHORT, 65536, -1, match=r"rank {rank}\b.*nvme_path")
+FAILED_WRITE = replace(_errno(errno.EIO, "once", "dies", Call.SUBMIT), needs_signs=True)
+
+
+def _fill(scene: Scene) -> None:
+    folder = Path(f"/proc/{scene.pid}/root") / scene.disk.relative_to("/")  # as the rank sees it
+    with (folder / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - (1 << 20))
+
+
+def _empty(scene: Scene) -> None:
+    (Path(f"/proc/{scene.pid}/root") / scene.disk.relative_to("/") / "filler").unlink()
+
+
+DISK_FULL = Fault("a full disk", "raises", act=_fill, undo=_empty, match=r"nvme_path: .*rank\(s\) {rank} will write")
+DISK_FILLS = Fault("a disk that fills up", "raises", act=_fill, undo=_empty, match=r"rank {rank}\b.*nvme_path")
+
+
+def _quota(scene: Scene) -> None:
+    resource.prlimit(scene.pid, resource.RLIMIT_FSIZE, (512 << 10, resource.RLIM_INFINITY))
+
+
+def _no_quota(scene: Scene) -> None:
+    resource.prlimit(scene.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+QUOTA = Fault("file size limit", "raises", act=_quota, undo=_no_quota, match=r"rank {rank}\b.*nvme_path")
+
+SWAP_FAULTS = (
+    (NO_FOLDER, SWAP_FOLDER),
+    (NO_SWAP_FILE, SWAP_OPEN),
+    (SHORT_WRITE, SWAP_WRITE),
+    (FAILED_WRITE, SWAP_WRITE),
+    (QUOTA, SWAP_OPEN),
+    (DISK_FULL, SWAP_FOLDER),
+    (DISK_FILLS, SWAP_OPEN),
+)
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+MARKED_BLOCK = Moment("in the block", Call.READ, "/ds.json")
+USERS_ERROR = Fault("the user's own error", "own error", Action.SLOW, 1_000_000_000, needs_signs=True)
+NO_CONFIG = replace(_errno(errno.EIO, "for ever", "own error"), needs_signs=True)
+READ_CONFIG = Moment("transformers reads config.json", Call.READ, "/config.json")
+
+
+def cases(world_sizes: tuple[int, ...] = (2, 3)) -> list[Case]:
+    """Returns all rows; those of one set of ranks together, and in it those that keep their ranks first."""
+    rows = [row for world_size in world_sizes for rank in (0, world_size - 1) for row in _cases(rank, world_size)]
+    return sorted(rows, key=_order)
+
+
+def subset() -> list[Case]:
+    """Returns a row of every fault, each at another moment, rank and world size."""
+    by_fault: dict[str, list[Case]] = {}
+    for case in cases():
+        by_fault.setdefault(f"{case.fault.name} {case.job}", []).append(case)
+    chosen = [rows[number * 7 % len(rows)] for number, rows in enumerate(by_fault.values())]
+    return sorted(chosen, key=_order)
+
+
+def _order(case: Case) -> tuple[int, float, bool]:
+    return case.world_size, case.fault.group_timeout_s, not case.keeps_ranks
+
+
+def _cases(rank: int, world_size: int) -> Iterator[Case]:
+    def at(fault: Fault, *moments: Moment, **options: Any) -> Iterator[Case]:
+        for moment in moments:
+            yield Case(fault, moment, rank, world_size, **options)
+
+    for fault in READ_FAULTS:
+        yield from at(fault, *READS)
+    for fault in OPEN_FAULTS:
+        yield from at(fault, DESCRIBING)
+    for fault in FSTAT_FAULTS:
+        yield from at(fault, DESCRIBING, FINISHING)
+    yield from at(CLOSE_FAULT, DESCRIBING, FINISHING)
+    yield from at(NO_MEMORY, MEMORY)
+    yield from at(SLOW, FIRST, MIDDLE)
+    yield from at(CRAWLING, FIRST)
+    for fault in CHANGES:
+        yield from at(fault, *CHANGED_AT)
+    for fault in (INTERRUPT, PAUSE, *DEATHS, STOP):
+        yield from at(fault, *HELD)
+    yield from at(HANG, *(moment for moment in HELD if moment not in UNMEASURED))
+    yield from at(HANG_UNMEASURED, *UNMEASURED)
+    for fault, moment in SWAP_FAULTS:
+        yield from at(fault, moment, checkpoint="swapped", on_small_disk=fault in (DISK_FULL, DISK_FILLS))
+    for fault in (READ_FAULTS[1], INTERRUPT, DEATHS[0], STOP):
+        yield from at(fault, DESCRIBING, MIDDLE, job="stream")
+    yield from at(USERS_ERROR, MARKED_BLOCK, job="stream", arguments={"fails_on": rank})
+    yield from at(NO_CONFIG, READ_CONFIG, job="stream")
+    yield from at(READ_FAULTS[1], ARGUMENTS)
+    yield from at(READ_FAULTS[1], ARGUMENTS, job="train")
+    for fault in (INTERRUPT, DEATHS[0], STOP):
+        yield from at(fault, ARGUMENTS, job="train")
+        if (fault, rank) != (STOP, 0):  # when it goes on it waits in a broadcast, until the group's timeout
+            yield from at(replace(fault, needs_signs=True), MAKING_ENGINE, job="train")

@@ -1,0 +1,45 @@
+"""The process that ranks of the fault rig are forked from: it has the fault library and all imports in memory.
+
+Started as `python -m tests.faults.zygote SMALL...`: on each folder that is named it mounts a small file system, which
+nobody outside sees and which ends with it. Each line of its input is the JSON of a rank's arguments; at the end of the
+input it ends, and the ranks with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+
+SMALL_BYTES = 32 << 20
+"""Of each small file system: the swap files of the tests fit, until something else fills it."""
+
+
+def main() -> None:
+    for folder in sys.argv[1:]:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "faults", folder], check=True)
+    import tests.rank_preload  # noqa: F401
+
+    _load_async_io()
+    gc.collect()
+    gc.freeze()  # what a rank makes itself is then quick to list
+    for line in sys.stdin:
+        if os.fork() == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            from tests.faults.worker import serve
+
+            serve(**json.loads(line))
+
+
+def _load_async_io() -> None:
+    """Loads DeepSpeed's async_io, compiled first if need be; a rank that is killed meanwhile would leave a lock."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if AsyncIOBuilder().is_compatible():
+        AsyncIOBuilder().load(verbose=False)
+
+
+if __name__ == "__main__":
+    main()

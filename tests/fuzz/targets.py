@@ -1,0 +1,409 @@
+"""What is fuzzed: for each kind of untrusted input a function of its bytes. It raises `Finding` for what must not be.
+
+Of any input must come a result or an error of lowmem_load: no other error, nothing opened, started or written besides
+the input itself, and time and memory that the input bounds. Where somebody else reads the same format, both must agree.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import safetensors
+import torch
+from torch._weights_only_unpickler import Unpickler
+
+from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
+from lowmem_load.formats import inert_pickle
+from lowmem_load.formats.index import base_of_adapter, check_index
+from lowmem_load.formats.safetensors import PREFIX_NBYTES, Safetensors
+from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.planning.expression import Computed, Source, leaves
+from lowmem_load.settings.settings import read_settings
+from lowmem_load.targets.zero3 import Zero3
+
+SECONDS, MAX_WAIT_S = 1.0, 10.0
+"""That an input may take of a processor, and in all; most take a tenth of a millisecond."""
+
+NBYTES_PER_BYTE, FREE_NBYTES = 10, 8 << 20
+"""Memory that an input may take: ten bytes for each of its own, beyond what any takes."""
+
+MAX_NBYTES = 4096
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+class Finding(AssertionError):
+    """What must not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of input.
+
+    Attributes:
+        run: takes an input; raises whatever the package raises, or `Finding`.
+        kind: how inputs are mutated: "json", "pickle" or "bytes".
+        words: that inputs of this kind are made of.
+        share: of the fresh inputs of a run in CI, by the time they take.
+        memory: whether the bound of memory is its own; elsewhere it is that of what the package calls.
+    """
+
+    run: Callable[[bytes], object]
+    kind: str
+    words: Sequence[bytes]
+    share: float = 1.0
+    memory: bool = True
+
+
+def check(name: str, data: bytes) -> None:
+    """Run a target on an input; an error of lowmem_load is as good as a result.
+
+    Raises:
+        Finding: anything else.
+    """
+    _warm_up(name)
+    measured = TARGETS[name].memory and zlib.crc32(data) % 256 == 0  # always the same inputs, since measuring is slow
+    if measured:
+        tracemalloc.start()
+    try:
+        seconds = _run(name, data, time.monotonic)
+        peak = tracemalloc.get_traced_memory()[1] if measured else 0
+    finally:
+        tracemalloc.stop()
+    if peak > FREE_NBYTES + NBYTES_PER_BYTE * len(data):
+        raise Finding(f"{name}: took {peak} bytes of memory for {len(data)}")
+    if seconds > SECONDS:  # which may be the machine's doing
+        cpu_seconds = _run(name, data, time.process_time)
+        if cpu_seconds > SECONDS or seconds > MAX_WAIT_S:
+            raise Finding(f"{name}: took {cpu_seconds:.1f} of {seconds:.1f} s")
+
+
+def _run(name: str, data: bytes, clock: Callable[[], float]) -> float:
+    """Return the seconds that an input takes."""
+    start = clock()
+    try:
+        with _watched():
+            TARGETS[name].run(data)
+    except LowMemLoadError as error:
+        if len(str(error)) > 4 * len(data) + 4096:
+            raise Finding(f"{name}: a message of {len(str(error))} characters") from error
+    except Finding:
+        raise
+    except Exception as error:
+        raise Finding(f"{name}: {type(error).__name__}: {str(error)[:200]}") from error
+    return clock() - start
+
+
+@functools.cache
+def _warm_up(name: str) -> None:
+    """Let a target import what it needs, and make its folder."""
+    with contextlib.suppress(LowMemLoadError):
+        TARGETS[name].run(b"{}")
+
+
+# -- what an input must not do ---------------------------------------------------------------------------------------
+
+_FORBIDDEN = ("os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen", "socket.", "pickle.find_class")
+_CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.")
+_READABLE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), "/proc/", "/sys/")
+
+
+class _Watch:
+    """What the audit hook, which cannot be removed, goes by."""
+
+    active = False
+    installed = False
+    allowed: tuple[str, ...] = ()
+    seen: str | None = None
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _Watch.active:
+        return
+    if event == "open":
+        path, mode, flags = arguments
+        if isinstance(path, int) or str(path).startswith(_Watch.allowed):
+            return
+        reads = not (isinstance(mode, str) and set(mode) & set("wax+")) and not flags & (os.O_WRONLY | os.O_RDWR)
+        if reads and str(path).startswith(
+            (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), "/proc/", "/sys/")
+        ):
+            return  # a module that is imported late, and what it asks of the machine
+        _Watch.seen = f"opens {path!r}"
+    elif event.startswith(_FORBIDDEN + _CHANGES) and "torchinductor_" not in str(arguments[0]):  # made by an import
+        _Watch.seen = f"{event}{arguments!r:.200}"
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    if not _Watch.installed:
+        sys.addaudithook(_audit)
+        _Watch.installed = True
+    _Watch.active, _Watch.seen = True, None
+    try:
+        yield
+    finally:
+        _Watch.active = False
+        if _Watch.seen:
+            raise Finding(_Watch.seen)
+
+
+@functools.cache
+def _folder() -> Path:
+    """A folder that inputs are put into, with a link out of it, and one within."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "sub").mkdir()
+    (folder / "out").symlink_to(folder.parent)
+    (folder / "in").symlink_to(folder / "sub")
+    _Watch.allowed = (str(folder),)
+    return folder
+
+
+def _as_file(data: bytes, name: str = "input.json") -> str:
+    """Return the path of a file that holds `data`; its folder has no other."""
+    before, _Watch.active = _Watch.active, False
+    folder = _folder() / "input"
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_bytes(data)
+    _Watch.active = before
+    return str(path)
+
+
+class Memory:
+    """A `ByteSource` of bytes in memory."""
+
+    path = version = "file"
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.nbytes = data, len(data)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            if buffer.nbytes and not 0 <= offset <= self.nbytes - buffer.nbytes:
+                raise Finding(f"reads {buffer.nbytes} bytes at {offset} of {self.nbytes}")
+            buffer[:] = self.data[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+
+    def close(self) -> None:
+        pass
+
+
+def _check_inside(region: Any, source: Memory) -> None:
+    if not isinstance(region, Source) or not 0 <= region.start <= source.nbytes - _nbytes(region):
+        raise Finding(f"{region!r} lies outside of the file")
+
+
+def _nbytes(region: Source) -> int:
+    return math.prod(region.shape) * region.dtype.itemsize
+
+
+# -- the targets -----------------------------------------------------------------------------------------------------
+
+_STRICTER = re.compile("no end within|too many (brackets|strings)")
+"""What is refused though safetensors takes it, besides names that come twice; see docs/troubleshooting.md."""
+
+
+def safetensors_file(data: bytes) -> None:
+    """A whole file; or, after a line with the number of zeros that follow it as data, a header alone.
+
+    safetensors must come to the same.
+    """
+    size, newline, header = data.partition(b"\n")
+    if newline and size.isdigit() and len(size) <= 5:
+        data = struct.pack("<Q", len(header)) + header + bytes(int(size))
+    try:
+        theirs: Any = {name: (found["dtype"], list(found["shape"])) for name, found in safetensors.deserialize(data)}
+    except safetensors.SafetensorError as error:
+        theirs = error
+    source = Memory(data)
+    try:
+        found = Safetensors().describe(source)
+    except CheckpointError as error:
+        if not isinstance(theirs, Exception) and not _STRICTER.search(str(error)) and not _has_twins(data):
+            raise Finding(f"safetensors takes {theirs!r:.200}, and we do not: {error}") from error
+        raise
+    if isinstance(theirs, Exception):
+        raise Finding(f"we take {found.names!r:.200}, and safetensors does not: {theirs}")
+    if set(theirs) != set(found.names):
+        raise Finding(f"safetensors finds {sorted(theirs)!r:.200}, we find {sorted(found.names)!r:.200}")
+    for name in found.names:
+        expression = found.expression(name)
+        _check_inside(expression, source)
+
+
+def _has_twins(data: bytes) -> bool:
+    """Return whether a name, or a string of the metadata, comes twice in a header that safetensors takes."""
+    found = []
+
+    def pairs(items: list[tuple[str, Any]]) -> None:
+        found.append(len(items) != len({name for name, _ in items}))
+
+    json.loads(data[PREFIX_NBYTES : PREFIX_NBYTES + struct.unpack_from("<Q", data)[0]], object_pairs_hook=pairs)
+    return any(found)
+
+
+def index(data: bytes) -> None:
+    """An index file. What it may name lies in the folder, wherever links lead."""
+    path, folder = _as_file(data), str(_folder())
+    check_index(path, folder)
+    for file in json.loads(data)["weight_map"].values():
+        target = os.path.realpath(os.path.join(folder, file))
+        if target != folder and not target.startswith(folder + os.sep):
+            raise Finding(f"{file!r} is {target}, outside of the folder")
+
+
+def torch_zip(data: bytes) -> None:
+    """A `pytorch_model.bin`."""
+    source = Memory(data)
+    found = TorchZip().describe(source)
+    for name in found.names:
+        for leaf in leaves(found.expression(name)):
+            for region in leaf.inputs if isinstance(leaf, Computed) else (leaf,):
+                _check_inside(region, source)
+
+
+def pickled(data: bytes) -> None:
+    """The `data.pkl` in a `pytorch_model.bin`. What we take, torch's weights-only loader finds the same tensors in."""
+    found = inert_pickle.state_dict(data, "x.bin")
+    unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = _meta_storage
+    with _warnings_off():
+        try:
+            theirs = unpickler.load()
+        except Exception as error:
+            if any(frame.name == "_set_obj_state" for frame in traceback.extract_tb(error.__traceback__)):
+                return  # attributes of a parameter, which we leave out
+            raise Finding(f"we take {found!r:.200}, torch does not: {type(error).__name__}: {error}") from error
+    for name, tensor in found.items():
+        if name not in theirs or not isinstance(theirs[name], torch.Tensor):
+            raise Finding(f"{name!r} is no tensor for torch")
+        ours = (tensor.dtype, tensor.offset, tensor.size, tensor.strides)
+        other = theirs[name]
+        if ours != (other.dtype, other.storage_offset(), tuple(other.shape), other.stride()):
+            raise Finding(f"{name!r} is {other.shape} {other.dtype} for torch, {ours} for us")
+
+
+@contextlib.contextmanager
+def _warnings_off() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _meta_storage(key: Any) -> Any:
+    _, kind, _, _, numel = key
+    dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+    nbytes = numel * dtype.itemsize
+    untyped = torch.UntypedStorage(nbytes, device="meta")
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+_WEIGHT = torch.empty(3, 5, device="meta")
+_MODEL_CONFIG = SimpleNamespace(hidden_size=8)
+
+
+def ds_config(data: bytes) -> None:
+    """A ds_config file, as a load reads it."""
+    path = _as_file(data)
+    for is_active in (False, True):
+        try:
+            settings = read_settings(path, world_size=4, is_active=is_active).for_model(_MODEL_CONFIG)
+        except ConfigError:
+            continue
+        for value in (settings.dtype, settings.offload_device, settings.secondary_size, settings.fingerprint):
+            hash(value)
+        if settings.stage == 3:
+            target = Zero3(settings, 1, torch.device("cpu"))
+            target.layout("weight", _WEIGHT)
+
+
+def model_config(data: bytes) -> None:
+    """A config.json, and which class it asks for."""
+    from lowmem_load.hf.names import model_class
+    from lowmem_load.hf.names import model_config as read
+
+    folder = os.path.dirname(_as_file(data, "config.json"))
+    model_class(None, read(folder, {}), trust_remote_code=False)
+
+
+def adapter(data: bytes) -> None:
+    """An adapter_config.json."""
+    base = base_of_adapter(_as_file(data))
+    if not isinstance(base, str):
+        raise Finding(f"the base is {base!r}")
+
+
+_JSON = (b"null", b"true", b"1e999", b"-1", b"-0", b"[]", b"{}", b'""', b"\\u0000", b"\\ud800", b"NaN", b"9" * 20)
+_ZERO_KEYS = (
+    *("zero_optimization", "stage", "offload_param", "offload_optimizer", "device", "nvme_path", "buffer_count"),
+    *("buffer_size", "max_in_cpu", "pin_memory", "zero_hpz_partition_size", "mics_shard_size", "aio", "optimizer"),
+    *("scheduler", "weight_quantization", "quantized_initialization", "data_types", "keep_in_fp32_modules", "bf16"),
+    *("fp16", "bfloat16", "enabled", "auto", "nvme", "cpu", "none", "sequence_parallel_size", "train_batch_size"),
+    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "reduce_bucket_size"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "zero_quantized_weights"),
+)
+_CONFIG_KEYS = (
+    *("model_type", "llama", "bert", "qwen3_moe", "t5", "clip", "architectures", "LlamaForCausalLM", "hidden_size"),
+    *("num_hidden_layers", "vocab_size", "dtype", "torch_dtype", "auto_map", "quantization_config", "text_config"),
+    *("vision_config", "rope_parameters", "layer_types", "num_attention_heads", "num_experts", "id2label"),
+)
+
+
+def _quoted(words: Sequence[str]) -> tuple[bytes, ...]:
+    return tuple(json.dumps(word).encode() for word in words)
+
+
+_GLOBALS = (
+    *inert_pickle.STORAGE_DTYPES,
+    *inert_pickle.DTYPES,
+    *("collections.OrderedDict", "torch.Size", "torch.device", "torch._utils._rebuild_tensor_v2", "os.system"),
+    *("torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter", "builtins.eval"),
+    "torch._utils._rebuild_parameter_with_state",
+)
+_PICKLE = (
+    *("c{}\n{}\n".format(*name.rsplit(".", 1)).encode() for name in _GLOBALS),
+    *(b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQ", b"\x80\x02"),
+    *(b"K\x00K\x01\x85K\x01\x85", b"\x89ccollections\nOrderedDict\n)RtR", b"X\x01\x00\x00\x00a", b"\x8a\x09"),
+    *(b"\x8b\xff\xff\xff\x7f", b"r\xff\xff\xff\xff", b"h\x00", b"q\x00", b"(", b"t", b"R", b"}", b"]", b")", b"b"),
+)
+
+TARGETS: dict[str, Target] = {
+    "safetensors": Target(
+        safetensors_file,
+        "json",
+        (*_JSON, *_quoted(("dtype", "shape", "data_offsets", "__metadata__", "F32", "F4", "F6_E2M3", "BOOL"))),
+        share=2.0,
+    ),
+    "index": Target(index, "json", (*_JSON, *_quoted(("weight_map", "metadata", "..", "/", "../x", "out/x", "in/x")))),
+    "torch_zip": Target(
+        torch_zip, "bytes", (*_PICKLE, b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06"), 2.0
+    ),
+    "pickle": Target(pickled, "pickle", _PICKLE, 2.0),
+    "ds_config": Target(ds_config, "json", (*_JSON, *_quoted(_ZERO_KEYS)), 2.0),
+    "model_config": Target(model_config, "json", (*_JSON, *_quoted(_CONFIG_KEYS)), 2.0, memory=False),
+    "adapter": Target(adapter, "json", (*_JSON, *_quoted(("base_model_name_or_path",))), 0.5),
+}

@@ -1,0 +1,75 @@
+"""Untrusted input: each input of the corpus, then a minute of fresh ones, gives a result or an error of lowmem_load.
+
+`make fuzz` is the long campaign. What it finds becomes a file of the corpus, and so a test.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.mutate import mutated
+from tests.fuzz.targets import CORPUS, MAX_NBYTES, TARGETS, check
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+"""For all targets together."""
+
+SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(1 << 32)))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_corpus(name: str) -> None:
+    files = sorted((CORPUS / name).iterdir())
+    assert files
+    for file in files:
+        check(name, file.read_bytes())
+
+
+def test_the_corpus_is_small() -> None:
+    sizes = [file.stat().st_size for file in CORPUS.rglob("*") if file.is_file()]
+    assert sum(sizes) < 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_fresh_inputs(name: str, tmp_path: Path) -> None:
+    target = TARGETS[name]
+    rng = random.Random(SEED)
+    corpus = [file.read_bytes() for file in sorted((CORPUS / name).iterdir())]
+    end = time.monotonic() + SECONDS * target.share / sum(each.share for each in TARGETS.values())
+    count = 0
+    while time.monotonic() < end:
+        data = mutated(rng.choice(corpus), target.kind, target.words, corpus, rng)[:MAX_NBYTES]
+        count += 1
+        try:
+            check(name, data)
+        except AssertionError:
+            kept = tmp_path / "input"
+            kept.write_bytes(data)
+            print(f"FUZZ_SEED={SEED}, input {count} of {name}: {kept}\n{data[:1000]!r}")
+            raise
+    print(f"{name}: {count} inputs, FUZZ_SEED={SEED}")
+
+
+def test_a_finding_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the checks are for: errors of others, files written, programs run, time, memory."""
+    from dataclasses import replace
+
+    def with_run(run: object) -> None:
+        monkeypatch.setitem(TARGETS, "index", replace(TARGETS["index"], run=run))
+
+    for run, message in (
+        (lambda data: {}["x"], "KeyError"),
+        (lambda data: (tmp_path / "new").write_text(""), "opens"),
+        (lambda data: Path("/etc/hostname").read_text(), "opens '/etc/hostname'"),
+        (lambda data: os.system("true"), "os.system"),
+        (lambda data: os.mkdir(tmp_path / "folder"), "os.mkdir"),
+        (lambda data: sum(range(200_000_000)), "took"),
+    ):
+        with_run(run)
+        with pytest.raises(AssertionError, match=message):
+            check("index", b"{}")

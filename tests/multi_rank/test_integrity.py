@@ -1,0 +1,222 @@
+"""Digests of models, however many ranks hold them and however, and loads whose files are verified first."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load.errors import CheckpointError, RankError, UnsupportedError
+from tests import builders
+from tests.multi_rank.test_modes import has_libaio
+from tests.ranks import run_ranks
+
+FP32 = {"zero_optimization": {"stage": 3}}
+
+
+def stage_3(**zero: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **zero}}
+
+
+def nvme(folder: str) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": folder, "buffer_size": 1_400_000, "pin_memory": False, "buffer_count": 4}
+    return stage_3(offload_param=offload)
+
+
+# -- model_digest ----------------------------------------------------------------------------------------------------
+
+
+def digest_all(llama: str, tied: str, large: str, swap: str | None) -> dict[str, Any]:
+    """Rank function: digests of one checkpoint loaded in many ways; returns each by what it was loaded as."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import DistributedInterface, load_model, model_digest
+
+    group = DistributedInterface()
+    ways: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "stage 3": (llama, FP32, {}),
+        "stage 0": (llama, {"zero_optimization": {"stage": 0}}, {}),
+        "stage 2": (llama, {"zero_optimization": {"stage": 2}}, {}),
+        "cpu": (llama, stage_3(offload_param={"device": "cpu", "pin_memory": False}), {}),
+        "partial": (llama, FP32, {"partition": ["model.layers"], "dtype": torch.float32}),
+        "bf16": (llama, {**FP32, "bf16": {"enabled": True}}, {}),
+        "tied": (tied, FP32, {}),
+    }
+    if group.world_size != 2:  # the rest is the same for any number of ranks
+        ways = {way: ways[way] for way in ("stage 3", "partial", "tied")}
+    if group.world_size == 4:
+        ways["hpZ"] = (llama, stage_3(zero_hpz_partition_size=2), {})
+    if swap is not None:
+        ways["nvme"] = (large, nvme(f"{swap}/{group.world_size}"), {})
+    found: dict[str, Any] = {}
+    for way, (path, config, kwargs) in ways.items():
+        model = load_model(path, config, **kwargs)
+        found[way] = model_digest(model)
+        assert model_digest(model) == found[way], way
+        if way == "nvme":
+            assert any(parameter.ds_tensor.final_location is not None for parameter in model.parameters())
+        del model
+        gc.collect()
+    model = load_model(llama, {**FP32, "train_micro_batch_size_per_gpu": 1})
+    found["bits"] = flip_each(model, group.rank, group.world_size)
+    config = {
+        **FP32,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    found["engine"] = model_digest(engine)
+    tokens = torch.arange(8).view(1, 8) % 100
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    found["trained"] = model_digest(engine)
+    found["large"] = model_digest(AutoModelForCausalLM.from_pretrained(large, dtype=torch.float32))
+    return found
+
+
+def flip_each(model: Any, rank: int, world_size: int) -> list[str]:
+    """Flips a bit on each rank in turn, and back; returns what differs each time."""
+    from lowmem_load import model_digest
+
+    before, found = model_digest(model), []
+    flipped = model.model.embed_tokens.weight.ds_tensor.view(torch.int32)
+    for chosen in range(world_size):
+        for _ in range(2):
+            if rank == chosen:
+                flipped[-40] ^= 1
+            found += model_digest(model).differences(before)
+    return found
+
+
+def ordinary(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import model_digest
+
+    return model_digest(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_digest_is_that_of_an_ordinary_load(checkpoints: Path, tmp_path: Path, world_size: int) -> None:
+    llama = builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES)
+    tied = builders.tiny_qwen2_tied(checkpoints, torch.float32, **builders.ODD_SIZES)
+    large = builders.tiny_llama(checkpoints, torch.float32, vocab_size=40_000, num_hidden_layers=1)
+    swap = str(tmp_path) if has_libaio() and world_size <= 2 else None  # DeepSpeed swaps partitions from 1 MiB on
+    answers = run_ranks(digest_all, str(llama), str(tied), str(large), swap, world_size=world_size, timeout_s=180)
+    assert all(answer == answers[0] for answer in answers)
+    (found, *_) = answers
+    whole = ordinary(llama, torch.float32)
+    equal = {"stage 3", "stage 0", "stage 2", "cpu", "partial", "engine", "hpZ"} & set(found)
+    assert len(equal) == {1: 3, 2: 6, 3: 3, 4: 4}[world_size]
+    for way in equal:
+        assert found[way] == whole, way
+    if "bf16" in found:
+        assert found["bf16"] == ordinary(llama, torch.bfloat16) != whole
+    assert found["tied"] == ordinary(tied, torch.float32)
+    assert "lm_head.weight" in whole.tensors and "lm_head.weight" not in found["tied"].tensors
+    assert found["bits"] == ["model.embed_tokens.weight"] * world_size
+    assert found["trained"].differences(whole) == sorted(whole.tensors)
+    if swap is not None:
+        assert found["nvme"] == found["large"]
+
+
+def refuse_digest(path: str) -> str:
+    """Rank function: one rank's partition cannot be read."""
+    from lowmem_load import load_model, model_digest
+    from lowmem_load.ds import parameters
+
+    model = load_model(path, FP32)
+    if os.environ["RANK"] == "1":
+
+        def broken(*_: Any) -> Any:
+            raise OSError("no")
+
+        parameters.partition_in_memory = broken
+    with pytest.raises(RankError, match="digesting the model failed on 1 rank") as caught:
+        model_digest(model)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_digest_stops_all(checkpoints: Path) -> None:
+    first, second = run_ranks(refuse_digest, str(builders.tiny_llama(checkpoints)))
+    assert first == second and "rank 1: OSError: no" in first
+
+
+# -- load_model(verify=True) -----------------------------------------------------------------------------------------
+
+
+def sum_up(folder: Path) -> None:
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in folder.glob("*.safetensors")]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+def verify_loads(good: str, flipped: str, unknown: str) -> list[str]:
+    """Rank function: returns the errors."""
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import load_model, load_report, streaming
+    from lowmem_load.integrity import files
+    from lowmem_load.stages import same_bytes
+
+    hashed: list[str] = []
+    ordinary_hash, rank = files.hash_source, os.environ["RANK"]
+
+    def counted(source: Any, algorithm: str, *rest: Any) -> str:
+        hashed.append(Path(source.path).name)
+        return ordinary_hash(source, algorithm, *rest)
+
+    files.hash_source = counted
+    report = load_report(load_model(good, FP32, verify=True))
+    assert "verify" in report.seconds
+    num_files, shared = len(list(Path(good).glob("*.safetensors"))), len(hashed)
+    with streaming(FP32, verify=True):
+        AutoModelForCausalLM.from_pretrained(good)
+    assert len(hashed) == 2 * shared
+    load_model(good, {"zero_optimization": {"stage": 2}}, verify=True)
+    assert len(hashed) == 3 * shared
+    load_model(flipped, FP32)
+    assert len(hashed) == 3 * shared, "nothing is hashed unless asked for"
+    same_bytes.machine = lambda: rank  # ranks on machines of their own hash all that they read
+    load_model(good, FP32, verify=True)
+    assert len(hashed) == 3 * shared + num_files
+    errors = []
+    for path, error, config in (
+        (flipped, CheckpointError, FP32),
+        (unknown, CheckpointError, FP32),
+        (good, UnsupportedError, {"zero_optimization": {"stage": 0}}),
+    ):
+        with pytest.raises(error) as caught:
+            load_model(path, config, verify=True, **({"device_map": "cpu"} if error is UnsupportedError else {}))
+        errors.append(str(caught.value))
+    with pytest.raises(RankError, match="checking the call failed on 1 rank"):
+        load_model(good, FP32, verify=rank == "0")
+    return [str(shared), *errors]
+
+
+def test_files_are_verified_before_they_are_read(checkpoints: Path, tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("good", "flipped", "unknown")}
+    for folder in folders.values():
+        shutil.copytree(builders.tiny_llama(checkpoints, torch.float32, max_shard_size="30KB"), folder)
+    for name in ("good", "flipped"):
+        sum_up(folders[name])
+    shards = sorted(folders["flipped"].glob("*.safetensors"))
+    assert len(shards) > 3
+    data = bytearray(shards[1].read_bytes())
+    data[-1] ^= 1
+    shards[1].write_bytes(data)
+    answers = run_ranks(verify_loads, *map(str, folders.values()))
+    assert sum(int(shared) for shared, *_ in answers) == len(shards), "each file is hashed once"
+    assert all(int(shared) for shared, *_ in answers), "both ranks take part"
+    assert answers[0][1:] == answers[1][1:], "the same errors on all ranks"
+    _, flipped, unknown, left_alone = answers[0]
+    assert flipped.startswith("2 file(s) are not what they should be"), "each of the two machines says so"
+    assert flipped.count(f"{shards[1]}: its sha256 is ") == 2 and "rank 0: " in flipped and "rank 1: " in flipped
+    assert f"nothing is known of {folders['unknown']}/model-00001" in unknown
+    assert "transformers itself reads the files of this load" in left_alone

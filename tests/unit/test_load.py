@@ -1,0 +1,111 @@
+"""What load_model, streaming, plan and load_report refuse before anything is read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+import lowmem_load
+from lowmem_load import ConfigError, LoadOrderWarning, UnsupportedError, load_report, plan, streaming
+from tests import builders
+
+STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+STAGE_0 = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.fixture
+def llama(checkpoints: Path) -> str:
+    return str(builders.tiny_llama(checkpoints))
+
+
+@pytest.fixture
+def no_active_config() -> Iterator[None]:
+    unset_hf_deepspeed_config()
+    yield
+    unset_hf_deepspeed_config()
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_plan_is_for_a_rank_that_there_is(rank: int, world_size: int, llama: str) -> None:
+    with pytest.raises(ConfigError, match=f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}"):
+        plan(llama, STAGE_3, rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("name", [7, None, ""])
+def test_a_name_is_text_or_a_path(name: Any) -> None:
+    with pytest.raises(ConfigError, match="name: expected a local folder or a Hub id"):
+        plan(name, STAGE_3, rank=0, world_size=2)
+
+
+def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
+    class Own(LlamaForCausalLM):  # type: ignore[misc]
+        @classmethod
+        def from_pretrained(cls, *_: Any, **__: Any) -> nn.Module:
+            return nn.Linear(1, 1)
+
+    with pytest.raises(UnsupportedError, match="Own does not load through transformers' from_pretrained"):
+        plan(llama, STAGE_3, rank=0, world_size=2, auto_class=Own)
+
+
+def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
+    with pytest.raises(UnsupportedError, match="transformers places this model by itself, so there is nothing to plan"):
+        plan(llama, STAGE_0, rank=0, world_size=2, device_map="cpu")
+    with pytest.raises(ConfigError, match="device_map and ZeRO-3 both place parameters; remove device_map"):
+        plan(llama, STAGE_3, rank=0, world_size=2, device_map="cpu")
+
+
+@pytest.mark.parametrize("chosen", ["cpu", None])
+def test_a_plan_is_for_the_accelerator_that_deepspeed_would_choose(
+    chosen: str | None, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr("lowmem_load.load.target_maker", lambda rank, device: asked.append(device))
+    monkeypatch.setattr("lowmem_load.load.plan_only", lambda *args: "plan")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    if chosen is not None:
+        monkeypatch.setenv("DS_ACCELERATOR", chosen)
+    plan(llama, STAGE_3, rank=0, world_size=2)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    assert asked == [torch.device("cpu" if chosen or found is None else found.type)]
+
+
+@pytest.mark.parametrize("given", [{"partition": "model.*"}, {"data_parallel_group": object()}])
+def test_streaming_as_active_takes_its_settings_from_the_active_configuration(given: dict[str, Any]) -> None:
+    with (
+        pytest.raises(ConfigError, match="without a ds_config takes neither partition nor data_parallel_group"),
+        streaming(**given),
+    ):
+        pytest.fail("entered")
+
+
+def test_a_configuration_that_nobody_kept_is_named(llama: str, no_active_config: None) -> None:
+    HfDeepSpeedConfig(STAGE_3)  # and nobody keeps it
+    with streaming(), pytest.warns(LoadOrderWarning) as caught:
+        model = AutoModelForCausalLM.from_pretrained(llama)
+    assert type(next(model.parameters())) is nn.Parameter
+    assert "HfDeepSpeedConfig" in str(caught[0].message)
+
+
+def test_no_configuration_is_no_mistake(llama: str, no_active_config: None) -> None:
+    with streaming(), warnings.catch_warnings():
+        warnings.simplefilter("error", LoadOrderWarning)
+        AutoModelForCausalLM.from_pretrained(llama)
+
+
+def test_an_ordinary_model_has_no_report(llama: str) -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM was not loaded by lowmem_load"):
+        load_report(AutoModelForCausalLM.from_pretrained(llama))
+
+
+def test_names_are_listed_before_they_are_imported() -> None:
+    assert set(lowmem_load.__all__) <= set(dir(lowmem_load))
+    with pytest.raises(AttributeError, match="has no attribute 'load_modle'"):
+        lowmem_load.load_modle  # noqa: B018

@@ -1,0 +1,42 @@
+"""What a release of DeepSpeed does not have is refused by name, whichever is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowmem_load.ds import releases
+from lowmem_load.ds.releases import HAS_AUTOCAST, HAS_MICS, KEEPS_FP32, refuse_what_is_absent
+from lowmem_load.errors import UnsupportedError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    HAS_MICS: {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+    HAS_AUTOCAST: {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True}},
+    KEEPS_FP32: {"zero_optimization": {"stage": 3}, "data_types": {"keep_in_fp32_modules": ["norm"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), list(zip(SETTINGS, ("mics_shard_size", "torch_autocast", "data_types"), strict=True))
+)
+def test_a_setting_without_its_module_is_refused_by_name(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases, "has", lambda asked: asked != module)
+    with pytest.raises(UnsupportedError, match=rf"^{name}\S*: deepspeed \d\S+ .*install another release$"):
+        refuse_what_is_absent(SETTINGS[module])
+    for other in SETTINGS.keys() - {module}:
+        refuse_what_is_absent(SETTINGS[other])
+
+
+def test_what_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "has", lambda _: False)
+    refuse_what_is_absent({"zero_optimization": {"stage": 3, "mics_shard_size": -1}})
+    refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": {"enabled": False}, "data_types": {}})
+    refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": None, "data_types": {"keep_in_fp32_modules": []}})
+
+
+def test_a_module_is_found_without_its_import() -> None:
+    assert releases.has("deepspeed.runtime.zero.stage3")
+    assert not releases.has("deepspeed.runtime.zero.stage4")
