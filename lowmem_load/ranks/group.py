@@ -140,8 +140,9 @@ class RankGroup:
         Args:
             step: See `agree`.
             name: See `agree`.
-            progress: Says how far the block is; asked by another thread. Where it says the same for too long, the other
-                ranks give this one up. None: computing, and moving bytes to or from disks, counts as getting on.
+            progress: Says how far the block is; asked by another thread. Where it says the same for longer than
+                `Limits.silence_s`, the other ranks give this one up. None: nothing is known of that, so it gets the
+                timeout of the process group; see [Note: gone or silent] in `ranks/life.py`.
         """
         digest: list[str] = []
         error: BaseException | None = None
