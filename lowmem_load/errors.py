@@ -71,3 +71,12 @@ class RankError(LowMemLoadError, RuntimeError):
         self.failures = dict(failures)
         lines = [f"rank {rank}: {message}" for rank, message in sorted(self.failures.items())]
         super().__init__(f"{step} failed on {len(lines)} rank(s), so it was stopped on all:\n" + "\n".join(lines))
+
+
+def spelled(error: BaseException, max_chars: int) -> str:
+    """Return class and text of an error, perhaps of somebody else's class, cut to `max_chars` characters."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  of its own __str__, which must not take the place of the error
+        return f"{type(error).__name__} (its text cannot be had)"
+    return text if len(text) <= max_chars else f"{text[:max_chars]} ..."

@@ -30,12 +30,12 @@ from lowmem_load.contract import Releases, require
 from lowmem_load.describe.context import Context
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
-from lowmem_load.errors import CheckpointError, LowMemLoadError, UnsupportedError
+from lowmem_load.errors import CheckpointError, LowMemLoadError, UnsupportedError, spelled
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors, code_of
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.names import refuse_foreign, told
+from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 
 SUPPORTED = Releases("transformers", oldest="4.51.0", newest="5.23.0")
 
@@ -245,7 +245,8 @@ def _built(cls: Any, name: str) -> Iterator[None]:
             raise
         except Exception as error:  # of any class: it reads values as if they were what they should be
             raise CheckpointError(
-                f"{name}: {cls.__name__} cannot be built from its configuration (config.json): {told(error)}"
+                f"{name}: {cls.__name__} cannot be built from its configuration (config.json): "
+                f"{spelled(error, MAX_TOLD)}"
             ) from error
 
     def count(*_: Any) -> None:

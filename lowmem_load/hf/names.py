@@ -14,11 +14,11 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, spelled
 from lowmem_load.formats.index import base_of_adapter, check_model_config
 
-_MAX_TOLD = 1000
-"""Characters."""
+MAX_TOLD = 1000
+"""Characters of an error of somebody else's in a message: transformers lists all model types."""
 
 HUB_KEYWORDS = (
     *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "code_revision"),
@@ -125,13 +125,7 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # of any class: it reads values as if they were what they should be
-        raise CheckpointError(f"{file or where}: no usable model configuration: {told(error)}") from error
-
-
-def told(error: Exception) -> str:
-    """Return what an error of somebody else's says, at a length for a message: transformers lists all model types."""
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= _MAX_TOLD else f"{text[:_MAX_TOLD]} ..."
+        raise CheckpointError(f"{file or where}: no usable model configuration: {spelled(error, MAX_TOLD)}") from error
 
 
 def _config_file(name: str, hub: Mapping[str, Any]) -> str | None:

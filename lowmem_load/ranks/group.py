@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from lowmem_load.errors import ConfigError, RankError
+from lowmem_load.errors import ConfigError, RankError, spelled
 from lowmem_load.ranks.life import Limits, Progress
 from lowmem_load.ranks.line import Line, LostError
 
@@ -117,7 +117,7 @@ class RankGroup:
                 raise error
             return
         title = f"{name}: {step}" if name else step
-        message = None if error is None else _spelled(error)
+        message = None if error is None else spelled(error, MAX_TEXT)
         statuses = self._exchange(step, (message, isinstance(error, StoppedError), digest), title)
         failed = {rank: text for rank, (text, _, _) in self._by_rank(statuses).items() if text is not None}
         if error is not None and len(failed) == len(statuses) and len(set(failed.values())) == 1:
@@ -158,7 +158,7 @@ class RankGroup:
                 error = caught
                 line = self._line()
                 if line is not None and not isinstance(error, StoppedError):
-                    line.warn(_spelled(error))
+                    line.warn(spelled(error, MAX_TEXT))
             try:
                 self.agree(step, error, digest[0] if digest and error is None else None, name=name)
             except RankError:
@@ -198,7 +198,7 @@ class RankGroup:
             return
         line = self._line()
         if line is not None:
-            line.leave(f"left {what}: {_spelled(error)}", any_line=any_group)
+            line.leave(f"left {what}: {spelled(error, MAX_TEXT)}", any_line=any_group)
 
     def stop_if_troubled(self) -> None:
         """Raise StoppedError if this rank has heard that another one has failed. Local; takes microseconds."""
@@ -282,13 +282,6 @@ def require_live() -> None:
         raise ConfigError(
             "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
         )
-
-
-def _spelled(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:MAX_TEXT]
-    except Exception:  # noqa: BLE001  somebody's own class, whose text must not keep the ranks from hearing of it
-        return f"{type(error).__name__} (its text cannot be had)"
 
 
 def _told(error: BaseException) -> BaseException:

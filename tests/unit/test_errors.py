@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lowmem_load import errors
-from lowmem_load.errors import LowMemLoadError, RankError
+from lowmem_load.errors import LowMemLoadError, RankError, spelled
 
 
 def drawn() -> dict[str, tuple[str | None, str | None]]:
@@ -56,3 +56,21 @@ def test_the_failures_of_all_ranks_are_in_the_message_by_rank() -> None:
     )
     failures.clear()
     assert error.failures == {0: "ValueError: bad", 3: "OSError: gone"}
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (OSError("0123456"), "OSError: 0123456"),
+        (OSError("01234567"), "OSError: 0123456 ..."),
+        (Mute(), "Mute (its text cannot be had)"),
+    ],
+)
+def test_an_error_is_spelled_with_its_class_at_a_bounded_length(error: Exception, expected: str) -> None:
+    assert spelled(error, 16) == expected
