@@ -233,17 +233,17 @@ class Sighting:
                 f"has given no life sign for more than {limits.gone_s:g} s ({GONE}); its process ({sign.who}) or its "
                 f"machine has ended or cannot be reached; last seen {sign.doing}"
             )
-        limit_s, origin = limits.silence_s, SILENCE
-        if sign.state == BUSY and not sign.is_measured:
-            limit_s, origin = max(limits.silence_s, limits.absence_s), "the timeout of the process group"
-        quiet_s = now - (self._got_on if sign.state == BUSY else self._seen)
-        if quiet_s > limit_s or now - self._seen > limits.silence_s:
-            limit_s, origin = (limit_s, origin) if quiet_s > limit_s else (limits.silence_s, SILENCE)
-            return (
-                f"has made no progress for more than {limit_s:g} s ({origin}), {sign.doing}; look what its process "
-                f"({sign.who}) waits for"
-            )
-        return ""
+        quiet_s, limit_s, origin = now - self._seen, limits.silence_s, SILENCE
+        if sign.state == BUSY and quiet_s <= limit_s:  # it gives life signs; a stopped process here gives none
+            quiet_s = now - self._got_on
+            if not sign.is_measured:
+                limit_s, origin = max(limit_s, limits.absence_s), "the timeout of the process group"
+        if quiet_s <= limit_s:
+            return ""
+        return (
+            f"has made no progress for more than {limit_s:g} s ({origin}), {sign.doing}; look what its process "
+            f"({sign.who}) waits for"
+        )
 
 
 @dataclass(frozen=True, slots=True)

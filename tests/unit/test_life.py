@@ -156,6 +156,9 @@ def test_of_a_step_that_says_nothing_the_groups_timeout_counts() -> None:
     assert "more than 1800 s (the timeout of the process group)" in trouble(
         seen(*signs, (1801.0, changed(HERE, count=-1, is_measured=False))), 1801.5
     )
+    stopped = seen((0.0, changed(HERE, is_measured=False)))
+    assert trouble(stopped, 300.0) == ""
+    assert "more than 300 s (LOWMEM_LOAD_SILENCE_S)" in trouble(stopped, 300.5)
 
 
 def test_a_rank_that_waits_in_another_group_is_not_waited_for_for_ever() -> None:
