@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -151,8 +152,20 @@ class LifeSign:
 def pid_space() -> str:
     """Return what tells the process numbers that hold here from those of other machines and containers; "" if none."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return _boot_id() and f"{_boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not told here
+        return ""
+
+
+def machine() -> str:
+    """Return what tells this machine, as booted now, from others: files of equal version on it are the same file."""
+    return _boot_id() or platform.node()
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
         return ""
 

@@ -11,12 +11,10 @@ import errno
 import io
 import logging
 import os
-import platform
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
@@ -197,14 +195,6 @@ def _seek(descriptor: int, position: int, what: int, nbytes: int) -> int:
 
 def _version(found: os.stat_result) -> str:
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
-
-
-def machine() -> str:
-    """Return what tells this machine, as booted now, from others: files of equal version on it are the same file."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        return platform.node()
 
 
 def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.ranks.group import RankGroup, spell_ranks
-from lowmem_load.read.source import machine
+from lowmem_load.ranks.life import machine
 
 
 @dataclass(frozen=True, slots=True)

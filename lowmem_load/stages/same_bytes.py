@@ -10,10 +10,9 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.integrity.checksums import name_of_blob
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.ranks.group import RankGroup, spell_ranks
-from lowmem_load.ranks.life import Progress
+from lowmem_load.ranks.life import Progress, machine
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
-from lowmem_load.read.source import machine
 
 
 def agree_on_bytes(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import platform
 import time
 from typing import Any
 
 import pytest
 
 from lowmem_load.errors import ConfigError
+from lowmem_load.ranks import life
 from lowmem_load.ranks.life import (
     ANY_LINE,
     BUSY,
@@ -21,6 +23,7 @@ from lowmem_load.ranks.life import (
     Position,
     Sighting,
     computing,
+    machine,
     pid_space,
     started,
 )
@@ -107,6 +110,13 @@ def test_a_process_that_has_ended_is_known_at_once() -> None:
 
 def test_a_number_that_another_process_has_now_is_not_the_old_one() -> None:
     assert "has ended" in trouble(seen((0.0, changed(HERE, started="1"))), 0.5)
+
+
+def test_where_boots_are_not_told_apart_no_process_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pid_space().startswith(machine())
+    monkeypatch.setattr(life, "_boot_id", lambda: "")
+    assert (pid_space.__wrapped__(), machine()) == ("", platform.node())
+    assert changed(HERE, pid_space="").has_ended is None
 
 
 @pytest.mark.parametrize("sign", [None, changed(HERE, state=IDLE)])
