@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.fingerprint import fingerprint
@@ -13,6 +14,23 @@ from lowmem_load.ranks.group import RankGroup, spell_ranks
 from lowmem_load.ranks.life import Progress, machine
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What ranks that opened the very same files found. The lists are by file, in one order for all views.
+
+    Attributes:
+        ranks: ascending.
+        digests: of the sample of each file.
+        blobs: by which the cache of the Hub names each file, which is a digest of all its bytes; None elsewhere.
+        paths: of the files.
+    """
+
+    ranks: Sequence[int]
+    digests: Sequence[str]
+    blobs: Sequence[str | None]
+    paths: Sequence[str]
 
 
 def agree_on_bytes(
@@ -41,10 +59,10 @@ def agree_on_bytes(
     ordered = sorted(files, key=lambda file: (file.path.rpartition("/")[2], file.digest))
     seen = fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)])
     gathered = ranks.all_gather_object((seen, secrets.randbits(64)))
-    views = [view for view, _ in gathered]
-    first_of = {view: views.index(view) for view in dict.fromkeys(views)}
+    seen_by = [theirs for theirs, _ in gathered]
+    first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
     if len(first_of) == 1:
-        return views
+        return seen_by
     sampled_blocks = [0]
 
     def on_block() -> None:
@@ -55,26 +73,38 @@ def agree_on_bytes(
         return Progress(sampled_blocks[0], f"{sampled_blocks[0]} blocks compared")
 
     with ranks.agreed("comparing the files of the ranks", name=name, progress=progress):
-        digests = None
+        digests: list[str] = []
         if first_of[seen] == ranks.rank:
             digests = sample_digests(ordered, gathered[0][1], sources, on_block, num_threads=num_threads)
     blobs = [name_of_blob(file.path) for file in ordered]
-    gathered_files = ranks.all_gather_object((digests, blobs, [file.path for file in ordered]))
-    for number, file in enumerate(ordered):
-        sampled: dict[str, list[int]] = {}
-        named: dict[str, list[int]] = {}
-        for rank, view in enumerate(views):
-            of_view, blobs, _ = gathered_files[first_of[view]]
-            assert of_view is not None
-            sampled.setdefault(of_view[number], []).append(rank)
-            blob = blobs[number]
-            if blob is not None:  # the digest of all its bytes, which the cache of the Hub has
-                named.setdefault(blob, []).append(rank)
-        holders = max(sampled, named, key=len)
-        if len(holders) > 1:
-            groups = [f"rank(s) {spell_ranks(held)}: {gathered_files[held[0]][2][number]}" for held in holders.values()]
+    found = ranks.all_gather_object((digests, blobs, [file.path for file in ordered]))
+    compare(
+        [
+            View([rank for rank, other in enumerate(seen_by) if other == theirs], *found[first])
+            for theirs, first in first_of.items()
+        ]
+    )
+    return seen_by
+
+
+def compare(views: Sequence[View]) -> None:
+    """Raise CheckpointError, which names the first file that differs and who holds what, unless all hold the same."""
+    for number, path in enumerate(views[0].paths):
+        sampled: dict[str, list[View]] = {}
+        named: dict[str, list[View]] = {}
+        for view in views:
+            sampled.setdefault(view.digests[number], []).append(view)
+            blob = view.blobs[number]
+            if blob is not None:
+                named.setdefault(blob, []).append(view)
+        held = max(sampled, named, key=len)
+        if len(held) > 1:
+            groups = [
+                f"rank(s) {spell_ranks(sorted(rank for view in alike for rank in view.ranks))}: "
+                f"{alike[0].paths[number]}"
+                for alike in held.values()
+            ]
             raise CheckpointError(
-                f"{file.path.rpartition('/')[2]}: the ranks hold {len(holders)} different files of this name, so the "
+                f"{path.rpartition('/')[2]}: the ranks hold {len(held)} different files of this name, so the "
                 f"model would be a mixture: {'; '.join(groups)}. Give all ranks the same checkpoint and revision"
             )
-    return views

@@ -18,7 +18,7 @@ from lowmem_load.ranks.life import Progress
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
 from lowmem_load.read.source import LocalFile
-from lowmem_load.stages.same_bytes import agree_on_bytes
+from lowmem_load.stages.same_bytes import View, agree_on_bytes, compare
 
 DATA = random.Random(1).randbytes(100_001)
 """No round number of blocks, so that the seed decides which bytes are sampled."""
@@ -60,7 +60,7 @@ class ScriptedRanks:
         """Only the first rank that looks at the same files has read them."""
         return [
             (
-                self._digests(node) if self._nodes.index(node) == rank else None,
+                self._digests(node) if self._nodes.index(node) == rank else [],
                 [name_of_blob(path) for path in self._paths(node)],
                 self._paths(node),
             )
@@ -115,6 +115,41 @@ def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tupl
     return ranks, opened
 
 
+def view(*ranks: int, digests: str = "xy", blobs: tuple[str | None, str | None] = (None, None)) -> View:
+    """What ranks found in the files `a` and `b` of a folder named after the first of them."""
+    return View(ranks, tuple(digests), blobs, [f"/{ranks[0]}/{name}" for name in "ab"])
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        [view(0)],
+        [view(0, 2), view(1)],
+        [view(0, blobs=("b1", None)), view(1)],  # a copy of the Hub's files
+        [view(0, blobs=("b1", "b2")), view(1, blobs=("b1", "b2"))],
+    ],
+)
+def test_views_of_the_same_bytes_pass(views: list[View]) -> None:
+    compare(views)
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        ([view(0), view(1, digests="xz")], "b: the ranks hold 2 .*: rank\\(s\\) 0: /0/b; rank\\(s\\) 1: /1/b\\. Give"),
+        ([view(0), view(1, digests="zz")], "a: the ranks hold 2"),
+        ([view(0, 3), view(1, 4, digests="xz"), view(2)], "0, 2-3: /0/b; rank\\(s\\) 1, 4: /1/b"),
+        ([view(0), view(1, digests="xz"), view(2, digests="xw")], "the ranks hold 3 .*0: /0/b; .*1: /1/b; .*2: /2/b"),
+        ([view(0, blobs=("b1", None)), view(1, blobs=("b2", None))], "a: the ranks hold 2"),
+        ([view(0, digests="xw", blobs=(None, "b1")), view(1, digests="xz", blobs=(None, "b1"))], "b: the ranks hold 2"),
+        ([view(0), view(1, blobs=(None, "b1")), view(2, blobs=(None, "b2"))], "2 .*1: /1/b; .*2: /2/b\\. Give"),
+    ],
+)
+def test_views_of_other_bytes_are_named_with_their_ranks(views: list[View], expected: str) -> None:
+    with pytest.raises(CheckpointError, match=expected):
+        compare(views)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_very_same_files_are_not_sampled(rank: int, held: dict[str, list[PlannedFile]]) -> None:
     ranks, opened = run(rank, ["first", "first"], held)
@@ -132,7 +167,7 @@ def test_copies_are_sampled_by_one_rank_of_each(
     assert opened == expected
     assert ranks.steps == ["model: comparing the files of the ranks"]
     digests, _, paths = ranks.sent[1]
-    assert (digests is not None) is bool(expected)
+    assert bool(digests) is bool(expected)
     assert [Path(path).name for path in paths] == ["a", "b"]
 
 
