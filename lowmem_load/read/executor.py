@@ -26,7 +26,7 @@ MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
 
 PART_BYTES = 16 << 20
-"""After so many bytes of a read it is noted that they came: from slow storage all of them may take minutes."""
+"""After so many bytes of a read they are counted: from slow storage all of them may take minutes."""
 
 _CPU = torch.device("cpu")
 
@@ -38,17 +38,15 @@ class ReadStats:
     """What was read so far.
 
     Attributes:
-        read_bytes: bytes fetched from files, over-read included.
-        num_reads: reads that fetched them.
+        read_bytes: bytes fetched from files, over-read included; counted while a read goes on.
+        num_reads: reads that have ended.
         num_retries: attempts that followed a transient fault.
-        arrived_bytes: as `read_bytes`, but counted while a read goes on.
         path: of the file that the latest read is from, whether it has ended or not.
     """
 
     read_bytes: int = 0
     num_reads: int = 0
     num_retries: int = 0
-    arrived_bytes: int = 0
     path: str = ""
 
 
@@ -186,9 +184,13 @@ class Executor:
         """Fill contiguous host memory with the elements of `tensor` from `first` on."""
         self.stats.path = tensor.path
         try:
-            start = tensor.start + first * tensor.dtype.itemsize
+            start, content = tensor.start + first * tensor.dtype.itemsize, memory.view(torch.uint8).numpy().data
             with self.sources.reading(tensor.path) as source:
-                source.read_into(start, [memoryview(memory.view(torch.uint8).numpy().data)])
+                for done in range(0, memory.nbytes, PART_BYTES):
+                    part = content[done : done + PART_BYTES]
+                    source.read_into(start + done, [part])
+                    with self._lock:
+                        self.stats.read_bytes += part.nbytes
         except TruncatedFileError as error:
             raise TruncatedFileError(
                 f"{error} while {tensor.name!r} was read; the file changed after its header was read"
@@ -196,7 +198,6 @@ class Executor:
         except CheckpointError as error:
             raise CheckpointError(f"{error} (while {tensor.name!r} was read)") from error
         with self._lock:
-            self.stats.read_bytes += memory.nbytes
             self.stats.num_reads += 1
             self.stats.num_retries = self.sources.num_retries
 

@@ -133,7 +133,7 @@ class Load:
         computed = computing()
 
         def progress() -> Progress:
-            return Progress(computed().amount + executor.stats.arrived_bytes, "")
+            return Progress(computed().amount + executor.stats.read_bytes, "")
 
         # From the Hub files may come for hours, and on others' ranks first.
         agreed = self.ranks.agreed(
@@ -175,10 +175,10 @@ class Load:
         made = [0]
 
         def progress() -> Progress:
-            arrived_bytes = executor.stats.arrived_bytes
-            share = f"{arrived_bytes / MIB:.1f} of {needed_bytes / MIB:.1f} MiB read"
+            read_bytes = executor.stats.read_bytes
+            share = f"{read_bytes / MIB:.1f} of {needed_bytes / MIB:.1f} MiB read"
             detail = f"{made[0]} parameters made, {share}, last from {executor.stats.path or 'no file'}"
-            return Progress(arrived_bytes + made[0], detail)
+            return Progress(read_bytes + made[0], detail)
 
         def on_parameter() -> None:
             made[0] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.read import source
 from lowmem_load.read.executor import Executor
+from lowmem_load.read.source import LocalFile
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 OFFSET = 40
@@ -100,6 +102,29 @@ def test_large_runs_are_read_in_pieces(file: Path) -> None:
     values, reader = read(leaf(file), FlatRange(0, 720), limits=ReadLimits(direct_bytes=1000))
     assert torch.equal(values, VALUES.reshape(-1))
     assert reader.stats.num_reads == 3  # 2880 bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_counted_while_a_read_goes_on(
+    file: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a rank whose only read takes minutes seems not to get on."""
+    counted = []
+
+    class Watched(LocalFile):
+        def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+            counted.append(executor.stats.read_bytes)
+            super().read_into(offset, buffers)
+
+    monkeypatch.setattr("lowmem_load.read.executor.PART_BYTES", 1000)
+    planner = Planner()
+    fill = planner.plan_fill("w", ex.cast(leaf(file), dtype), FlatRange(5, 720))
+    destination = torch.empty(715, dtype=dtype)
+    with Executor(open_source=Watched) as executor:
+        executor.fill(fill, destination, planner.values, planner.material)
+    assert counted == [0, 1000, 2000]
+    assert (executor.stats.read_bytes, executor.stats.num_reads) == (2860, 1)
+    assert torch.equal(destination, VALUES.reshape(-1)[5:].to(dtype))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
