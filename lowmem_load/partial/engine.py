@@ -18,6 +18,7 @@ from torch import nn
 from lowmem_load.ds.engine import PartitionedPart, scheduler_of
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.partial.checkpoint import find_checkpoint, load_replicated, save_replicated
+from lowmem_load.partial.optimizer import PartialOptimizer
 from lowmem_load.partial.replicated import (
     Average,
     ReplicatedPart,
@@ -30,37 +31,6 @@ from lowmem_load.partial.replicated import (
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.settings import Settings
 from lowmem_load.targets.choice import chosen_parameters, mark
-
-
-class PartialOptimizer:
-    """What an engine shows as its optimizer: learning rates to read and write, and whether a step was skipped.
-
-    Attributes:
-        param_groups: the user's, else those of the ds_config's optimizer; both parts follow them.
-    """
-
-    def __init__(self, part: PartitionedPart, replicated: ReplicatedPart, leader: torch.optim.Optimizer) -> None:
-        self._part, self._replicated, self._leader = part, replicated, leader
-        self.defaults = leader.defaults
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups with their options; see the class."""
-        return self._leader.param_groups
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped, because gradients of either part overflowed."""
-        return self._part.overflowed
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by; 1 unless fp16."""
-        return self._part.loss_scale
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the replicated part's state; the partitioned part's is in the engine's checkpoints only."""
-        return self._replicated.state_dict()
 
 
 class PartialEngine(nn.Module):

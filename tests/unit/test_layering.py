@@ -37,7 +37,7 @@ MODULES: dict[str, set[str]] = {
     "report": set(),
     "stages": {"checksums", "describe", "execute", "load", "plan", "room", "same_bytes"},
     "load": set(),
-    "partial": {"checkpoint", "engine", "initialize", "replicated", "trainer"},
+    "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},
     "pipelines": {"arguments", "install", "model_engine"},
     "testing": {"format", "memory", "raises", "source", "target"},
     "__init__": set(),
