@@ -17,25 +17,12 @@ import torch
 import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError
+from lowmem_load.ranks import environment
 from lowmem_load.ranks.group import RankGroup, require_live
 
 if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
     from torch._C._distributed_c10d import Store
-
-# What torchrun, deepspeed and accelerate launch set, and what torch's env:// and DeepSpeed read.
-_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-# Launchers that start several processes and set none of the above. Taking such a process for a lone one would make
-# every rank load the whole model, silently. SLURM_NTASKS is not among them: it is set in shells of salloc too.
-_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
-# Nobody listens there: a lone process needs no rendezvous, but DeepSpeed reads both names. 29500 is torch's default.
-_ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-# Minutes. torch's own default for gloo. DeepSpeed's and NCCL's 10 are too few: after reading, fast ranks wait in
-# `agree` for the slowest one, and that one may sit behind a slow file system.
-_DEFAULT_TIMEOUT_MIN = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +45,7 @@ class _Meeting:
     group has its own prefix in it; torch lets others in this process open a store on the same port.
     """
 
-    address: tuple[str, ...]  # values of _LAUNCHER_NAMES it belongs to
+    address: tuple[str, ...]  # values of LAUNCHER_NAMES it belongs to
     store: Store
     num_groups: int = 0
 
@@ -118,13 +105,13 @@ class DistributedInterface(RankGroup):
                 self._adopt()
         else:
             backend = backend or str(_accelerator().communication_backend_name())
-            self._make(backend, timeout or _default_timeout(), world_size, rank)
+            self._make(backend, timeout or environment.default_timeout(), world_size, rank)
 
     @property
     def local_rank(self) -> int:
         """Rank among the processes of this machine; chooses the device, never the data."""
         require_live()
-        return _int_from_env("LOCAL_RANK")
+        return environment.integer("LOCAL_RANK")
 
     @property
     def device(self) -> torch.device:
@@ -187,8 +174,8 @@ class DistributedInterface(RankGroup):
             raise ConfigError(
                 f"DistributedInterface: this process was forked from rank {self.rank} while its process group was "
                 "live; the threads that carry its messages stayed behind, so every exchange would wait for ever. Load "
-                f"in the rank itself, or start this process by spawn, with none of {', '.join(_LAUNCHER_NAMES)} in its "
-                "environment."
+                "in the rank itself, or start this process by spawn, with none of "
+                f"{', '.join(environment.LAUNCHER_NAMES)} in its environment."
             )
 
     @staticmethod
@@ -233,12 +220,13 @@ class DistributedInterface(RankGroup):
         """Makes the default group and DeepSpeed's comm on it; leaves nothing behind if that fails."""
         from lowmem_load.ds.comm import bring_up_comm
 
-        launched = any(os.environ.get(name) for name in _LAUNCHER_NAMES)
+        launched = any(os.environ.get(name) for name in environment.LAUNCHER_NAMES)
         alone = not launched and (world_size in (None, 1) or backend == "fake")
-        env_set = _set_env(_alone_env(world_size, rank) if alone else _launched_env(world_size, rank))
+        wanted = (environment.alone if alone else environment.launched)(world_size, rank)
+        env_set = environment.set_missing(wanted)
         try:
             # Before NCCL starts, which would else put all ranks of a machine on its first device.
-            _accelerator().set_device(_int_from_env("LOCAL_RANK"))
+            _accelerator().set_device(environment.integer("LOCAL_RANK"))
             # A lone process, and a fake one, has nobody to meet: the store lives in this process.
             lone = alone or backend == "fake"
             store = dist.HashStore() if lone else self._meet(timeout)  # type: ignore[attr-defined]
@@ -254,7 +242,7 @@ class DistributedInterface(RankGroup):
     @staticmethod
     def _meet(timeout: timedelta) -> Store:
         """The launcher's store, under a prefix of the group to be made. [Note: the store outlives the group]."""
-        address = tuple(os.environ[name] for name in _LAUNCHER_NAMES)
+        address = tuple(os.environ[name] for name in environment.LAUNCHER_NAMES)
         meeting = DistributedInterface._meeting
         if meeting is None or meeting.address != address:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -269,10 +257,10 @@ class DistributedInterface(RankGroup):
         from lowmem_load.ds.comm import bring_up_comm
 
         local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
-        env_set = _set_env({"LOCAL_RANK": local_rank})
+        env_set = environment.set_missing({"LOCAL_RANK": local_rank})
         self._remember(made=False, timeout=None, env_set=env_set)
         _accelerator().set_device(self.local_rank)
-        bring_up_comm(dist.get_backend(), _live_timeout() or _default_timeout())
+        bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 
     def _derive_local_rank(self) -> int:
         """Number of lower ranks on this machine. Collective. The other ranks of a fake group are nowhere."""
@@ -285,48 +273,15 @@ class DistributedInterface(RankGroup):
 os.register_at_fork(after_in_child=DistributedInterface._note_fork)  # noqa: SLF001  this module's own
 
 
-def _alone_env(world_size: int | None, rank: int | None) -> dict[str, str]:
-    """The variables a launcher would have set for a lone process (or one of the fake backend)."""
-    size, rank = world_size or 1, rank or 0
-    if not 0 <= rank < size:
-        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {size}")
-    foreign = [name for name in _FOREIGN_SIZES if os.environ.get(name, "1") != "1"]
-    if world_size is None and foreign:
-        raise ConfigError(
-            f"{foreign[0]} is {os.environ[foreign[0]]}, so this is one of several processes, but none of "
-            f"{', '.join(_LAUNCHER_NAMES)} is set. Set them from that launcher's variables, use torchrun, or pass "
-            "world_size=1 to run alone."
-        )
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", **_ALONE_ADDRESS}
-
-
-def _launched_env(world_size: int | None, rank: int | None) -> dict[str, str]:
-    """RANK and WORLD_SIZE as given by arguments, where the launcher set neither; everything else must be there."""
-    asked = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
-    found = {name: os.environ[name] for name in _LAUNCHER_NAMES if os.environ.get(name)}
-    wrong = [f"{n.lower()}: asked for {v}, launcher set {found[n]}" for n, v in asked.items() if found.get(n, v) != v]
-    if wrong:
-        raise ConfigError("DistributedInterface: the launcher contradicts the arguments: " + "; ".join(wrong))
-    missing = [name for name in _LAUNCHER_NAMES if name not in found and name not in asked]
-    if missing:
-        raise ConfigError(
-            f"environment: {', '.join(missing)} missing, while "
-            f"{', '.join(sorted(found)) or 'arguments'} ask for a launched process group. Start with torchrun, "
-            "deepspeed or accelerate launch (whose --cpu starts one process only), or unset all to run as a single "
-            "process."
-        )
-    return asked
-
-
 def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
     if backend == "fake":
         # Registers the backend with torch.
         import torch.testing._internal.distributed.fake_pg  # noqa: F401
-    world_size = _int_from_env("WORLD_SIZE")
+    world_size = environment.integer("WORLD_SIZE")
     dist.init_process_group(
         backend,
         store=store,
-        rank=_int_from_env("RANK"),
+        rank=environment.integer("RANK"),
         world_size=world_size,
         timeout=timeout,
         device_id=_device_to_bind(world_size),
@@ -341,17 +296,14 @@ def _device_to_bind(world_size: int) -> torch.device | None:
     hangs = torch.__version__ > "2.6.0" and torch.__version__ < "2.7.1"
     if _accelerator().device_name() != "cuda" or world_size == 1 or hangs:
         return None
-    return torch.device("cuda", _int_from_env("LOCAL_RANK"))
+    return torch.device("cuda", environment.integer("LOCAL_RANK"))
 
 
 def _undo(env_set: dict[str, str]) -> None:
     """Removes what was set for a group that is gone, and what DeepSpeed keeps about it."""
     from lowmem_load.ds.comm import reset_comm
 
-    for name, value in env_set.items():
-        # Whoever changed it since owns it.
-        if os.environ.get(name) == value:
-            del os.environ[name]
+    environment.unset(env_set)
     # If a successor is live already, DeepSpeed's state may be the successor's.
     if not dist.is_initialized():
         reset_comm()
@@ -375,26 +327,6 @@ def _backends_by_device() -> dict[str, str]:
     """Device type to backend of the live group: torch spells it `cpu:gloo,cuda:nccl`."""
     pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
     return {device: backend for device, _, backend in pairs}
-
-
-def _default_timeout() -> timedelta:
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    return timedelta(minutes=_int_from_env("DEEPSPEED_TIMEOUT") if minutes else _DEFAULT_TIMEOUT_MIN)
-
-
-def _set_env(wanted: dict[str, str]) -> dict[str, str]:
-    """Sets those variables that are unset or empty; returns the ones it set."""
-    added = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    os.environ.update(added)
-    return added
-
-
-def _int_from_env(name: str) -> int:
-    text = os.environ.get(name, "")
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: the environment has {text!r}, expected an integer") from error
 
 
 def _accelerator() -> Any:

@@ -32,7 +32,7 @@ MODULES: dict[str, set[str]] = {
     "ds": {"comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases"},
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {"active", "intercept", "loader", "names"},
-    "ranks": {"group", "life", "line", "process_group"},
+    "ranks": {"environment", "group", "life", "line", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},
     "report": set(),
     "stages": {"checksums", "describe", "execute", "load", "plan", "room", "same_bytes"},

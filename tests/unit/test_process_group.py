@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.ranks import process_group as distributed
+from lowmem_load.ranks import environment
 from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
 
@@ -286,7 +286,7 @@ def test_fake_backend_is_one_rank_of_many(fn: Callable[[], Any], env: list[str])
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*LAUNCHER, *distributed._FOREIGN_SIZES):
+    for name in (*LAUNCHER, *environment.FOREIGN_SIZES):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -304,7 +304,7 @@ def test_arguments_stand_in_for_rank_and_world_size_only(no_launcher: pytest.Mon
         DistributedInterface(rank=1, world_size=4)
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         no_launcher.setenv(name, "1")
-    assert distributed._launched_env(world_size=4, rank=1) == {"RANK": "1", "WORLD_SIZE": "4"}
+    assert environment.launched(world_size=4, rank=1) == {"RANK": "1", "WORLD_SIZE": "4"}
 
 
 def test_arguments_that_contradict_the_launcher_are_named(no_launcher: pytest.MonkeyPatch) -> None:
@@ -323,17 +323,4 @@ def test_rank_of_a_foreign_launcher_is_not_taken_for_a_lone_process(no_launcher:
     no_launcher.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE is 4"):
         DistributedInterface()
-    assert distributed._alone_env(world_size=1, rank=None)["WORLD_SIZE"] == "1"
-
-
-def test_launcher_variable_that_is_no_number(no_launcher: pytest.MonkeyPatch) -> None:
-    no_launcher.setenv("LOCAL_RANK", "one")
-    with pytest.raises(ConfigError, match="LOCAL_RANK: the environment has 'one', expected an integer"):
-        distributed._int_from_env("LOCAL_RANK")
-
-
-def test_default_timeout_is_thirty_minutes_or_what_deepspeed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
-    assert distributed._default_timeout() == timedelta(minutes=30)
-    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "120")
-    assert distributed._default_timeout() == timedelta(minutes=120)
+    assert environment.alone(world_size=1, rank=None)["WORLD_SIZE"] == "1"
