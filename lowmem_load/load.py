@@ -50,7 +50,7 @@ def load_model(
     Args:
         name: a local folder or a Hub id.
         ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`; never changed. Its "auto" values are
-            resolved as `settings.ds_config.resolve_auto` says; `load_report(model).ds_config` holds the result.
+            resolved as `settings.auto.resolve_auto` says; `load_report(model).ds_config` holds the result.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16 or, with both off or
             absent, fp32). Under stage 3 any other value must agree with it, unless `partition` is given: then it

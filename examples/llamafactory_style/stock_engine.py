@@ -10,7 +10,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from lowmem_load.hf.names import enable_checkpointing, model_config
 from lowmem_load.pipelines.arguments import read_arguments
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.ds_config import hidden_size_of, read_ds_config, resolve_auto
+from lowmem_load.settings.auto import hidden_size_of, resolve_auto
+from lowmem_load.settings.ds_config import read_ds_config
 from lowmem_load.settings.precision import precision_of
 
 

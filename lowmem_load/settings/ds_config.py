@@ -1,8 +1,4 @@
-"""Reads a ds_config and resolves every "auto" in it; no caller's object is ever changed.
-
-"auto" is a placeholder of Hugging Face's, not of DeepSpeed's: DeepSpeed drops it silently and takes its own default
-(deepspeed 0.19.8 runtime/config_utils.py:56), so what stays unresolved is refused here.
-"""
+"""Reads a ds_config, from a file or an object: untrusted input. No caller's object is ever changed."""
 
 from __future__ import annotations
 
@@ -13,42 +9,10 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.settings.precision import AUTO, Precision, with_precision
-
-_TRAIN = "train_batch_size"
-_MICRO = "train_micro_batch_size_per_gpu"
-_STEPS = "gradient_accumulation_steps"
-_BATCH_KEYS = (_TRAIN, _MICRO, _STEPS)
-
-# Defaults of TrainingArguments; transformers 5.23.0 training_args.py:777, 849, 866.
-_DEFAULT_MICRO_BATCH_SIZE = 8
-_DEFAULT_ACCUMULATION_STEPS = 1
-_DEFAULT_GRADIENT_CLIPPING = 1.0
-
-# Source: transformers 5.23.0 integrations/deepspeed.py:232-242, HfTrainerDeepSpeedConfig.trainer_config_finalize.
-_HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
-    "reduce_bucket_size": lambda hidden_size: hidden_size * hidden_size,
-    "stage3_prefetch_bucket_size": lambda hidden_size: int(0.9 * hidden_size * hidden_size),
-    "stage3_param_persistence_threshold": lambda hidden_size: 10 * hidden_size,
-}
-
-# What `resolve_auto` has a value for, besides batch sizes.
-_RESOLVED_PATHS = frozenset(
-    {"bf16.enabled", "fp16.enabled", "bfloat16.enabled", "gradient_clipping"}
-    | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS}
-)
-
-# Their values depend on the training loop: Trainer fills them in once it knows the number of steps.
-_TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
-
-# "auto" is a value of DeepSpeed's own here, and the default, so refusing it would refuse a legal config.
-# Source: deepspeed 0.19.8 runtime/constants.py:391, runtime/zenflow/zenflow_config.py:18-26,
-# module_inject/auto_ep_config.py:61-82.
-_DEEPSPEED_AUTO_KEYS = ("data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "expert_parallel.")
 
 MAX_FILE_NBYTES = 4 << 20
 """Bytes of a ds_config file: a thousand times a long one, and too few to cost a second or 100 MB to parse."""
@@ -72,12 +36,12 @@ def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | objec
             or repeats a key; or it is nested too deep or within itself, or holds NaN or an integer without measure.
     """
     if isinstance(ds_config, Mapping):
-        return _plain_copy(ds_config)
+        return plain_copy(ds_config)
     if isinstance(ds_config, (str, os.PathLike)):
-        return _plain_copy(_read_text(ds_config))
+        return plain_copy(_read_text(ds_config))
     config = getattr(ds_config, "config", None)
     if isinstance(config, Mapping):
-        return _plain_copy(config)
+        return plain_copy(config)
     raise ConfigError(
         f"ds_config: cannot use a {type(ds_config).__name__}; "
         "pass a dict, the path of a JSON file, or an HfDeepSpeedConfig"
@@ -99,104 +63,17 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
     if "stage" not in section:
         raise ConfigError(f"ds_config zero_optimization has no stage, which DeepSpeed reads as stage 0: {example}")
     stage = section["stage"]
-    if not _is_int(stage) or not 0 <= stage <= 3:
+    if not is_int(stage) or not 0 <= stage <= 3:
         raise ConfigError(f"ds_config zero_optimization.stage: expected 0, 1, 2 or 3, got {stage!r}; {example}")
     return stage
 
 
-def resolve_auto(
-    ds_config: Mapping[str, Any], *, world_size: int, hidden_size: int | None, precision: Precision
-) -> dict[str, Any]:
-    """Returns a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
-
-    Batch sizes satisfy train = micro * steps * world_size. Known ones decide the others; open ones that nothing
-    decides get 8 per rank (1 step). With neither train_batch_size nor train_micro_batch_size_per_gpu present (a
-    config only for loading or inference), train_micro_batch_size_per_gpu = 1 is added, since DeepSpeed refuses a
-    config without a batch size. Keys that are absent otherwise stay absent.
-
-    "auto" below "optimizer" and "scheduler" is left to the training loop. So is the "auto" of the few keys for which
-    DeepSpeed itself defines it (data_types.keep_in_fp32_modules, zenflow, expert_parallel).
-
-    Args:
-        ds_config: read only.
-        world_size: ranks of the job; divided by ds_config sequence_parallel_size where that is present, as DeepSpeed
-            does.
-        hidden_size: see `hidden_size_of`; None if the model has none.
-        precision: what bf16.enabled and fp16.enabled are set to.
-
-    Raises:
-        ConfigError: one error with all keys that cannot be resolved or contradict each other, and what to write.
-    """
-    resolved = with_precision(_plain_copy(ds_config), precision)
-    if resolved.get("gradient_clipping") == AUTO:
-        resolved["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
-    problems = _fill_batch_sizes(resolved, world_size)
-    problems |= _fill_from_hidden_size(resolved, hidden_size)
-    for path in _auto_paths(resolved):
-        problems.setdefault(path, 'cannot be resolved from "auto" here; write a value, or remove the key')
-    if problems:
-        lines = [f"- {path}: {problem}" for path, problem in problems.items()]
-        raise ConfigError(f"ds_config: {len(lines)} key(s) cannot be resolved\n" + "\n".join(lines))
-    return resolved
-
-
-def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a deep copy of an active ds_config with what loading reads; `resolve_auto` accepts it.
-
-    An active ds_config is one that a training loop has yet to complete. What only that loop can say does not concern
-    a load: batch sizes become 1 per rank (world sizes may differ where a loop counts ranks by itself), "optimizer" and
-    "scheduler" go, and an "auto" that `resolve_auto` has no value for goes too, as DeepSpeed drops it.
-    """
-    without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
-    kept = {key: value for key, value in _plain_copy(ds_config).items() if key not in without}
-    for path in list(_auto_paths(kept)):
-        if path not in _RESOLVED_PATHS:
-            _remove(kept, path)
-    return {**kept, _MICRO: 1}
-
-
-def _remove(config: dict[str, Any], path: str) -> None:
-    """Removes the key with a dotted path; an "auto" inside a list stays, for `resolve_auto` to name."""
-    *parents, key = path.split(".")
-    section: Any = config
-    for parent in parents:
-        section = section.get(parent) if isinstance(section, dict) else None
-    if isinstance(section, dict):
-        section.pop(key, None)
-
-
-def hidden_size_of(model_config: Any) -> int | None:
-    """Returns the hidden size by which Trainer resolves bucket sizes, or None if the model config has none.
-
-    Looks at hidden_size, max(hidden_sizes), then at the same two of text_config, then of get_text_config().
-    """
-    for config in (model_config, getattr(model_config, "text_config", None), _text_config(model_config)):
-        hidden_size = getattr(config, "hidden_size", None)
-        if _is_int(hidden_size):
-            return hidden_size
-        hidden_sizes = getattr(config, "hidden_sizes", None)
-        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes and all(map(_is_int, hidden_sizes)):
-            largest: int = max(hidden_sizes)
-            return largest
-    return None
-
-
-def _text_config(model_config: Any) -> Any:
-    get_text_config = getattr(model_config, "get_text_config", None)
-    if get_text_config is None:
-        return None
-    try:
-        return get_text_config()
-    except ValueError:
-        # Several text configs (an encoder and a decoder): transformers cannot say which one is meant.
-        return None
-
-
-def _is_int(value: object) -> TypeGuard[int]:
+def is_int(value: object) -> TypeGuard[int]:
+    """Returns whether the value is an integer, as True is none here."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a deep copy in which mappings of any class, also those that deepcopy refuses, are dicts.
 
     Raises:
@@ -237,9 +114,6 @@ def _check_number(value: object, where: str) -> None:
         raise ConfigError(f"ds_config {where}: is NaN; write a number")
     if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         raise ConfigError(f"ds_config {where}: is an integer of {value.bit_length()} bits, at most {MAX_INT_BITS}")
-
-
-# ---- reading text
 
 
 def _read_text(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -311,110 +185,6 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{source}: expected an object {{...}} at top level, got {type(config).__name__}")
     return config
-
-
-# ---- resolving "auto"
-
-
-def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
-    """Returns (train, micro, steps) with open sizes taken from the known ones, rounded down, or from the defaults.
-
-    Source: deepspeed 0.19.8 runtime/config.py:607, which has to arrive at the same for the keys left absent.
-    """
-    if train is None:
-        micro = _DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
-        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
-        return micro * steps * ranks, micro, steps
-    if micro is None:
-        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
-        return train, train // (steps * ranks), steps
-    return train, micro, train // (micro * ranks) if steps is None else steps
-
-
-def _batch_size_problem(train: int, micro: int | None, steps: int | None, ranks: int) -> str:
-    """Returns why the known sizes cannot hold together, and what to write for train_batch_size."""
-    if micro is not None and steps is not None:
-        product = micro * steps * ranks
-        return (
-            f'{train} != {product} = {_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s); write {product}, or "auto"'
-        )
-    if micro is not None:
-        factor, known = micro * ranks, f"{_MICRO} {micro}"
-    else:
-        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
-        factor, known = steps * ranks, f"{_STEPS} {steps}"
-    return f"{train} is not a multiple of {factor} = {known} * {ranks} rank(s); write a multiple of it"
-
-
-def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
-    """Resolves the batch sizes in place; returns what is wrong with them, by key."""
-    if config.get(_TRAIN) is None and config.get(_MICRO) is None:
-        config[_MICRO] = 1
-    problems = {
-        key: f'expected a positive integer or "auto", got {config[key]!r}'
-        for key in _BATCH_KEYS
-        if not _is_batch_size(config.get(key))
-    }
-    sequence_parallel_size = config.get("sequence_parallel_size", 1)
-    if not _is_int(sequence_parallel_size) or sequence_parallel_size < 1 or world_size % sequence_parallel_size:
-        problems["sequence_parallel_size"] = (
-            f"expected a divisor of the {world_size} rank(s), got {sequence_parallel_size!r}"
-        )
-    if problems:
-        return problems
-    ranks = world_size // sequence_parallel_size
-    known_train, known_micro, known_steps = (
-        None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS
-    )
-    train, micro, steps = _complete_batch_sizes(known_train, known_micro, known_steps, ranks)
-    if train != micro * steps * ranks:
-        return {_TRAIN: _batch_size_problem(train, known_micro, known_steps, ranks)}
-    for key, size in zip(_BATCH_KEYS, (train, micro, steps), strict=True):
-        if config.get(key) == AUTO:
-            config[key] = size
-    return {}
-
-
-def _is_batch_size(value: Any) -> bool:
-    return value is None or value == AUTO or (_is_int(value) and value > 0)
-
-
-def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:
-    """Resolves the keys that depend on the hidden size in place; returns those that cannot be, by dotted key."""
-    section = config.get("zero_optimization")
-    if not isinstance(section, dict):
-        return {}
-    problems = {}
-    for key, value_for in _HIDDEN_SIZE_KEYS.items():
-        if section.get(key) != AUTO:
-            continue
-        if hidden_size is None:
-            problems[f"zero_optimization.{key}"] = (
-                'is "auto", but the model config has no hidden_size to resolve it from; write a number of elements'
-            )
-        else:
-            section[key] = value_for(hidden_size)
-    return problems
-
-
-def _auto_paths(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the dotted key of each "auto" that nobody resolves: not the training loop, not DeepSpeed itself."""
-    # An open batch size has its own message already, under the key that contradicts it.
-    skipped = _TRAINING_LOOP_SECTIONS + _BATCH_KEYS
-    for key, value in config.items():
-        if key not in skipped:
-            yield from (path for path in _auto_paths_below(key, value) if not path.startswith(_DEEPSPEED_AUTO_KEYS))
-
-
-def _auto_paths_below(path: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _auto_paths_below(f"{path}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _auto_paths_below(f"{path}[{index}]", item)
-    elif isinstance(value, str) and value == AUTO:
-        yield path
 
 
 def comparable(value: Any) -> Any:

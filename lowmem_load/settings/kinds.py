@@ -107,7 +107,7 @@ KINDS: Mapping[str, _Kind] = {
 """By dotted key; a section stands before what is in it.
 
 Source: deepspeed 0.19.8 runtime/zero/config.py and offload_config.py; runtime/config.py:562 for keep_in_fp32_modules;
-runtime/swap_tensor/aio_config.py. bf16 and fp16: `settings/precision.py`; batch sizes: `settings/ds_config.py`.
+runtime/swap_tensor/aio_config.py. bf16 and fp16: `settings/precision.py`; batch sizes: `settings/auto.py`.
 """
 
 

@@ -11,14 +11,8 @@ from torch import nn
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.settings.ds_config import (
-    comparable,
-    for_loading,
-    hidden_size_of,
-    read_ds_config,
-    resolve_auto,
-    zero_stage,
-)
+from lowmem_load.settings.auto import for_loading, hidden_size_of, resolve_auto
+from lowmem_load.settings.ds_config import comparable, read_ds_config, zero_stage
 from lowmem_load.settings.kinds import check_kinds
 from lowmem_load.settings.precision import Precision, precision_of
 

@@ -1,9 +1,8 @@
-"""Reading a ds_config, its ZeRO stage, resolving "auto", and what is left of an active one for a load."""
+"""Reading a ds_config, and its ZeRO stage."""
 
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import re
 import threading
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +20,9 @@ from hypothesis import strategies as st
 from lowmem_load.errors import ConfigError
 from lowmem_load.settings.ds_config import (
     MAX_FILE_NBYTES,
-    for_loading,
-    hidden_size_of,
     read_ds_config,
-    resolve_auto,
     zero_stage,
 )
-from lowmem_load.settings.precision import Precision
-
-TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 # The ZeRO-3 example of the Hugging Face documentation.
 HF_ZERO3: dict[str, Any] = {
@@ -65,14 +57,6 @@ HF_ZERO3: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
 }
-
-
-def resolve(config: dict[str, Any], world_size: int = 4, hidden_size: int | None = 64) -> dict[str, Any]:
-    before = copy.deepcopy(config)
-    try:
-        return resolve_auto(config, world_size=world_size, hidden_size=hidden_size, precision=Precision.BF16)
-    finally:
-        assert config == before, "resolve_auto changed its input"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -232,12 +216,6 @@ def test_values_without_measure_are_refused(config: Any, message: str) -> None:
         read_ds_config(config)
 
 
-@pytest.mark.parametrize("copying", [resolve, for_loading])
-def test_a_config_that_is_active_is_measured_too(copying: Callable[[dict[str, Any]], object]) -> None:
-    with pytest.raises(ConfigError, match="ds_config 'a': is NaN"):
-        copying({"zero_optimization": {"stage": 3}, "a": math.nan})
-
-
 def test_large_values_are_none_without_measure() -> None:
     config = {"a": nested(60), "b": 10**300, "c": [math.inf, -1e308], "d": doubled(15)}
     assert read_ds_config(config) == config
@@ -284,310 +262,3 @@ def test_zero_stage(stage: int) -> None:
 def test_a_bad_stage_says_what_to_write(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         zero_stage(config)
-
-
-# ---- resolve_auto
-
-
-def test_the_hugging_face_example() -> None:
-    resolved = resolve(HF_ZERO3)
-
-    assert resolved["bf16"] == {"enabled": True}
-    assert resolved["fp16"] == {**HF_ZERO3["fp16"], "enabled": False}
-    assert (resolved[MICRO], resolved[STEPS], resolved[TRAIN]) == (8, 1, 32)  # 8 * 1 * 4 ranks
-    assert resolved["gradient_clipping"] == 1.0
-    zero = resolved["zero_optimization"]
-    assert zero["reduce_bucket_size"] == 4096  # 64 * 64
-    assert zero["stage3_prefetch_bucket_size"] == 3686  # 0.9 * 4096 = 3686.4
-    assert zero["stage3_param_persistence_threshold"] == 640  # 10 * 64
-    for section in ("optimizer", "scheduler"):
-        assert resolved[section] == HF_ZERO3[section]
-    assert resolved["steps_per_print"] == 2000
-
-
-def test_trainer_resolves_to_the_same() -> None:
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
-
-    args = types.SimpleNamespace(
-        world_size=4, per_device_train_batch_size=8, gradient_accumulation_steps=1, max_grad_norm=1.0,
-        learning_rate=5e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.0,
-        save_on_each_node=False, fp16=False, fp16_full_eval=False, bf16=True, bf16_full_eval=False,
-        get_warmup_steps=lambda _: 0,
-    )  # fmt: skip
-    trainer = HfTrainerDeepSpeedConfig(HF_ZERO3)
-    try:
-        trainer.trainer_config_process(args)
-        model = types.SimpleNamespace(config=types.SimpleNamespace(hidden_size=64))
-        trainer.trainer_config_finalize(args, model, num_training_steps=10)
-    finally:
-        unset_hf_deepspeed_config()
-    ours = resolve(HF_ZERO3)
-
-    for section in ("optimizer", "scheduler"):
-        del ours[section], trainer.config[section]
-    assert ours == trainer.config
-
-
-@pytest.mark.parametrize(
-    ("given_sizes", "expected"),
-    [
-        # (train, micro, steps) with 4 ranks; None is absent and stays absent
-        (("auto", "auto", "auto"), (32, 8, 1)),
-        ((64, "auto", "auto"), (64, 16, 1)),  # 64 / (1 * 4)
-        ((64, 2, "auto"), (64, 2, 8)),  # 64 / (2 * 4)
-        ((64, "auto", 8), (64, 2, 8)),
-        (("auto", 2, 3), (24, 2, 3)),  # 2 * 3 * 4
-        (("auto", 2, "auto"), (8, 2, 1)),
-        (("auto", "auto", 3), (96, 8, 3)),  # 8 * 3 * 4
-        ((24, 2, 3), (24, 2, 3)),
-        (("auto", None, None), (32, None, None)),
-        ((None, "auto", None), (None, 8, None)),
-        ((None, 5, "auto"), (None, 5, 1)),
-        ((64, None, "auto"), (64, None, 1)),
-        ((64, 4, None), (64, 4, None)),
-        ((None, None, None), (None, 1, None)),
-        ((None, None, 3), (None, 1, 3)),
-        ((None, None, "auto"), (None, 1, 1)),
-    ],
-)
-def test_batch_sizes(given_sizes: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    config = {key: size for key, size in zip((TRAIN, MICRO, STEPS), given_sizes, strict=True) if size is not None}
-
-    resolved = resolve(config)
-
-    assert tuple(resolved.get(key) for key in (TRAIN, MICRO, STEPS)) == expected
-
-
-def test_sequence_parallel_ranks_share_samples() -> None:
-    resolved = resolve({TRAIN: "auto", MICRO: 2, "sequence_parallel_size": 2})
-
-    assert resolved[TRAIN] == 4  # 2 * 1 * (4 / 2)
-    with pytest.raises(ConfigError, match=r"sequence_parallel_size: expected a divisor of the 4 rank\(s\), got 3"):
-        resolve({MICRO: 2, "sequence_parallel_size": 3})
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {TRAIN: 32, MICRO: 4, STEPS: 4},
-            f'{TRAIN}: 32 != 64 = {MICRO} 4 * {STEPS} 4 * 4 rank(s); write 64, or "auto"',
-        ),
-        ({TRAIN: 30, MICRO: 4, STEPS: "auto"}, f"{TRAIN}: 30 is not a multiple of 16 = {MICRO} 4 * 4 rank(s); write"),
-        ({TRAIN: 30, MICRO: "auto", STEPS: 2}, f"{TRAIN}: 30 is not a multiple of 8 = {STEPS} 2 * 4 rank(s)"),
-        ({TRAIN: 30, MICRO: "auto", STEPS: "auto"}, f"{TRAIN}: 30 is not a multiple of 4 = {STEPS} 1 * 4 rank(s)"),
-        ({TRAIN: 30}, f"{TRAIN}: 30 is not a multiple of 4"),
-        ({TRAIN: 2, MICRO: "auto"}, f"{TRAIN}: 2 is not a multiple of 4"),
-        ({TRAIN: 8, MICRO: 8}, f"{TRAIN}: 8 is not a multiple of 32"),
-        ({MICRO: 0}, f'{MICRO}: expected a positive integer or "auto", got 0'),
-        ({MICRO: "8"}, f"{MICRO}: expected a positive integer or \"auto\", got '8'"),
-        ({TRAIN: True}, f"{TRAIN}: expected a positive integer"),
-        ({STEPS: 1.5}, f"{STEPS}: expected a positive integer"),
-    ],
-)
-def test_batch_sizes_that_cannot_be(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        resolve(config)
-    assert "1 key(s) cannot be resolved" in str(caught.value)
-
-
-def test_all_unresolvable_keys_are_one_error() -> None:
-    config = copy.deepcopy(HF_ZERO3)
-    config["zero_optimization"]["offload_param"]["device"] = "auto"
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = "auto"
-    config["data_efficiency"] = {"metrics": [{"name": "seqlen"}, {"name": "auto"}, ["auto"]]}
-    config["fp16"]["loss_scale"] = "auto"
-    config["steps_per_print"] = "auto"
-    config[TRAIN], config[STEPS] = 30, 4
-
-    with pytest.raises(ConfigError) as caught:
-        resolve(config, hidden_size=None)
-
-    first, *lines = str(caught.value).splitlines()
-    assert first == "ds_config: 10 key(s) cannot be resolved"
-    assert {line.split(":")[0] for line in lines} == {
-        "- train_batch_size",
-        "- zero_optimization.reduce_bucket_size",
-        "- zero_optimization.stage3_prefetch_bucket_size",
-        "- zero_optimization.stage3_param_persistence_threshold",
-        "- zero_optimization.offload_param.device",
-        "- zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        "- data_efficiency.metrics[1].name",
-        "- data_efficiency.metrics[2][0]",
-        "- fp16.loss_scale",
-        "- steps_per_print",
-    }
-    assert all("write a" in line for line in lines)
-    assert any("no hidden_size to resolve it from; write a number of elements" in line for line in lines)
-
-
-def test_a_missing_hidden_size_matters_only_where_it_is_asked_for() -> None:
-    zero = {"stage": 3, "reduce_bucket_size": 100}
-
-    assert resolve({"zero_optimization": zero}, hidden_size=None)["zero_optimization"] == zero
-
-
-def test_what_deepspeed_itself_calls_auto_stays() -> None:
-    config = {
-        "data_types": {"keep_in_fp32_modules": "auto"},
-        "zero_optimization": {"stage": 3, "zenflow": {"select_strategy": "auto"}},
-        "expert_parallel": {"enabled": True, "top_k": "auto"},
-        MICRO: 1,
-    }
-    resolved = resolve(config)
-
-    assert {key: resolved[key] for key in config} == config
-    with pytest.raises(ConfigError, match=r"- data_types\.grad_accum_dtype: cannot be resolved"):
-        resolve({"data_types": {"grad_accum_dtype": "auto"}})
-
-
-SIZES = st.none() | st.just("auto") | st.integers(1, 48)
-
-
-@given(SIZES, SIZES, SIZES, st.integers(1, 8))
-@settings(deadline=None)
-def test_resolved_batch_sizes_multiply_up(train: Any, micro: Any, steps: Any, world_size: int) -> None:
-    config = {key: size for key, size in ((TRAIN, train), (MICRO, micro), (STEPS, steps)) if size is not None}
-    try:
-        resolved = resolve(config, world_size=world_size)
-    except ConfigError as error:
-        assert isinstance(train, int), error  # noqa: PT017 - whatever train is left open can be resolved
-        return
-    # DeepSpeed's own rule for keys that stay absent (runtime/config.py:607).
-    micro_out = resolved.get(MICRO) or resolved[TRAIN] // world_size // resolved.get(STEPS, 1)
-    if resolved.get(STEPS) is None and resolved.get(TRAIN) and resolved.get(MICRO):
-        steps_out = resolved[TRAIN] // micro_out // world_size
-    else:
-        steps_out = resolved.get(STEPS, 1)
-    assert resolved.get(TRAIN, micro_out * steps_out * world_size) == micro_out * steps_out * world_size
-    assert resolve(resolved, world_size=world_size) == resolved
-    assert all(resolved[key] == size for key, size in config.items() if size != "auto")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        HF_ZERO3,
-        {"zero_optimization": {"stage": 3}},
-        {"zero_optimization": {"stage": 3}, STEPS: 4},
-        {"zero_optimization": {"stage": 3}, TRAIN: "auto", STEPS: "auto"},
-        {"zero_optimization": {"stage": 3, "zenflow": {"select_strategy": "auto"}}, MICRO: "auto"},
-        {"bfloat16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}},
-    ],
-)
-def test_deepspeed_accepts_the_resolved_config(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    resolved = resolve(config, world_size=1)
-    accepted = DeepSpeedConfig(copy.deepcopy(resolved))
-
-    assert accepted.zero_optimization_stage == 3
-    assert accepted.bfloat16_config.enabled
-    assert not accepted.float16_config.enabled
-    assert accepted.train_micro_batch_size_per_gpu == resolved.get(MICRO, 8)
-    assert accepted.gradient_accumulation_steps == resolved.get(STEPS, 1)
-    assert accepted.zero_config.reduce_bucket_size == resolved["zero_optimization"].get("reduce_bucket_size", 5e8)
-
-
-def test_deepspeed_refuses_a_config_without_batch_size() -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    with pytest.raises(AssertionError, match="Either train_batch_size or train_micro_batch_size_per_gpu"):
-        DeepSpeedConfig({"zero_optimization": {"stage": 3}})
-
-
-# ---- hidden_size_of
-
-
-def namespace(**attributes: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**attributes)
-
-
-def refuse_text_config() -> None:
-    raise ValueError("Multiple valid text configs were found")
-
-
-@pytest.mark.parametrize(
-    ("model_config", "expected"),
-    [
-        (namespace(hidden_size=64), 64),
-        (namespace(hidden_sizes=[32, 128, 64]), 128),
-        (namespace(text_config=namespace(hidden_size=48)), 48),
-        (namespace(text_config=namespace(hidden_sizes=(16, 24))), 24),
-        (namespace(hidden_size=64, text_config=namespace(hidden_size=48)), 64),
-        (namespace(hidden_size=None, text_config=namespace(hidden_size=48)), 48),
-        (namespace(hidden_sizes=[]), None),
-        (namespace(get_text_config=lambda: namespace(hidden_size=96)), 96),
-        (namespace(get_text_config=refuse_text_config), None),
-        (namespace(), None),
-        (None, None),
-    ],
-)
-def test_hidden_size_of(model_config: Any, expected: int | None) -> None:
-    assert hidden_size_of(model_config) == expected
-
-
-def test_hidden_size_of_real_configs() -> None:
-    from transformers import (
-        BartConfig,
-        EncoderDecoderConfig,
-        GPT2Config,
-        LlamaConfig,
-        LlavaConfig,
-        ResNetConfig,
-        T5Config,
-    )
-
-    assert hidden_size_of(LlamaConfig(hidden_size=64)) == 64
-    assert hidden_size_of(GPT2Config(n_embd=48)) == 48
-    assert hidden_size_of(T5Config(d_model=32)) == 32
-    assert hidden_size_of(BartConfig(d_model=40)) == 40
-    assert hidden_size_of(ResNetConfig(hidden_sizes=[8, 24, 16, 8])) == 24
-    assert hidden_size_of(LlavaConfig(text_config=LlamaConfig(hidden_size=96))) == 96
-    pair = EncoderDecoderConfig.from_encoder_decoder_configs(GPT2Config(n_embd=48), GPT2Config(n_embd=80))
-    assert hidden_size_of(pair) == 80
-
-
-def active() -> dict[str, Any]:
-    return {
-        "zero_optimization": {
-            "stage": 3,
-            "reduce_bucket_size": "auto",
-            "stage3_gather_16bit_weights_on_model_save": "auto",
-            "offload_param": {"device": "cpu", "pin_memory": "auto"},
-        },
-        "bf16": {"enabled": "auto"},
-        "gradient_clipping": "auto",
-        "steps_per_print": 5,
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-        "train_batch_size": 3,  # of a training loop that counts one rank
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": "auto",
-    }
-
-
-def test_keeps_what_loading_reads() -> None:
-    given = active()
-    assert for_loading(given) == {
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "cpu"}},
-        "bf16": {"enabled": "auto"},
-        "gradient_clipping": "auto",
-        "steps_per_print": 5,
-        "train_micro_batch_size_per_gpu": 1,
-    }
-    assert given == active()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 7])
-def test_resolves_whatever_the_batch_sizes_were(world_size: int) -> None:
-    resolved = resolve_auto(for_loading(active()), world_size=world_size, hidden_size=32, precision=Precision.FP32)
-    assert resolved["zero_optimization"]["reduce_bucket_size"] == 32 * 32
-    assert resolved["bf16"] == {"enabled": False}
-    assert resolved["train_micro_batch_size_per_gpu"] == 1
-
-
-def test_deepspeeds_own_auto_stays() -> None:
-    own = {"zero_optimization": {"stage": 3}, "data_types": {"keep_in_fp32_modules": "auto"}}
-    assert for_loading(own)["data_types"] == {"keep_in_fp32_modules": "auto"}

@@ -25,7 +25,7 @@ MODULES: dict[str, set[str]] = {
     "fingerprint": set(),
     "contract": set(),
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
-    "settings": {"ds_config", "kinds", "precision", "settings"},
+    "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
     "read": {"executor", "hashing", "open_sources", "sample", "source", "whole"},
     "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "tensor"},
@@ -138,6 +138,7 @@ PURE: set[str] = {
     "formats.inert_pickle",
     "integrity.sums",
     "planning",
+    "settings.auto",
     "settings.precision",
 }
 NOT_IN_PURE: set[str] = {

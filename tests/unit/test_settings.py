@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_load import DistributedInterface, ModelEngine, load_model, load_report, plan, streaming
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.loader import deepspeed_config
-from lowmem_load.settings import ds_config, precision
+from lowmem_load.settings import auto, ds_config, precision
 from lowmem_load.settings.settings import Partition, Settings, choices_of, read_settings
 from tests import builders
 
@@ -139,7 +139,7 @@ def lone_process() -> Iterator[None]:
 @pytest.fixture
 def calls() -> Iterator[Counter[str]]:
     """How often each of these was called, by whomever."""
-    functions = (ds_config.read_ds_config, ds_config.resolve_auto, ds_config.zero_stage, precision.precision_of)
+    functions = (ds_config.read_ds_config, auto.resolve_auto, ds_config.zero_stage, precision.precision_of)
     names = {function.__code__: function.__name__ for function in functions}
     found: Counter[str] = Counter()
 
