@@ -1,4 +1,4 @@
-"""The DeepSpeed seam: the only module that touches DeepSpeed's private names and the `ds_*` attributes of parameters.
+"""Makes parameters of ZeRO-3 whose partitions are there, but empty, by DeepSpeed's own means.
 
 Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`. What stock `zero.Init` does to a
 parameter is: allocate it whole, broadcast it from rank 0, attach the ZeRO methods (`_convert_to_deepspeed_param`),
@@ -14,14 +14,9 @@ Glossary: `ds_numel` of a parameter is the unpadded count, `ds_tensor.ds_numel` 
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
-import shutil
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import deepspeed
 import torch
@@ -29,13 +24,13 @@ from pydantic import ValidationError
 from torch import nn
 
 from lowmem_load.contract import require, require_attributes
-from lowmem_load.ds.extensions import load_async_io
+from lowmem_load.ds import swapping
 from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent
+from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
-_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 
 
 def _check_contract() -> None:
@@ -47,32 +42,22 @@ def _check_contract() -> None:
                 *("_aligned_size", "_convert_to_deepspeed_param", "get_partition_rank", "num_partitions", "param_id"),
             ),
             _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
-            "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
             "deepspeed.runtime.config": ("DeepSpeedConfig",),
             "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
             "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
             "deepspeed.runtime.zero.utils": ("is_zero_param",),
             "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
-            _SWAPPER: (
-                "_io_aligned_numel",
-                "available_swap_in_buffers",
-                "get_buffer",
-                "get_path",
-                "swap_out_and_release",
-                "swappable_tensor",
-            ),
         },
         arguments={
             f"{_ZERO}:Init.__init__": (
                 *("config_dict_or_path", "data_parallel_group", "module", "mpu", "zero_param_parallel_group"),
             ),
-            f"{_SWAPPER}.swappable_tensor": ("numel",),
         },
     )
 
 
 def _check_made(init: Any) -> None:
-    """Raise IncompatibleVersionError unless zero.Init and its swapper have set what this module reads of them."""
+    """Raise IncompatibleVersionError unless zero.Init has set what this module reads of it."""
     require_attributes(
         SUPPORTED,
         init,
@@ -82,12 +67,6 @@ def _check_made(init: Any) -> None:
             *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
         ),
     )
-    if init.param_swapper is not None:
-        require_attributes(
-            SUPPORTED,
-            init.param_swapper,
-            ("aio_read_handle", "buffers", "elements_per_buffer", "swap_element_size", "swap_folder", "use_gds"),
-        )
 
 
 def _check_converted(parameter: nn.Parameter) -> None:
@@ -140,20 +119,14 @@ class Partitioner:
         UnsupportedError: names the setting that cannot be followed, and why.
     """
 
-    # Live parameter swappers, by `_swap_key`. Per process, as are the folders on disk that they stand for: DeepSpeed
-    # empties such a folder whenever it makes a swapper.
-    _swappers: ClassVar[weakref.WeakValueDictionary[tuple[str, str], Any]] = weakref.WeakValueDictionary()
-
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
         _refuse_settings(ds_config)
         sequence_parallel_size = ds_config.get("sequence_parallel_size", 1)
         mpu = None if group is None else _Mpu(dist.get_world_size(group) // sequence_parallel_size)
         offload = _parse(ds_config, mpu).zero_config.offload_param
-        swap_key = _swap_key(ds_config)
-        if swap_key is not None:
-            self._refuse_swapped(swap_key)
-            _refuse_buffers(offload, itemsize=2 if swap_key[1] else 4)
-            _load_async_io(ds_config)
+        swap_folder = swapping.folder_of(ds_config)
+        if swap_folder is not None:
+            swapping.prepare(swap_folder, ds_config, offload)
         section = ds_config["zero_optimization"]
         if section.get("mics_shard_size", -1) > 0:
             from deepspeed.runtime.zero.mics import MiCS_Init
@@ -168,10 +141,7 @@ class Partitioner:
                 mpu=mpu,
             )
         _check_made(self._init)
-        self._swapped: list[nn.Parameter] = []
-        if swap_key is not None:
-            Partitioner._swappers[swap_key] = self._init.param_swapper
-            _free_with_last_view(self._init.param_swapper)
+        self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
 
@@ -257,10 +227,9 @@ class Partitioner:
             )
         aligned = init._aligned_size(parameter)
         partition_numel = aligned // self.world_size
-        swapper = init.param_swapper
-        if swapper is not None and swapper.swappable_tensor(numel=partition_numel):
-            partition = self._swap_buffer(parameter, partition_numel)
-            self._swapped.append(parameter)
+        if self._swapping is not None and self._swapping.swaps(partition_numel):
+            memory = self._swapping.buffer(parameter, partition_numel)
+            partition = _described(memory, partition_numel, OffloadDeviceEnum.nvme)
         else:
             partition = self._new_partition(partition_numel, parameter.dtype)
         parameter.ds_tensor = partition
@@ -276,74 +245,18 @@ class Partitioner:
         ]
 
     def swap_files(self, numels: Iterable[int]) -> dict[str, int]:
-        """Return what `swap_out` will write of partitions of `numels` elements, in bytes, by folder; none in memory.
-
-        Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `get_buffer`: a file is as long as the aligned buffer.
-        """
-        swapper = self._init.param_swapper
-        if swapper is None:
-            return {}
-        swapped = [numel for numel in numels if swapper.swappable_tensor(numel=numel)]
-        return {swapper.swap_folder: sum(map(swapper._io_aligned_numel, swapped)) * swapper.swap_element_size}
+        """Return what `swap_out` will write of partitions of `numels` elements, in bytes, by folder; none in memory."""
+        return {} if self._swapping is None else self._swapping.files(numels)
 
     @property
     def needs_room(self) -> bool:
         """Whether the swapper has no free buffer for another partition."""
-        swapper = self._init.param_swapper
-        return swapper is not None and swapper.available_swap_in_buffers() == 0
+        return self._swapping is not None and self._swapping.needs_room
 
     def swap_out(self) -> None:
-        """Write the partitions that lie in the swapper's buffers to their files, and free the buffers.
-
-        Raises:
-            ConfigError: a file is shorter than what was written: DeepSpeed does not look, and would train on zeros.
-        """
-        if not self._swapped:
-            return
-        swapper = self._init.param_swapper
-        nbytes = [parameter.ds_tensor.ds_numel * parameter.ds_tensor.element_size() for parameter in self._swapped]
-        swapper.swap_out_and_release(self._swapped)
-        paths = [swapper.get_path(parameter, must_exist=True) for parameter in self._swapped]
-        self._swapped.clear()
-        for path, written in zip(paths, nbytes, strict=True):
-            found = os.stat(path).st_size if os.path.exists(path) else 0
-            if found < written:
-                free = shutil.disk_usage(os.path.dirname(path)).free
-                raise ConfigError(
-                    f"offload_param.nvme_path: {path} has {found} bytes after {written} were written to it ({free} "
-                    "bytes are free there); free space, or name another folder"
-                )
-
-    @classmethod
-    def _refuse_swapped(cls, swap_key: tuple[str, str]) -> None:
-        """Raise ConfigError if a live model's weights lie in the folder: DeepSpeed empties it for each swapper.
-
-        Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`.
-        """
-        if swap_key in cls._swappers:
-            gc.collect()  # parameters and their methods refer to each other
-        if swap_key in cls._swappers:
-            raise ConfigError(
-                f"offload_param.nvme_path {swap_key[0]} holds the weights of another model of this "
-                "process, and DeepSpeed would delete them; give each model a folder of its own"
-            )
-
-    def _swap_buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
-        swapper = self._init.param_swapper
-        if numel > swapper.elements_per_buffer:
-            raise ConfigError(
-                f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, but a partition of a parameter "
-                f"of shape {tuple(parameter.ds_shape)} has {numel}; raise it to at least that"
-            )
-        partition = torch.empty(0, dtype=parameter.dtype)
-        try:
-            partition.data = swapper.get_buffer(parameter, numel).data
-        except AssertionError as error:  # before deepspeed 0.17.1 it has to be smaller
-            raise ConfigError(
-                f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, and deepspeed "
-                f"{deepspeed.__version__} does not fill a buffer: {error}; raise it"
-            ) from error
-        return _described(partition, numel, OffloadDeviceEnum.nvme)
+        """Write the partitions that lie in the swapper's buffers to their files; see `Swapping.swap_out`."""
+        if self._swapping is not None:
+            self._swapping.swap_out()
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         device = self._init.remote_device
@@ -413,69 +326,6 @@ def _secondary_group(size: int) -> Any:
             "DeepSpeed knows one size per process; use the same"
         )
     return group
-
-
-def _swap_key(ds_config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what tells apart the folders of swappers: nvme_path and precision; None if zero.Init will make none.
-
-    That there is an nvme_path was checked by `targets/zero3.py`.
-    """
-    offload = ds_config["zero_optimization"].get("offload_param") or {}
-    if offload.get("device") != OffloadDeviceEnum.nvme:
-        return None
-    enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
-    return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
-
-
-def _refuse_buffers(offload: Any, itemsize: int) -> None:
-    """Raise ConfigError if the swapper's buffers are larger than the machine's memory: DeepSpeed allocates them.
-
-    Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`.
-    """
-    nbytes = offload.buffer_count * offload.buffer_size * itemsize
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory:
-        raise ConfigError(
-            f"offload_param: {offload.buffer_count} buffers (buffer_count) of {offload.buffer_size} elements "
-            f"(buffer_size) are {nbytes} bytes, this machine has {memory}; lower buffer_size to what the largest "
-            "partition of a parameter needs"
-        )
-
-
-def _load_async_io(ds_config: Mapping[str, Any]) -> None:
-    """Build and load the op by which zero.Init's swapper will reach its files.
-
-    zero.Init would do so too, but raises RuntimeError for other reasons as well, which have nothing to do with libaio.
-
-    Raises:
-        ConfigError: it cannot be built, or not be loaded.
-    """
-    if (ds_config.get("aio") or {}).get("use_gds"):
-        return  # another op, which needs no libaio
-    try:
-        load_async_io()
-    except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
-            "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
-        ) from error
-
-
-def _free_with_last_view(swapper: Any) -> None:
-    """Have the swapper's page-locked buffers freed once no tensor lies in them; DeepSpeed keeps them for ever.
-
-    They are GBs with DeepSpeed's defaults, and each load that fails would leave as much behind.
-
-    Source: deepspeed 0.19.8 `deepspeed_pin_tensor.cpp`, `alloc`: a process-wide table owns the memory.
-    """
-    if swapper.use_gds:
-        return  # memory of the device, which torch owns
-    storage = swapper.buffers.untyped_storage()
-    weakref.finalize(storage, _free_locked, swapper.aio_read_handle, storage.data_ptr()).atexit = False
-
-
-def _free_locked(handle: Any, address: int) -> None:
-    handle.free_cpu_locked_tensor(torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8))
 
 
 def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:

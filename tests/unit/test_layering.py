@@ -29,7 +29,7 @@ MODULES: dict[str, set[str]] = {
     "read": {"executor", "hashing", "open_sources", "sample", "source", "whole"},
     "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "tensor"},
-    "ds": {"comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases"},
+    "ds": {"comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases", "swapping"},
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {"active", "intercept", "loader", "names"},
     "ranks": {"environment", "group", "life", "line", "process_group"},

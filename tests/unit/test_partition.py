@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from lowmem_load.ds import partition
+from lowmem_load.ds import partition, swapping
 from lowmem_load.ds.partition import Partitioner
 from lowmem_load.errors import ConfigError
 
@@ -82,7 +82,7 @@ def parsed(config: dict[str, Any], _mpu: Any) -> SimpleNamespace:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for stand_in in (Op, Init):
         monkeypatch.setattr(stand_in, "error", None)
-    monkeypatch.setattr(partition, "load_async_io", Op.load)
+    monkeypatch.setattr(swapping, "load_async_io", Op.load)
     monkeypatch.setattr(partition, "DeepSpeedConfig", parsed)
     monkeypatch.setattr(partition, "Init", Init)
 
@@ -140,7 +140,8 @@ def test_a_swap_file_that_came_out_short_is_an_error(
     partitioner = Partitioner(nvme(tmp_path))
     values = torch.zeros(1000)
     values.ds_numel = 1000  # type: ignore[attr-defined]
-    partitioner._swapped.append(SimpleNamespace(ds_id=7, ds_tensor=values))  # type: ignore[arg-type]
+    assert partitioner._swapping is not None
+    partitioner._swapping._swapped.append(SimpleNamespace(ds_id=7, ds_tensor=values))  # type: ignore[arg-type]
     if lost_bytes:
         with pytest.raises(ConfigError, match=rf"7\.swp has {4000 - lost_bytes} bytes after 4000 were written to it"):
             partitioner.swap_out()
@@ -158,7 +159,7 @@ def test_what_will_be_swapped_is_known_before(tmp_path: Path) -> None:
 
 def test_what_stays_in_memory_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partitioner = Partitioner(nvme(tmp_path))
-    partitioner._init.param_swapper = None
+    partitioner._swapping = None
     assert partitioner.swap_files([1 << 30]) == {}
 
 
@@ -197,7 +198,7 @@ def test_what_deepspeed_refuses_is_an_error_of_ours(
 def test_locked_buffers_are_freed_once_no_tensor_lies_in_them() -> None:
     swapper = Swapper()
     handle, address = swapper.aio_read_handle, swapper.buffers.data_ptr()
-    partition._free_with_last_view(swapper)
+    swapping._free_with_last_view(swapper)
     held = torch.empty(0)
     held.data = swapper.buffers.narrow(0, 4, 2).data
     del swapper
@@ -210,6 +211,6 @@ def test_buffers_on_the_device_are_torchs_to_free() -> None:
     swapper = Swapper()
     swapper.use_gds = True
     handle = swapper.aio_read_handle
-    partition._free_with_last_view(swapper)
+    swapping._free_with_last_view(swapper)
     del swapper
     assert handle.freed == []
