@@ -46,6 +46,7 @@ def compare_modes(path: str, names: list[str], folder: str) -> None:
     from lowmem_load import DistributedInterface, load_report
 
     group = DistributedInterface()
+    gc.freeze()  # what is imported need not be looked through after each model
     for name in names:
         mode = MODES[name]
         digests, losses, persistent = {}, {}, {}
