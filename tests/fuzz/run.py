@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", action="append", help="by name; all of them when absent")
     parser.add_argument("--seconds", type=float, default=60, help="per target")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 1 << 31), help="printed")
     parser.add_argument("--corpus", type=Path, default=HOME / "corpus")
     parser.add_argument("--findings", type=Path, default=HOME / "findings")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # a process of atheris
@@ -36,6 +36,7 @@ def main() -> None:
         return
     from tests.fuzz.targets import TARGETS
 
+    print(f"seed {options.seed}", flush=True)
     found = False
     for name in options.target or TARGETS:
         for folder in (options.corpus, options.findings):
@@ -119,7 +120,7 @@ def _guided(name: str, options: argparse.Namespace) -> None:
             str(options.corpus / name),
             str(CORPUS / name),
             f"-max_len={MAX_NBYTES}",
-            f"-seed={options.seed or 1}",
+            f"-seed={options.seed}",
         ),
         *(f"-max_total_time={int(options.seconds)}", "-rss_limit_mb=3000", "-timeout=20", "-print_final_stats=1"),
         f"-artifact_prefix={options.findings / name}/",
