@@ -1,6 +1,7 @@
 """Untrusted input: each of the corpus, then seconds of fresh ones, gives a result or an error of lowmem_load.
 
-`make fuzz` is the campaign: a minute of it in CI, longer by hand. What it finds becomes a file of the corpus, and so a test.
+`make fuzz` is the campaign: a minute of it in CI, longer by hand. What it finds becomes a file of the corpus, and so a
+test.
 """
 
 from __future__ import annotations
