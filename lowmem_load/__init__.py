@@ -1,9 +1,13 @@
 """lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+from importlib import import_module
+
+TYPE_CHECKING = False  # typing's own would import typing, in every process of a job (see startup/)
 if TYPE_CHECKING:
+    from typing import Any
+
     from lowmem_load.errors import (
         CheckpointError,
         ConfigError,

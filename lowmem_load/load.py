@@ -17,7 +17,7 @@ from lowmem_load.hf.active import active_zero3_config, was_dropped
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.report import LoadReport
+from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.settings.settings import Partition, Settings, read_settings
 from lowmem_load.stages.load import REPORT_ATTRIBUTE, Load, plan_only
 from lowmem_load.targets.make import target_maker
@@ -250,7 +250,7 @@ def streaming(
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-        with intercept.intercepted(lambda call: _load_as_active(call, progress, verify), _zero3_is_active):
+        with following(progress=progress, verify=verify):
             yield
         return
     with intercept.in_turn(open_ended=True):
@@ -270,9 +270,18 @@ def streaming(
                 raise
 
 
-def _load(settings: Settings, ranks: RankGroup, progress: bool | None, verify: bool) -> Load:
+@contextlib.contextmanager
+def following(*, progress: bool | None, verify: bool, on_load: OnLoad | None = None) -> Iterator[None]:
+    """`streaming(None)`, which calls `on_load` with the report of each streamed load, on every rank."""
+    with intercept.intercepted(lambda call: _load_as_active(call, progress, verify, on_load), _zero3_is_active):
+        yield
+
+
+def _load(
+    settings: Settings, ranks: RankGroup, progress: bool | None, verify: bool, on_load: OnLoad | None = None
+) -> Load:
     device = DistributedInterface().device
-    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress, verify)
+    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress, verify, on_load)
 
 
 def _zero3_is_active() -> bool:
@@ -283,14 +292,16 @@ def _zero3_is_active() -> bool:
     return False
 
 
-def _load_as_active(call: loader.Call, progress: bool | None, verify: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _load_as_active(
+    call: loader.Call, progress: bool | None, verify: bool, on_load: OnLoad | None
+) -> tuple[nn.Module, dict[str, Any]]:
     active = active_zero3_config()
     assert active is not None  # asked a moment ago, by _zero3_is_active
     distributed = DistributedInterface()
     with distributed.agreed("checking the active ds_config") as digest:
         settings = read_settings(active, world_size=distributed.world_size, is_active=True)
         digest.append(f"ds_config {settings.fingerprint}")
-    return _load(settings, distributed, progress, verify)(call)
+    return _load(settings, distributed, progress, verify, on_load)(call)
 
 
 def load_report(model: Any) -> LoadReport:

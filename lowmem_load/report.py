@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,6 +43,10 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3f} B" if number >= 1e9 else f"{number / 1e6:.3f} M"
 
 
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.1f}"
+
+
 def _kib(value: str) -> int:
     return int(value.removesuffix("kB"))
 
@@ -73,6 +77,7 @@ class LoadReport:
         total_partition_bytes: bytes of the partitions on all ranks.
         whole_bytes: bytes of the parameters that every rank holds whole: all of them under stages 0 to 2, those beside
             the partitions where `partition` was given.
+        file_bytes: bytes of the files of the checkpoint, headers included.
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: system calls that read them.
@@ -101,6 +106,7 @@ class LoadReport:
     partition_bytes: int = 0
     total_partition_bytes: int = 0
     whole_bytes: int = 0
+    file_bytes: int = 0
     needed_bytes: int = 0
     read_bytes: int = 0
     num_reads: int = 0
@@ -126,6 +132,7 @@ class LoadReport:
         self.dtype = str(floating[-1]) if floating else ""
         self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes
         self.total_partition_bytes = self.partition_bytes * self.world_size
+        self.file_bytes = sum(file.nbytes for file in plan.files)
         self.needed_bytes = plan.needed_bytes
         self.missing_keys, self.unexpected_keys = list(plan.missing_keys), list(plan.unexpected_keys)
         self.mismatched_keys = list(plan.mismatched_keys)
@@ -150,9 +157,27 @@ class LoadReport:
         if now.total_bytes > self.peak_memory.total_bytes:
             self.peak_memory = now
 
+    def savings(self) -> str:
+        """Return one line: what this rank read of the files, and took of memory, beside the whole of both.
+
+        The whole is what a rank of stock ZeRO-3 reads that loads for all; what that takes of memory is not known here.
+        """
+        spared = max(0, self.file_bytes - self.read_bytes)
+        read = f"read {_mib(self.read_bytes)} of {_mib(self.file_bytes)} MiB in the files"
+        share = f" ({spared / self.file_bytes:.0%} not read)" if self.file_bytes else ""
+        held, whole = self.partition_bytes + self.whole_bytes, self.total_partition_bytes + self.whole_bytes
+        return (
+            f"{self.name}: rank {self.rank} of {self.world_size} {read}{share}, holds {_mib(held)} of "
+            f"{_mib(whole)} MiB of parameters, and took at most {_mib(self._grown_bytes)} MiB of host memory for it"
+        )
+
+    @property
+    def _grown_bytes(self) -> int:
+        return self.peak_memory.total_bytes - self.start_memory.total_bytes
+
     def __str__(self) -> str:
         mib = float(1 << 20)
-        grown = (self.peak_memory.total_bytes - self.start_memory.total_bytes) / mib
+        grown = self._grown_bytes / mib
         lines = [
             f"{self.name}: {self.num_parameters} parameters, {_count(self.num_elements)} elements, {self.dtype}, "
             f"rank {self.rank} of {self.world_size}",
@@ -172,3 +197,7 @@ class LoadReport:
                 shown = ", ".join(str(getattr(value, "name", value)) for value in values[:5])
                 lines.append(f"  {label}: {len(values)}: {shown}{', ...' if len(values) > 5 else ''}")
         return "\n".join(lines)
+
+
+OnLoad: TypeAlias = Callable[[LoadReport], object]
+"""Told of a load when it has ended."""

@@ -19,7 +19,8 @@ from lowmem_load.ds.parameters import is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.load import streaming
+from lowmem_load.load import following
+from lowmem_load.report import OnLoad
 from lowmem_load.settings.ds_config import read_ds_config
 
 WHOLE_SHARE = 0.5
@@ -28,7 +29,7 @@ WHOLE_SHARE = 0.5
 Far above what adapters and new heads, which are made after a load and rightly whole, come to."""
 
 
-def install(*, progress: bool | None = None, verify: bool = False) -> None:
+def install(*, progress: bool | None = None, verify: bool = False, on_load: OnLoad | None = None) -> None:
     """From now on every `from_pretrained` loads into ZeRO-3 partitions while ZeRO-3 is active in transformers.
 
     It is active from `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch` or
@@ -44,6 +45,7 @@ def install(*, progress: bool | None = None, verify: bool = False) -> None:
     Args:
         progress: as for `load_model`.
         verify: as for `load_model`.
+        on_load: called with the `LoadReport` of each streamed load when it has ended, on every rank.
 
     Raises:
         ConfigError: called inside a `streaming` block, which would undo it on its exit.
@@ -53,7 +55,7 @@ def install(*, progress: bool | None = None, verify: bool = False) -> None:
     if intercept.is_intercepted():
         raise ConfigError("install() inside a streaming() block: call it before or after the block")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(streaming(progress=progress, verify=verify))
+        stack.enter_context(following(progress=progress, verify=verify, on_load=on_load))
         _Installed.interception = intercept.innermost()
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()

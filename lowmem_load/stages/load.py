@@ -22,7 +22,7 @@ from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
-from lowmem_load.report import LoadReport, host_memory
+from lowmem_load.report import LoadReport, OnLoad, host_memory
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.checksums import agree_on_checksums, warn_of_holes
 from lowmem_load.stages.describe import Described, describe
@@ -75,6 +75,7 @@ class Load:
         make_target: makes each model's target.
         progress: see `lowmem_load.load_model`.
         verify: see `lowmem_load.load_model`.
+        on_load: called with the report of a load that is done.
         open_source: opens files of the checkpoint.
     """
 
@@ -83,6 +84,7 @@ class Load:
     make_target: TargetMaker
     progress: bool | None = None
     verify: bool = False
+    on_load: OnLoad | None = None
     open_source: Opener = LocalFile
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
@@ -113,6 +115,8 @@ class Load:
                 stacklevel=4,
             )
         setattr(described.model, REPORT_ATTRIBUTE, report)
+        if self.on_load is not None:
+            self.on_load(report)
         return described.model, described.info
 
     def _is_left_alone(self, call: loader.Call) -> bool:

@@ -31,7 +31,7 @@ MODULES: dict[str, set[str]] = {
     "describe": {"context", "initialise", "operations", "tensor"},
     "ds": {"comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases", "swapping"},
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
-    "hf": {"active", "intercept", "loader", "names"},
+    "hf": {"active", "first_load", "intercept", "loader", "names"},
     "ranks": {"environment", "group", "life", "line", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},
     "report": set(),
@@ -39,6 +39,9 @@ MODULES: dict[str, set[str]] = {
     "load": set(),
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},
     "pipelines": {"arguments", "install", "model_engine"},
+    "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},
+    "cli": {"main", "run"},
+    "__main__": set(),
     "testing": {"format", "memory", "raises", "source", "target"},
     "__init__": set(),
 }
@@ -65,7 +68,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "load": {"errors", "hf", "planning", "ranks", "report", "settings", "stages", "targets"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
-    "pipelines": {"ds", "errors", "hf", "load", "ranks", "settings"},
+    "pipelines": {"ds", "errors", "hf", "load", "ranks", "report", "settings"},
+    "startup": {"errors"},
+    "cli": {"startup.environment"},
+    "__main__": {"cli"},
     "testing": {"errors", "formats", "planning", "read", "targets"},
     "__init__": set(),
 }
@@ -79,6 +85,8 @@ ALSO: dict[str, set[str]] = {
 LAZILY: dict[str, set[str]] = {
     "integrity.model": {"ds.parameters"},
     "ranks.process_group": {"ds.comm"},
+    "startup.hook": {"hf.first_load"},
+    "startup.switch_on": {"pipelines.install", "report"},
     "targets.zero3": {"ds.parameters", "ds.partition"},
     "__init__": {
         "errors",

@@ -10,7 +10,7 @@ import torch
 
 from lowmem_load import report as report_module
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import Destination, LoadPlan, SlowPath, TargetPlan
+from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.report import LoadReport, Memory, device_bytes, host_memory
@@ -48,7 +48,7 @@ def plan() -> LoadPlan:
         targets=targets,
         buffers=(),
         values=tuple(planner.values),
-        files=(),
+        files=(PlannedFile("a", 70, "", ""), PlannedFile("b", 30, "", "")),
         read_to_describe=(("aten.equal", 12),),
         missing_keys=("a",),
         unexpected_keys=("b",),
@@ -69,6 +69,7 @@ def test_a_plan_is_taken() -> None:
     )  # 2 elements, 1 of padding
     assert report.whole_bytes == 3 * 8
     assert report.needed_bytes == 2 * 2
+    assert report.file_bytes == 100
     assert (report.missing_keys, report.unexpected_keys) == (["a"], ["b"])
     assert report.mismatched_keys == [("c", (1,), (2,))]
     assert report.recast_parameters == ["zero3.weight"]
@@ -205,3 +206,17 @@ def test_the_text_names_at_most_five_of_a_list() -> None:
         "  unexpected_keys: 6: u, v, w, x, y, ...",
         "  slow_paths: 1: slow.weight",
     ]
+
+
+def test_savings_are_what_is_known_in_one_line() -> None:
+    report = LoadReport("model", rank=1, world_size=4, start_memory=Memory(3 * MIB, 0), peak_memory=Memory(8 * MIB, 0))
+    report.file_bytes, report.read_bytes = 16 * MIB, 4 * MIB
+    report.partition_bytes, report.total_partition_bytes, report.whole_bytes = 2 * MIB, 8 * MIB, MIB
+    assert report.savings() == (
+        "model: rank 1 of 4 read 4.0 of 16.0 MiB in the files (75% not read), holds 3.0 of 9.0 MiB of parameters, "
+        "and took at most 5.0 MiB of host memory for it"
+    )
+    report.read_bytes = 17 * MIB  # some operations read twice
+    assert "(0% not read)" in report.savings()
+    report.file_bytes = report.read_bytes = 0  # from_config
+    assert "read 0.0 of 0.0 MiB in the files, holds" in report.savings()

@@ -1,0 +1,1 @@
+"""The command `lowmem-load`: one module per subcommand, put together in `main.py`."""

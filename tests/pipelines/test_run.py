@@ -1,0 +1,74 @@
+"""`lowmem-load run`: an example that loads as stock does, unchanged, under each launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.pipeline_worker import import_example
+from tests.multi_rank.test_launchers import LAUNCHERS
+from tests.ranks import REPO, reserved_port, run_ranks
+
+SCRIPT = REPO / "examples" / "hf_trainer.py"
+STEPS = ["--steps", "2", "--save-steps", "9"]
+
+
+def train_installed(argv: list[str]) -> list[float]:
+    """Rank function: the example with its own `install()`."""
+    losses: list[float] = import_example("hf_trainer").main(argv)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    import_example("make_model").main([str(folder), "--size", "tiny"])
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def installed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """Losses, and the folder of the trained model, of the example with `install()` in it."""
+    folder = tmp_path_factory.mktemp("installed")
+    argv = ["--model", model, "--output", str(folder), *STEPS]
+    return run_ranks(train_installed, argv, timeout_s=150)[0], folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_script_without_install_trains_as_with_it(
+    launcher: str, model: str, installed: tuple[list[float], Path], tmp_path: Path
+) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    with reserved_port() as port:
+        start = [word.format(port=port) for word in LAUNCHERS[launcher]]
+        script = [str(SCRIPT), "--stock", "--model", model, "--output", str(tmp_path), *STEPS]
+        run = subprocess.run(
+            [sys.executable, "-m", "lowmem_load", "run", "--", *start, *script],
+            env={**environment, "PYTHONPATH": str(REPO)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            cwd=REPO,
+        )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    losses, folder = installed
+    assert f"losses: {' '.join(f'{loss:.6f}' for loss in losses)}\n" in run.stdout
+    [theirs], [ours] = ([*place.glob("final/*.safetensors")] for place in (folder, tmp_path))
+    expected, trained = load_file(theirs), load_file(ours)
+    assert [name for name in expected if not torch.equal(expected[name], trained[name])] == []
+
+    said = re.findall(r"lowmem_load: (.*)", run.stderr)
+    assert len(said) == 2, said
+    assert said[0].startswith("on: ")
+    assert said[1].startswith(f"{model}: rank 0 of 2 read 0.8 of 1.6 MiB in the files (50% not read), holds 0.8 of 1.6")
+    assert "/tiny: 57 parameters" in run.stdout  # the example prints the report of its load

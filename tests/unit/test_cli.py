@@ -1,0 +1,86 @@
+"""The command lowmem-load: quick to start, and `run` becomes the command that it is given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowmem_load.startup.environment import FOLDER, SWITCH
+from tests.ranks import REPO
+
+COMMAND = [sys.executable, "-m", "lowmem_load"]
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", SWITCH)}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env={**environment, **env},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    source = "import sys; from lowmem_load.cli.main import app; app(['run', '--help'], standalone_mode=False)"
+    heavy = "print({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'transformers', 'deepspeed', 'rich'})"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{source}; {heavy}"], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "lowmem-load run -- llamafactory-cli train config.yaml" in found.stdout, found.stderr
+    assert found.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_subcommands_are_listed(arguments: list[str]) -> None:
+    found = run(*arguments)
+    assert "Usage: lowmem-load [OPTIONS] COMMAND" in found.stdout + found.stderr
+    assert "  run  " in found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_the_command_gets_its_arguments_as_they_are_and_its_exit_code_is_ours(separator: list[str]) -> None:
+    script = f'printf "%s|" "$@" "$PYTHONPATH" "${SWITCH}"; exit 7'
+    found = run("run", *separator, "sh", "-c", script, "sh", "--help", "a b", "--", "", PYTHONPATH="/a 'b'")
+    assert found.stdout == "|".join(["--help", "a b", "--", "", f"{FOLDER}:/a 'b'", "1", ""])
+    assert (found.returncode, found.stderr) == (7, "")
+
+
+def test_the_command_takes_the_place_of_the_process() -> None:
+    started = subprocess.Popen(
+        [*COMMAND, "run", "--", "sh", "-c", "echo $$; exec sleep 60"], cwd=REPO, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert started.stdout is not None
+        assert int(started.stdout.readline()) == started.pid
+        started.terminate()
+        assert started.wait(30) == -15
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
+    missing = run("run", "no-such-launcher", "--nproc", "2")
+    assert (missing.returncode, missing.stderr) == (
+        127,
+        "lowmem-load run: no-such-launcher: No such file or directory\n",
+    )
+    refused = run("run", str(tmp_path))
+    assert (refused.returncode, refused.stderr) == (126, f"lowmem-load run: {tmp_path}: Permission denied\n")
+    assert run("run").returncode == 2
+
+
+def test_the_console_script_is_the_module() -> None:
+    from lowmem_load import __main__
+    from lowmem_load.cli import main
+
+    assert '\n[project.scripts]\nlowmem-load = "lowmem_load.cli.main:main"\n' in (REPO / "pyproject.toml").read_text()
+    assert __main__.main is main.main
