@@ -30,11 +30,8 @@ _HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda hidden_size: 10 * hidden_size,
 }
 
-# What `resolve_auto` has a value for, besides batch sizes.
-_RESOLVED_PATHS = frozenset(
-    {"bf16.enabled", "fp16.enabled", "bfloat16.enabled", "gradient_clipping"}
-    | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS}
-)
+# What `resolve_auto` has a value for, besides batch sizes and precision.
+_RESOLVED_PATHS = frozenset({"gradient_clipping"} | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS})
 
 # Their values depend on the training loop: Trainer fills them in once it knows the number of steps.
 _TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
@@ -86,7 +83,9 @@ def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
     An active ds_config is one that a training loop has yet to complete. What only that loop can say does not concern
     a load: batch sizes become 1 per rank (world sizes may differ where a loop counts ranks by itself), "optimizer" and
-    "scheduler" go, and an "auto" that `resolve_auto` has no value for goes too, as DeepSpeed drops it.
+    "scheduler" go, and an "auto" that `resolve_auto` has no value for goes too, as DeepSpeed drops it. So does that of
+    bf16.enabled and fp16.enabled: Trainer and accelerate have filled these in before anything is loaded, and where
+    neither runs, stock ZeRO-3 loads as DeepSpeed reads them, which is as false.
     """
     without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
     kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}

@@ -315,7 +315,7 @@ def test_keeps_what_loading_reads() -> None:
     given = active()
     assert for_loading(given) == {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "cpu"}},
-        "bf16": {"enabled": "auto"},
+        "bf16": {},
         "gradient_clipping": "auto",
         "steps_per_print": 5,
         "train_micro_batch_size_per_gpu": 1,

@@ -20,6 +20,7 @@ from lowmem_load import DistributedInterface, ModelEngine, load_model, load_repo
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.loader import deepspeed_config
 from lowmem_load.settings import auto, ds_config, precision
+from lowmem_load.settings.precision import Precision
 from lowmem_load.settings.settings import Partition, Settings, choices_of, read_settings
 from tests import builders
 
@@ -105,6 +106,21 @@ def test_ranks_that_were_given_the_same_have_one_fingerprint() -> None:
         read(train_batch_size=4),
     ]
     assert len({settings.fingerprint for settings in different}) == len(different)
+
+
+@pytest.mark.parametrize("bf16", [None, "auto", False, True])
+@pytest.mark.parametrize("fp16", [None, "auto", False, True])
+def test_an_active_configuration_has_the_precision_that_stock_zero_init_gives_it(bf16: Any, fp16: Any) -> None:
+    """DeepSpeed drops "auto" and reads what is absent as off; with the two on it refuses."""
+    sections = {name: {"enabled": value} for name, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
+    ds_config = {"zero_optimization": {"stage": 3}, **sections}
+    if bf16 is True and fp16 is True:
+        with pytest.raises(ConfigError, match="both enabled"):
+            read_settings(ds_config, world_size=1, is_active=True)
+        return
+    on = {Precision.BF16: bf16, Precision.FP16: fp16, Precision.FP32: True}
+    expected = next(kind for kind, enabled in on.items() if enabled is True)
+    assert read_settings(ds_config, world_size=1, is_active=True).precision is expected
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
