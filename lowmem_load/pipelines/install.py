@@ -15,19 +15,13 @@ from torch import nn
 
 from lowmem_load.ds.engine import is_shell
 from lowmem_load.ds.initialize_hook import hooked
-from lowmem_load.ds.parameters import is_partitioned, whole_numel
+from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.load import following
 from lowmem_load.report import OnLoad
 from lowmem_load.settings.ds_config import read_ds_config
-
-WHOLE_SHARE = 0.5
-"""Share of a model's elements that is whole from which on it counts as not partitioned.
-
-Far above what adapters and new heads, which are made after a load and rightly whole, come to."""
-
 
 def install(*, progress: bool | None = None, verify: bool = False, on_load: OnLoad | None = None) -> None:
     """From now on every `from_pretrained` loads into ZeRO-3 partitions while ZeRO-3 is active in transformers.
@@ -83,7 +77,11 @@ class _Installed:
 
 
 def _check_order(given: Mapping[str, Any]) -> None:
-    """Warn for each transformers model that `deepspeed.initialize` is about to partition only now."""
+    """Warn for each transformers model that `deepspeed.initialize` is about to partition only now.
+
+    One with any partition was loaded when ZeRO-3 was active. What is whole of it was made since, and stays whole in stock
+    as well: adapters, new heads, embeddings that were resized, which may be most of a small model.
+    """
     model = given.get("model")
     configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
     ds_config = next((config for config in configs if config is not None), None)
@@ -91,10 +89,8 @@ def _check_order(given: Mapping[str, Any]) -> None:
         return
     for found in transformers_models(model):
         parameters = list(found.parameters())
-        whole = [parameter for parameter in parameters if not is_partitioned(parameter)]
-        numel = sum(parameter.numel() for parameter in whole)
-        if numel > WHOLE_SHARE * sum(whole_numel(parameter) for parameter in parameters):
-            mib = sum(parameter.numel() * parameter.element_size() for parameter in whole) / 2**20
+        if parameters and not any(map(is_partitioned, parameters)):
+            mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
             warnings.warn(
                 f"{type(found).__name__}: every rank holds {mib:.1f} MiB of it whole, and ZeRO-3 partitions it only "
                 "now: no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("

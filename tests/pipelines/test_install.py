@@ -74,6 +74,9 @@ def follow(path: str) -> None:
         assert {p.dtype for p in load().parameters()} == {torch.bfloat16}
         with pytest.raises(lowmem_load.ConfigError, match="call it after the block"):
             lowmem_load.uninstall()
+    streamed.resize_token_embeddings(1280)
+    whole = [parameter for parameter in streamed.parameters() if not is_partitioned(parameter)]
+    assert sum(parameter.numel() for parameter in whole) == 2 * 1280 * 32, "the new embeddings, most of the model"
 
     del alive
     gc.collect()
