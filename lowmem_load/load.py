@@ -13,7 +13,7 @@ from torch import nn
 
 from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, UnsupportedError
 from lowmem_load.hf import intercept, loader, names
-from lowmem_load.hf.active import active_zero3_config, was_dropped
+from lowmem_load.hf.active import active_zero3_config, deepspeed_config, was_dropped
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
@@ -259,7 +259,7 @@ def streaming(
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
             digest.append(f"ds_config {settings.fingerprint}")
         with (
-            loader.deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
+            deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
             intercept.intercepted(_load(settings, ranks, progress, verify)),
         ):
             try:

@@ -1,24 +1,44 @@
-"""Which DeepSpeed configuration is active in transformers: that of TrainingArguments, accelerate or the caller.
+"""Which DeepSpeed configuration is active in transformers, and how a load shows it another one, or none at all.
 
 Part of the transformers seam, see `loader.py`. transformers keeps a weak reference to the `HfDeepSpeedConfig` that was
-made last (integrations/deepspeed.py); every `from_pretrained` asks it whether to load for ZeRO-3.
+made last (integrations/deepspeed.py); every `from_pretrained` asks whether to load for ZeRO-3.
+
+[Note: who is asked] transformers asks functions by name, and each of its modules holds the function that was there when
+it was imported. Frameworks replace some of these names (axolotl 0.19: by `lambda: True`, in two modules), which then say
+nothing of the configuration any more. So for a load on the ordinary path the questions are answered wherever a module
+holds them, its own models included, and put back in each as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import transformers.integrations.deepspeed as hf_deepspeed
+import transformers.modeling_utils as modeling_utils
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+QUESTIONS = ("is_deepspeed_zero3_enabled", "is_fsdp_enabled")
+"""Functions by which transformers decides to leave its ordinary path. FSDP's has ranks other than 0 read nothing."""
 
 
 def active_zero3_config() -> Mapping[str, Any] | None:
-    """Return the active ds_config when it is one of ZeRO-3, else None. It is transformers' own: read only."""
-    if not hf_deepspeed.is_deepspeed_zero3_enabled():
+    """Return the active ds_config when it is one of ZeRO-3, else None. It is transformers' own: read only.
+
+    It is active if there is one and `from_pretrained`, which may be told otherwise, would load for ZeRO-3.
+    """
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    alive = None if reference is None else reference()
+    if alive is None or not alive.is_zero3() or not modeling_utils.is_deepspeed_zero3_enabled():
         return None
-    config: Mapping[str, Any] = hf_deepspeed.deepspeed_config()
+    config: Mapping[str, Any] = alive.config
     return config
 
 
@@ -29,6 +49,72 @@ def was_dropped() -> bool:
     """
     reference = hf_deepspeed._hf_deepspeed_config_weak_ref
     return reference is not None and reference() is None
+
+
+@contextlib.contextmanager
+def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
+    """Make `config` the DeepSpeed configuration that transformers sees; None hides any. Restores the one before.
+
+    transformers keeps only a weak reference (`integrations/deepspeed.py`), so the object lives as long as the block.
+    """
+    before = hf_deepspeed._hf_deepspeed_config_weak_ref
+    alive: HfDeepSpeedConfig | None = None
+    try:
+        if config is None:
+            hf_deepspeed._hf_deepspeed_config_weak_ref = None
+        elif isinstance(config, Mapping):
+            alive = HfDeepSpeedConfig(dict(config))
+        else:
+            alive = config
+            hf_deepspeed.set_hf_deepspeed_config(config)
+        yield alive
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+@contextlib.contextmanager
+def ordinary_path() -> Iterator[None]:
+    """Inside, transformers loads as if there were neither ZeRO-3 nor FSDP nor a default device, whoever set them.
+
+    Threads that run already are left alone: one of them may be in the middle of a load of its own.
+    """
+    others = set(threading.enumerate()) - {threading.current_thread()}  # not by number: numbers are given again
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(deepspeed_config(None))
+        for name in QUESTIONS:
+            stack.enter_context(_answered_with_no(name, others))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))  # ZeRO-3 ignores a default device, the ordinary path loads to it
+        yield
+
+
+@contextlib.contextmanager
+def _answered_with_no(name: str, others: set[threading.Thread]) -> Iterator[None]:
+    """Answer the question of this name with False wherever a module holds it; see [Note: who is asked]."""
+    replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def replacement(asked: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(asked)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return asked(*args, **kwargs) if threading.current_thread() in others else False
+
+        replaced[answer] = asked
+        return answer
+
+    try:
+        _exchange(name, replacement)
+        yield
+    finally:
+        # Not where it was put, but where it is: modules that were imported meanwhile took it from others.
+        _exchange(name, lambda held: replaced.get(held, held))
+
+
+def _exchange(name: str, new: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put new(function) in the place of the function that modules hold under a name."""
+    for module in list(sys.modules.values()):
+        held = getattr(module, "__dict__", {}).get(name)  # not getattr: lazy modules would import what has it
+        if callable(held) and (other := new(held)) is not held:
+            setattr(module, name, other)
 
 
 def transformers_models(module: nn.Module) -> list[PreTrainedModel]:

@@ -4,8 +4,8 @@
 checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only the reading of
 files is replaced while it runs: `safe_open` and `load_state_dict`, as `modeling_utils` sees them, hand out symbolic
 tensors (`describe/tensor.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile
-no DeepSpeed configuration is visible to transformers, which keeps it, and modelling code that asks, off the ZeRO-3
-path. Nothing here knows what happens to the expressions afterwards.
+whoever in transformers asks for ZeRO-3, modelling code included, hears that there is none (`active.py`). Nothing here
+knows what happens to the expressions afterwards.
 
 Written for transformers 4.51 to 5.23.
 """
@@ -60,7 +60,10 @@ def _check_contract() -> None:
             "transformers.integrations.deepspeed": (
                 *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
             ),
-            "transformers.modeling_utils": ("get_checkpoint_shard_files", "load_state_dict", "safe_open"),
+            "transformers.modeling_utils": (
+                *("get_checkpoint_shard_files", "is_deepspeed_zero3_enabled", "is_fsdp_enabled"),
+                *("load_state_dict", "safe_open"),
+            ),
             "transformers.utils.logging": (
                 *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
                 *("get_verbosity", "set_verbosity", "set_verbosity_error"),
@@ -71,35 +74,11 @@ def _check_contract() -> None:
 
 _check_contract()
 
-import transformers.integrations.deepspeed as hf_deepspeed  # noqa: E402  the contract gives the better error
-import transformers.modeling_utils as modeling_utils  # noqa: E402
+import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
 from transformers import PretrainedConfig, PreTrainedModel  # noqa: E402
-from transformers.integrations.deepspeed import HfDeepSpeedConfig  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
-# -- the global DeepSpeed configuration ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
-    """Make `config` the DeepSpeed configuration that transformers sees; None hides any. Restores the one before.
-
-    transformers keeps only a weak reference (`integrations/deepspeed.py`), so the object lives as long as the block.
-    """
-    before = hf_deepspeed._hf_deepspeed_config_weak_ref
-    alive: HfDeepSpeedConfig | None = None
-    try:
-        if config is None:
-            hf_deepspeed._hf_deepspeed_config_weak_ref = None
-        elif isinstance(config, Mapping):
-            alive = HfDeepSpeedConfig(dict(config))
-        else:
-            alive = config
-            hf_deepspeed.set_hf_deepspeed_config(config)
-        yield alive
-    finally:
-        hf_deepspeed._hf_deepspeed_config_weak_ref = before
-
+from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
 
 _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 """In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
@@ -139,7 +118,7 @@ class Call:
         """
         refuse_foreign(self.name, self.kwargs)
         self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
-        with deepspeed_config(None), _quiet(), contextlib.ExitStack() as hooks:
+        with ordinary_path(), _quiet(), contextlib.ExitStack() as hooks:
             hooks.enter_context(_symbolic_files(context))
             hooks.enter_context(_checked_indexes())
             hooks.enter_context(_initialised_in(context))

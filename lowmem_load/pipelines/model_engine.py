@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import loader, names
+from lowmem_load.hf import active, names
 from lowmem_load.load import load_with_settings
 from lowmem_load.pipelines.arguments import read_arguments
 from lowmem_load.ranks.process_group import DistributedInterface
@@ -73,7 +73,7 @@ class ModelEngine:
             )
             digest.append(f"ds_config {settings.fingerprint}")
         self.precision = settings.precision
-        with loader.deepspeed_config(with_precision(settings.ds_config, settings.precision)) as alive:
+        with active.deepspeed_config(with_precision(settings.ds_config, settings.precision)) as alive:
             self.hf_deepspeed_config: Any = alive
             with self.distributed.agreed("preparing", name=str(self.args.model)):
                 settings = self._prepare(settings)
@@ -98,7 +98,7 @@ class ModelEngine:
         What in transformers gathers partitions asks for it: `generate`, `resize_token_embeddings`,
         or `from_pretrained` of a further model.
         """
-        with loader.deepspeed_config(self.hf_deepspeed_config):
+        with active.deepspeed_config(self.hf_deepspeed_config):
             yield
 
     def _prepare(self, settings: Settings) -> Settings:

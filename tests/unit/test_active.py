@@ -1,20 +1,27 @@
-"""Which DeepSpeed configuration transformers sees, and the transformers models within a module."""
+"""Which DeepSpeed configuration transformers sees, what it hears while a load is described, and models in a module."""
 
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
+import torch
 import transformers.integrations.deepspeed as hf_deepspeed
+import transformers.modeling_utils as modeling_utils
 from torch import nn
 from transformers import BertConfig, BertModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.models.hubert import modeling_hubert
 
-from lowmem_load.hf.active import active_zero3_config, transformers_models, was_dropped
+from lowmem_load.hf.active import active_zero3_config, ordinary_path, transformers_models, was_dropped
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 ZERO_2 = {"zero_optimization": {"stage": 2}}
+question = hf_deepspeed.is_deepspeed_zero3_enabled
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +62,83 @@ def test_the_last_one_counts() -> None:
     third = HfDeepSpeedConfig(ZERO_3)
     assert active_zero3_config() is third.config
     del first, second
+
+
+# -- the ordinary path -----------------------------------------------------------------------------------------------
+
+
+def enabled() -> bool:
+    return True
+
+
+@pytest.fixture
+def replaced_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As axolotl 0.19 does: what these two answer has nothing to do with the configuration any more."""
+    for module in (modeling_utils, hf_deepspeed):
+        monkeypatch.setattr(module, "is_deepspeed_zero3_enabled", enabled)
+
+
+def test_on_the_ordinary_path_everybody_hears_that_there_is_no_zero_3(
+    replaced_questions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = HfDeepSpeedConfig(ZERO_3)
+    early, late = ModuleType("imported_before"), ModuleType("imported_meanwhile")
+    early.is_fsdp_enabled = enabled
+    monkeypatch.setitem(sys.modules, "imported_before", early)
+    with ordinary_path():
+        monkeypatch.setitem(sys.modules, "imported_meanwhile", late)
+        late.is_deepspeed_zero3_enabled = hf_deepspeed.is_deepspeed_zero3_enabled
+        held = [modeling_utils, hf_deepspeed, modeling_hubert, late]
+        assert [module.is_deepspeed_zero3_enabled() for module in held] == [False] * 4
+        assert not early.is_fsdp_enabled()
+        assert not modeling_utils.is_fsdp_enabled()
+        assert hf_deepspeed.deepspeed_config() is None
+    assert [module.is_deepspeed_zero3_enabled for module in held] == [enabled, enabled, question, enabled]
+    assert early.is_fsdp_enabled is enabled
+    assert active_zero3_config() is kept.config
+
+
+def test_threads_that_run_already_hear_what_they_heard(replaced_questions: None) -> None:
+    heard: list[bool] = []
+    go, done = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        go.wait(60)
+        heard.append(modeling_utils.is_deepspeed_zero3_enabled())
+        done.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    with ordinary_path():
+        go.set()
+        assert done.wait(60)
+    assert heard == [True]
+
+
+def test_the_ordinary_path_sees_no_default_device() -> None:
+    torch.set_default_device("meta")
+    try:
+        with ordinary_path():
+            assert modeling_utils.get_torch_context_manager_or_global_device() is None
+            assert torch.empty(1).device.type == "cpu"
+        assert torch.empty(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_none_is_active_where_transformers_is_told_not_to_load_for_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = HfDeepSpeedConfig(ZERO_3)
+    monkeypatch.setattr(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
+    assert active_zero3_config() is None
+    del kept
+
+
+def test_none_is_active_without_a_configuration_of_zero_3_whatever_transformers_is_told(
+    replaced_questions: None,
+) -> None:
+    assert active_zero3_config() is None
+    kept = HfDeepSpeedConfig(ZERO_2)
+    assert active_zero3_config() is None
+    del kept
 
 
 def bert() -> BertModel:

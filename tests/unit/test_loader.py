@@ -16,7 +16,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.loader import Call, _RealData, _replaced, _SymbolicFile, copy_marks, deepspeed_config
+from lowmem_load.hf.active import deepspeed_config
+from lowmem_load.hf.loader import Call, _RealData, _replaced, _SymbolicFile, copy_marks
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.read.source import LocalFile
 from tests.dtype_keyword import HAS_DTYPE
