@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from lowmem_load.ds import zero_init
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
@@ -56,10 +57,9 @@ def plan_only(
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
     state = torch.get_rng_state()
     try:
-        with Executor(open_source=open_source) as executor:
+        with zero_init.set_aside(), Executor(open_source=open_source) as executor:
             described = describe(call, settings, make_target, executor, holds_values=False)
-            _refuse_quantized(described)
-            described.target.check(described.model)
+            _check(described)
             return make_plan(described, rank).plan
     finally:
         torch.set_rng_state(state)
@@ -97,9 +97,9 @@ class Load:
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
-        with self._same_random_numbers(), self._executor() as executor:
+        with zero_init.set_aside() as around, self._same_random_numbers(), self._executor() as executor:
             described = self._describe(call, executor, report)
-            planned = self._plan(described, report)
+            planned = self._plan(described, around, report)
             report.take_plan(planned.plan, described.settings.ds_config)
             self._check_files(described, executor, report)
             self._execute(planned, described, executor, report)
@@ -151,11 +151,12 @@ class Load:
             digest.append(f"{fingerprint(topics)}, configuration {fingerprint([_config_text(described.model)])}")
         return described
 
-    def _plan(self, described: Described, report: LoadReport) -> Planned:
+    def _plan(self, described: Described, around: Any, report: LoadReport) -> Planned:
         planning = self.ranks.agreed("planning", name=described.name, progress=computing())
         with planning as digest, report.phase("plan"):
-            _refuse_quantized(described)
-            described.target.check(described.model)
+            _check(described)
+            if described.settings.stage == 3:
+                _check_around(around, described)
             planned = make_plan(described, self.ranks.rank)
             digest.append(planned.plan.fingerprint)
         # By itself: DeepSpeed may make groups here, which all ranks must do or none.
@@ -253,6 +254,20 @@ def _is_local(call: loader.Call) -> bool:
 def _config_text(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     return "" if config is None else names.config_text(config)
+
+
+def _check(described: Described) -> None:
+    """Raise for what cannot be planned."""
+    zero_init.refuse_partitioned(described.model)
+    _refuse_quantized(described)
+    described.target.check(described.model)
+
+
+def _check_around(init: Any, described: Described) -> None:
+    """Raise if a zero.Init around this load makes other parameters than the load."""
+    settings, device = described.settings, described.settings.offload_device
+    device = described.target.device.type if device == "none" else device
+    zero_init.refuse_another(init, dtype=settings.dtype, device=device, world_size=settings.world_size)
 
 
 def _refuse_quantized(described: Described) -> None:

@@ -29,7 +29,10 @@ MODULES: dict[str, set[str]] = {
     "read": {"executor", "hashing", "open_sources", "sample", "source", "whole"},
     "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "tensor"},
-    "ds": {"comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases", "swapping"},
+    "ds": {
+        *("comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases", "swapping"),
+        "zero_init",
+    },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {"active", "first_load", "intercept", "loader", "names"},
     "ranks": {"environment", "group", "life", "line", "process_group"},
@@ -63,8 +66,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrity": {"errors", "hf.names", "planning.ranges", "ranks.group", "read"},
     "report": {"planning"},
     "stages": {
-        *("describe", "errors", "fingerprint", "hf", "integrity", "planning", "ranks", "read", "report", "settings"),
-        "targets",
+        *("describe", "ds.zero_init", "errors", "fingerprint", "hf", "integrity", "planning", "ranks", "read", "report"),
+        *("settings", "targets"),
     },
     "load": {"errors", "hf", "planning", "ranks", "report", "settings", "stages", "targets"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
