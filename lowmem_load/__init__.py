@@ -14,6 +14,8 @@ if TYPE_CHECKING:
         IncompatibleVersionError,
         LoadOrderWarning,
         LowMemLoadError,
+        ModelBuildError,
+        NotStreamedWarning,
         PlanError,
         RankError,
         UnsupportedError,
@@ -43,8 +45,10 @@ __all__ = [
     "LoadReport",
     "LowMemLoadError",
     "ModelArguments",
+    "ModelBuildError",
     "ModelDigest",
     "ModelEngine",
+    "NotStreamedWarning",
     "PartialEngine",
     "PlanError",
     "RankError",
@@ -64,7 +68,7 @@ __all__ = [
 _HOMES = {
     "errors": (
         *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
-        *("PlanError", "RankError", "UnsupportedError"),
+        *("ModelBuildError", "NotStreamedWarning", "PlanError", "RankError", "UnsupportedError"),
     ),
     "integrity.files": ("FileCheck", "verify_checkpoint"),
     "integrity.model": ("ModelDigest", "model_digest"),

@@ -4,6 +4,7 @@
     |-- ConfigError               ds_config or arguments that cannot be used      (ValueError)
     |-- CheckpointError           a checkpoint folder or file that cannot be used (ValueError)
     |   |-- HeaderError           a safetensors header that is malformed
+    |   |-- ModelBuildError       a model whose own code fails on its configuration
     |   `-- TruncatedFileError    a file shorter than its header says
     |-- PlanError                 a plan that does not cover every element once   (ValueError)
     |-- UnsupportedError          a combination that cannot be streamed           (NotImplementedError)
@@ -13,7 +14,8 @@
 
 Each also derives from the builtin named on its line, so that `except ValueError` keeps working.
 
-And one warning, `LoadOrderWarning`: a model that goes to ZeRO-3 was loaded before its configuration was there.
+And two warnings. `LoadOrderWarning`: a model that goes to ZeRO-3 was loaded before its configuration was there.
+`NotStreamedWarning`: `install` leaves a load to stock ZeRO-3.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class HeaderError(CheckpointError):
     """A safetensors header is malformed: the file cannot be trusted, nothing of it is read."""
 
 
+class ModelBuildError(CheckpointError):
+    """The code of a model fails when it is built, without memory, from its configuration; its error is the cause."""
+
+
 class TruncatedFileError(CheckpointError):
     """A file ends before the bytes that its header promises."""
 
@@ -57,6 +63,13 @@ class LoadOrderWarning(UserWarning):
     """A model that is trained under ZeRO-3 was loaded whole on every rank, since its ds_config was not active then.
 
     `warnings.simplefilter("error", LoadOrderWarning)` makes it an error.
+    """
+
+
+class NotStreamedWarning(UserWarning):
+    """Under `install` a load is left to transformers and stock ZeRO-3, because it cannot be streamed.
+
+    `install(strict=True)` makes it the error that it tells of.
     """
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.settings.settings import Partition, Settings, read_settings
-from lowmem_load.stages.load import REPORT_ATTRIBUTE, Load, plan_only
+from lowmem_load.stages.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load, plan_only
 from lowmem_load.targets.make import target_maker
 
 DROPPED = (
@@ -246,6 +247,8 @@ def streaming(
 
     Raises:
         ConfigError: ds_config cannot be used.
+
+    A load inside that cannot be streamed raises, as `load_model` does; `install` can leave it to stock ZeRO-3.
     """
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
@@ -270,18 +273,41 @@ def streaming(
                 raise
 
 
-@contextlib.contextmanager
-def following(*, progress: bool | None, verify: bool, on_load: OnLoad | None = None) -> Iterator[None]:
-    """`streaming(None)`, which calls `on_load` with the report of each streamed load, on every rank."""
-    with intercept.intercepted(lambda call: _load_as_active(call, progress, verify, on_load), _zero3_is_active):
-        yield
+def following(
+    *, progress: bool | None, verify: bool, on_load: OnLoad | None = None, is_lenient: bool = False
+) -> AbstractContextManager[None]:
+    """Return `streaming()` without a ds_config.
+
+    Args:
+        progress: see `load_model`.
+        verify: see `load_model`.
+        on_load: called with the report of each streamed load, on every rank.
+        is_lenient: whether what cannot be streamed is left to transformers.
+    """
+
+    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        ds_config = active_zero3_config()
+        assert ds_config is not None  # asked a moment ago, by _zero3_is_active
+        ranks = DistributedInterface()
+        with ranks.agreed("checking the active ds_config") as digest:
+            settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
+            digest.append(f"ds_config {settings.fingerprint}")
+        return _load(settings, ranks, progress, verify, on_load, is_lenient=is_lenient)(call)
+
+    return intercept.intercepted(load, _zero3_is_active)
 
 
 def _load(
-    settings: Settings, ranks: RankGroup, progress: bool | None, verify: bool, on_load: OnLoad | None = None
+    settings: Settings,
+    ranks: RankGroup,
+    progress: bool | None,
+    verify: bool,
+    on_load: OnLoad | None = None,
+    *,
+    is_lenient: bool = False,
 ) -> Load:
     device = DistributedInterface().device
-    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress, verify, on_load)
+    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress, verify, on_load, is_lenient)
 
 
 def _zero3_is_active() -> bool:
@@ -292,30 +318,24 @@ def _zero3_is_active() -> bool:
     return False
 
 
-def _load_as_active(
-    call: loader.Call, progress: bool | None, verify: bool, on_load: OnLoad | None
-) -> tuple[nn.Module, dict[str, Any]]:
-    active = active_zero3_config()
-    assert active is not None  # asked a moment ago, by _zero3_is_active
-    distributed = DistributedInterface()
-    with distributed.agreed("checking the active ds_config") as digest:
-        settings = read_settings(active, world_size=distributed.world_size, is_active=True)
-        digest.append(f"ds_config {settings.fingerprint}")
-    return _load(settings, distributed, progress, verify, on_load)(call)
-
-
 def load_report(model: Any) -> LoadReport:
     """Return the `LoadReport` of a model that lowmem_load loaded, also when an engine or an adapter wraps it.
 
     Raises:
         ValueError: lowmem_load did not load this model.
     """
-    report = getattr(model, REPORT_ATTRIBUTE, None)
+    report, reason = getattr(model, REPORT_ATTRIBUTE, None), why_left_to_stock(model)
     if not isinstance(report, LoadReport):
         raise ValueError(  # noqa: TRY004  the model has the right type, the wrong history
             f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
+            + (f": it was left to stock ZeRO-3: {reason}" if reason else "")
         )
     return report
+
+
+def why_left_to_stock(model: Any) -> str:
+    """Return why `install` left the load of a model to stock ZeRO-3; "" if it did not."""
+    return str(getattr(model, LEFT_ATTRIBUTE, ""))
 
 
 def _storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool) -> torch.dtype:

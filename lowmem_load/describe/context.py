@@ -26,6 +26,7 @@ class Context:
         read_now: reads an expression for code that needs its value at once.
         initialiser: where parameters that are not in the files get their values.
         keeps_of: called with the model once its parameters are there; says what of each this rank will keep.
+        check_built: called with the model as soon as its code has built it; raises for one that cannot be described.
         reading: gives the open source of a file of the checkpoint, which is not closed here.
         files: those described so far, by path.
     """
@@ -33,6 +34,7 @@ class Context:
     read_now: ReadNow
     initialiser: Initialiser
     keeps_of: Callable[[nn.Module], Keeps]
+    check_built: Callable[[nn.Module], None]
     reading: Callable[[str], AbstractContextManager[ByteSource]]
     files: dict[str, CheckpointFile] = field(default_factory=dict)
 

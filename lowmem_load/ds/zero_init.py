@@ -1,8 +1,8 @@
 """A `deepspeed.zero.Init` that somebody has entered: set aside while a load runs, and compared with what it makes.
 
-Part of the DeepSpeed seam, written for deepspeed 0.16.4 to 0.19.8. Inside a zero.Init every module that is made is cut up
-as soon as its `__init__` returns, and `torch.empty`, `torch.zeros`, ... return its dtype, whatever was asked for. Lightning
-calls `configure_model` inside one. Nothing here imports DeepSpeed: where it is not imported, there is no zero.Init.
+Part of the DeepSpeed seam, written for deepspeed 0.16.4 to 0.19.8. Inside a zero.Init every module is cut up as soon as
+its `__init__` returns, and `torch.empty`, `torch.zeros`, ... return its dtype, whatever was asked for. Lightning calls
+`configure_model` inside one. Nothing here imports DeepSpeed: where it is not imported, there is no zero.Init.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def refuse_another(init: Any, *, dtype: torch.dtype, device: str, world_size: in
     found = (init.dtype, _device_type(init.remote_device), init.dp_world_size)
     if found != (dtype, device, world_size):
         raise UnsupportedError(
-            f"inside a deepspeed.zero.Init that makes {found[0]} parameters on {found[1]} for {found[2]} rank(s), while "
-            f"the ds_config of this load asks for {dtype} on {device} for {world_size}; give zero.Init the same "
+            f"inside a deepspeed.zero.Init that makes {found[0]} parameters on {found[1]} for {found[2]} rank(s); "
+            f"the ds_config of this load asks for {dtype} on {device} for {world_size}: give zero.Init the same "
             "ds_config (config_dict_or_path=), or load outside of it"
         )
 
@@ -91,4 +91,3 @@ def refuse_partitioned(model: nn.Module) -> None:
 def _device_type(device: Any) -> str:
     """Return "cpu", "nvme" or the type of the accelerator, of what may be a torch.device, DeepSpeed's enum or text."""
     return str(getattr(device, "value", device)).partition(":")[0]
-

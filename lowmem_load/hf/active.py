@@ -3,10 +3,10 @@
 Part of the transformers seam, see `loader.py`. transformers keeps a weak reference to the `HfDeepSpeedConfig` that was
 made last (integrations/deepspeed.py); every `from_pretrained` asks whether to load for ZeRO-3.
 
-[Note: who is asked] transformers asks functions by name, and each of its modules holds the function that was there when
-it was imported. Frameworks replace some of these names (axolotl 0.19: by `lambda: True`, in two modules), which then say
-nothing of the configuration any more. So for a load on the ordinary path the questions are answered wherever a module
-holds them, its own models included, and put back in each as they were.
+[Note: who is asked] transformers asks functions by name, and each of its modules holds the function that was there
+when it was imported. Frameworks replace some of these names (axolotl 0.19: by `lambda: True`, in two modules), which
+then say nothing of the configuration any more. So for a load on the ordinary path the questions are answered wherever a
+module holds them, models' own included, and put back in each as they were.
 """
 
 from __future__ import annotations

@@ -118,6 +118,15 @@ def _applying() -> _Interception | None:
     return next((one for one in reversed(_State.active) if one.thread in (None, thread)), None)
 
 
+def _handled(one: _Interception, call: Call) -> tuple[Any, dict[str, Any]]:
+    with in_turn(open_ended=False), _State.loading:
+        _State.inside.load = True
+        try:
+            return one.handler(call)
+        finally:
+            _State.inside.load = False
+
+
 def _replace() -> None:
     replaced = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config")}
     ordinary, ordinary_from_config = (method.__func__ for method in replaced.values())
@@ -127,21 +136,19 @@ def _replace() -> None:
         if one is None or not one.wanted():
             with _State.loading:  # not while a load of another thread has replaced what this one uses
                 return ordinary(cls, *args, **kwargs)
-        with in_turn(open_ended=False), _State.loading:
-            wants_info = kwargs.pop("output_loading_info", False)
-            _State.inside.load = True
-            try:
-                model, info = one.handler(Call(ordinary, cls, args, kwargs))
-            finally:
-                _State.inside.load = False
-            return (model, info) if wants_info else model
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = _handled(one, Call(ordinary, cls, args, kwargs))
+        return (model, info) if wants_info else model
 
     def from_config(cls: type, /, config: Any, **kwargs: Any) -> Any:
         one = _applying()
         if one is None or not one.wanted():
             return ordinary_from_config(cls, config, **kwargs)
+        itself = functools.partial(ordinary_from_config, cls, config, **kwargs)
         with _errors_only():  # that parameters are missing is no news here
-            model = from_pretrained(cls, None, config=config, state_dict={}, **kwargs)
+            model, _ = _handled(
+                one, Call(ordinary, cls, (None,), {"config": config, "state_dict": {}, **kwargs}, itself)
+            )
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 

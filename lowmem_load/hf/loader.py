@@ -30,12 +30,12 @@ from lowmem_load.contract import Releases, require
 from lowmem_load.describe.context import Context
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
-from lowmem_load.errors import CheckpointError, LowMemLoadError, UnsupportedError, spelled
-from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
 from lowmem_load.formats.index import check_index
-from lowmem_load.formats.safetensors import Safetensors, code_of
+from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
+from lowmem_load.hf.names import MAX_TOLD, refuse_foreign, refuse_quantized
+from lowmem_load.hf.symbolic_file import SymbolicFile
 
 SUPPORTED = Releases("transformers", oldest="4.51.0", newest="5.23.0")
 
@@ -64,6 +64,8 @@ def _check_contract() -> None:
                 *("get_checkpoint_shard_files", "is_deepspeed_zero3_enabled", "is_fsdp_enabled"),
                 *("load_state_dict", "safe_open"),
             ),
+            "transformers.quantizers.auto:AutoHfQuantizer": ("from_config",),
+            "transformers.quantizers.base:HfQuantizer": ("validate_environment",),
             "transformers.utils.logging": (
                 *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
                 *("get_verbosity", "set_verbosity", "set_verbosity_error"),
@@ -76,6 +78,7 @@ _check_contract()
 
 import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
 from transformers import PretrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.quantizers.auto import AutoHfQuantizer  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
@@ -87,27 +90,45 @@ _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 
 
 class Call:
-    """One call of `from_pretrained` that somebody made, not yet run."""
+    """One call of `from_pretrained` that somebody made, not yet run.
 
-    def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Args:
+        ordinary: transformers' own `from_pretrained`.
+        cls: whose it is.
+        args, kwargs: of the call.
+        instead: what was called, where it is not `from_pretrained`; returns the model.
+    """
+
+    def __init__(
+        self,
+        ordinary: Callable[..., Any],
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        instead: Callable[[], Any] | None = None,
+    ) -> None:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         self.name = cls.__name__ if name is None else str(name)
         self.kwargs = kwargs
-        self._ordinary, self._cls, self._args = ordinary, cls, args
+        self._ordinary, self._cls, self._args, self._instead = ordinary, cls, args, instead
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """Run it as transformers would; return the model and the loading info."""
-        kwargs = {**self.kwargs, "output_loading_info": True}
+        return self._run(self.kwargs) if self._instead is None else (self._instead(), {})
+
+    def _run(self, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+        kwargs = {**kwargs, "output_loading_info": True}
         if "dtype" in kwargs and not hasattr(PretrainedConfig, "torch_dtype"):  # a property since 4.56 renamed it
             kwargs["torch_dtype"] = kwargs.pop("dtype")
         model, info = self._ordinary(self._cls, *self._args, **kwargs)
         return model, info
 
-    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it with symbolic tensors in place of those in files; see [Note: the seam].
+    def describe(self, context: Context, *, is_cut_up: bool) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it with symbolic tensors in place of those in files; see [Note: the seam]. It can be run afterwards.
 
         Args:
             context: what describing needs; its `files` are those that were opened, afterwards.
+            is_cut_up: whether parameters will be cut up, which quantized ones cannot be.
 
         Returns:
             The model, some of whose parameters and buffers are symbolic, and the loading info.
@@ -117,15 +138,18 @@ class Call:
             UnsupportedError: the call asks for a format that cannot be streamed.
         """
         refuse_foreign(self.name, self.kwargs)
-        self.kwargs.pop("disable_mmap", None)  # nothing is mapped, so there is nothing to disable
+        # Nothing is mapped, so there is nothing to disable.
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}
         with ordinary_path(), _quiet(), contextlib.ExitStack() as hooks:
             hooks.enter_context(_symbolic_files(context))
             hooks.enter_context(_checked_indexes())
             hooks.enter_context(_initialised_in(context))
             hooks.enter_context(_adapters(context.read_now))
-            hooks.enter_context(_built(self._cls, self.name))
+            hooks.enter_context(_built(self._cls, self.name, context.check_built))
+            if is_cut_up:
+                hooks.enter_context(_none_quantized())
             try:
-                return self.run()
+                return self._run(kwargs)
             except RuntimeError as error:
                 if _MISMATCH.search(str(error)) is None:
                     raise
@@ -212,18 +236,44 @@ def _adapters(read_now: ReadNow) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _built(cls: Any, name: str) -> Iterator[None]:
-    """Name what is loaded when a model cannot be built from its configuration, and stop one that would never end."""
+def _none_quantized() -> Iterator[None]:
+    """Refuse quantized weights before the model is built: at the check of what the method needs, which may change it.
+
+    mxfp4 dequantizes where it finds no kernels.
+    """
+    ordinary = AutoHfQuantizer.from_config
+
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        quantizer = ordinary(*args, **kwargs)
+
+        def validate_environment(*args: Any, **kwargs: Any) -> None:
+            del quantizer.validate_environment  # the class has its own
+            try:
+                quantizer.validate_environment(*args, **kwargs)
+            finally:  # what is missing for a method that cannot be followed does not matter
+                refuse_quantized(quantizer, {})
+
+        quantizer.validate_environment = validate_environment
+        return quantizer
+
+    with _replaced(AutoHfQuantizer, "from_config", from_config):
+        yield
+
+
+@contextlib.contextmanager
+def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Check the model that is built, name it when it cannot be, and stop one that would never end."""
     ordinary, num_modules = cls.__init__, 0
 
     @functools.wraps(ordinary)
     def build(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         try:
             ordinary(model, *args, **kwargs)
+            check(model)
         except LowMemLoadError:
             raise
         except Exception as error:  # of any class: it reads values as if they were what they should be
-            raise CheckpointError(
+            raise ModelBuildError(
                 f"{name}: {cls.__name__} cannot be built from its configuration (config.json): "
                 f"{spelled(error, MAX_TOLD)}"
             ) from error
@@ -276,8 +326,8 @@ def _initialised_in(context: Context) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _symbolic_files(context: Context) -> Iterator[None]:
-    def symbolic_open(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> _SymbolicFile:
-        return _SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
+    def symbolic_open(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
+        return SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
 
     ordinary = modeling_utils.load_state_dict
 
@@ -312,48 +362,6 @@ def _checked_indexes() -> Iterator[None]:
 
 def _never(path: object) -> bool:
     return False
-
-
-class _SymbolicFile:
-    """What `safetensors.safe_open` returns, with symbolic tensors."""
-
-    def __init__(self, file: CheckpointFile, read_now: ReadNow) -> None:
-        self._file, self._read_now = file, read_now
-
-    def __enter__(self) -> _SymbolicFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def keys(self) -> list[str]:
-        return list(self._file.names)
-
-    def metadata(self) -> Mapping[str, str] | None:
-        return self._file.metadata
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return SymbolicTensor(self._file.expression(name), self._read_now)
-
-    def get_slice(self, name: str) -> _SymbolicSlice:
-        return _SymbolicSlice(self, name)
-
-
-class _SymbolicSlice:
-    """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed."""
-
-    def __init__(self, file: _SymbolicFile, name: str) -> None:
-        self._file, self._name = file, name  # looked up when used: torch may lack the dtype of one that nobody uses
-
-    def get_shape(self) -> list[int]:
-        return list(self._file.get_tensor(self._name).shape)
-
-    def get_dtype(self) -> str:
-        return code_of(self._file.get_tensor(self._name).dtype)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = self._file.get_tensor(self._name)
-        return tensor if index is Ellipsis else tensor[index]
 
 
 def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:

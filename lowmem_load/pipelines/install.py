@@ -1,7 +1,8 @@
 """install() and uninstall(): lowmem_load for a whole script, wherever ZeRO-3 is active in it.
 
-`streaming(None)` without the block, and a look at what `deepspeed.initialize` is given: a model that comes there whole
-under ZeRO-3 was loaded in the wrong order, which neither transformers nor DeepSpeed says.
+`streaming(None)` without the block, which leaves to stock what cannot be streamed; and a look at what
+`deepspeed.initialize` is given: a model that comes there whole under ZeRO-3 was loaded in the wrong order, which
+neither transformers nor DeepSpeed says.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.load import following
+from lowmem_load.load import following, why_left_to_stock
 from lowmem_load.report import OnLoad
 from lowmem_load.settings.ds_config import read_ds_config
 
-def install(*, progress: bool | None = None, verify: bool = False, on_load: OnLoad | None = None) -> None:
+
+def install(
+    *, progress: bool | None = None, verify: bool = False, strict: bool = False, on_load: OnLoad | None = None
+) -> None:
     """From now on every `from_pretrained` loads into ZeRO-3 partitions while ZeRO-3 is active in transformers.
 
     It is active from `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch` or
     an `HfDeepSpeedConfig` that is kept in a variable, if that names stage 3; the load follows that ds_config. All
     other loads are the ordinary ones. Calling it again does nothing.
+
+    A load that works without this works with it: one that cannot be streamed (a quantized model, say) is left to stock
+    ZeRO-3, with a `NotStreamedWarning` on every rank that says why. That is decided by all ranks before anything is
+    allocated or read.
 
     A transformers model that `deepspeed.initialize` gets whole under stage 3 raises a `LoadOrderWarning` on every
     rank; so does a load after an `HfDeepSpeedConfig` was dropped. `warnings.simplefilter("error", LoadOrderWarning)`
@@ -38,7 +46,8 @@ def install(*, progress: bool | None = None, verify: bool = False, on_load: OnLo
 
     Args:
         progress: as for `load_model`.
-        verify: as for `load_model`.
+        verify: as for `load_model`. What cannot be streamed cannot be verified either, and is an error then.
+        strict: whether a load that cannot be streamed is an error (an `UnsupportedError` as a rule).
         on_load: called with the `LoadReport` of each streamed load when it has ended, on every rank.
 
     Raises:
@@ -49,7 +58,7 @@ def install(*, progress: bool | None = None, verify: bool = False, on_load: OnLo
     if intercept.is_intercepted():
         raise ConfigError("install() inside a streaming() block: call it before or after the block")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(following(progress=progress, verify=verify, on_load=on_load))
+        stack.enter_context(following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict))
         _Installed.interception = intercept.innermost()
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
@@ -79,8 +88,8 @@ class _Installed:
 def _check_order(given: Mapping[str, Any]) -> None:
     """Warn for each transformers model that `deepspeed.initialize` is about to partition only now.
 
-    One with any partition was loaded when ZeRO-3 was active. What is whole of it was made since, and stays whole in stock
-    as well: adapters, new heads, embeddings that were resized, which may be most of a small model.
+    One with any partition was loaded when ZeRO-3 was active. What is whole of it was made since, and stays whole in
+    stock as well: adapters, new heads, embeddings that were resized, which may be most of a small model.
     """
     model = given.get("model")
     configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
@@ -89,7 +98,7 @@ def _check_order(given: Mapping[str, Any]) -> None:
         return
     for found in transformers_models(model):
         parameters = list(found.parameters())
-        if parameters and not any(map(is_partitioned, parameters)):
+        if parameters and not any(map(is_partitioned, parameters)) and not why_left_to_stock(found):
             mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
             warnings.warn(
                 f"{type(found).__name__}: every rank holds {mib:.1f} MiB of it whole, and ZeRO-3 partitions it only "

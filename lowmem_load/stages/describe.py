@@ -11,6 +11,7 @@ from torch import nn
 
 from lowmem_load.describe.context import Context, Keeps
 from lowmem_load.describe.initialise import Initialiser
+from lowmem_load.ds.zero_init import refuse_partitioned
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import loader
 from lowmem_load.planning.expression import Expression, numel
@@ -100,8 +101,8 @@ def describe(
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(read_now, None if holds_values else note)
-    context = Context(read_now, initialiser, keeps_of, executor.sources.reading)
-    model, info = call.describe(context)
+    context = Context(read_now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
+    model, info = call.describe(context, is_cut_up=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)
     seconds = time.perf_counter() - start

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lowmem_load.describe.tensor import SymbolicTensor, forget
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
-from lowmem_load.planning.load_plan import BufferPlan
+from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
 from lowmem_load.read.executor import Executor
 from lowmem_load.stages.plan import Planned
 from lowmem_load.targets.target import Target
@@ -32,6 +33,7 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
     for position, part in enumerate(plan.targets):
         parameter = planned.parameters.pop(part.name)
         made, memory = target.make(part, parameter, executor.finish)
+        _check_dtypes(part, (made, *memory))
         for destination, tensor in zip(part.destinations, memory, strict=True):
             fill = destination.fill
             executor.fill(fill, tensor[: fill.numel], plan.values, planned.material)
@@ -47,6 +49,16 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
     executor.finish()
     executor.check_unchanged()
     target.finish()
+
+
+def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise UnsupportedError unless what was made has the planned dtype: functions of torch can be replaced."""
+    found = {tensor.dtype for tensor in tensors} - {plan.dtype}
+    if found:
+        raise UnsupportedError(
+            f"{plan.name}: was made as {', '.join(map(str, found))}, though {plan.dtype} was asked for: somebody has "
+            "replaced functions of torch that make tensors; load outside of that"
+        )
 
 
 def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor: Executor) -> None:

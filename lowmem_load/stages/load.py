@@ -15,7 +15,14 @@ from torch import nn
 from tqdm import tqdm
 
 from lowmem_load.ds import zero_init
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import (
+    ConfigError,
+    LowMemLoadError,
+    ModelBuildError,
+    NotStreamedWarning,
+    UnsupportedError,
+    spelled,
+)
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.planning.load_plan import LoadPlan
@@ -38,6 +45,9 @@ MAX_THREADS = 4
 
 REPORT_ATTRIBUTE = "lowmem_load_report"
 """Where a model keeps its `LoadReport`; `load_report(model)` finds it."""
+
+LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
+"""Where a model that was left to stock ZeRO-3 keeps the reason, text."""
 
 PROGRESS_DELAY_S = 3.0
 """Seconds before the progress bar appears: short loads stay quiet."""
@@ -76,7 +86,12 @@ class Load:
         progress: see `lowmem_load.load_model`.
         verify: see `lowmem_load.load_model`.
         on_load: called with the report of a load that is done.
+        is_lenient: whether what cannot be streamed is left to transformers, with a warning; see [Note: left to stock].
         open_source: opens files of the checkpoint.
+
+    [Note: left to stock] That a load cannot be streamed shows while it is described or planned, on all ranks alike, or
+    else it is an error. Nothing is allocated or read then, and no random number is drawn that is not put back, so that
+    transformers can begin it anew.
     """
 
     settings: Settings
@@ -85,21 +100,43 @@ class Load:
     progress: bool | None = None
     verify: bool = False
     on_load: OnLoad | None = None
+    is_lenient: bool = False
     open_source: Opener = LocalFile
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
         with self.ranks.together(f"the load of {call.name}"):
-            left_alone = self._is_left_alone(call)
-            return call.run() if left_alone else self._load(call)
+            if self._is_left_alone(call):
+                return call.run()
+            random_state = torch.get_rng_state()
+            try:
+                return self._load(call)
+            except _NotStreamedError as error:
+                reason = str(error)
+            torch.set_rng_state(random_state)
+            return self._leave(call, reason)
+
+    def _leave(self, call: loader.Call, reason: str) -> tuple[nn.Module, dict[str, Any]]:
+        """Let transformers do a load, saying why."""
+        warnings.warn(
+            f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}",
+            NotStreamedWarning,
+            stacklevel=7,  # the caller of from_pretrained
+        )
+        model, info = call.run()
+        setattr(model, LEFT_ATTRIBUTE, reason)
+        return model, info
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
         with zero_init.set_aside() as around, self._same_random_numbers(), self._executor() as executor:
-            described = self._describe(call, executor, report)
-            planned = self._plan(described, around, report)
+            with self._streamable():
+                described = self._describe(call, executor, report)
+                planned = self._plan(described, around, report)
+            with self._streamable(made=True):
+                self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
             self._check_files(described, executor, report)
             self._execute(planned, described, executor, report)
@@ -118,6 +155,21 @@ class Load:
         if self.on_load is not None:
             self.on_load(report)
         return described.model, described.info
+
+    @contextlib.contextmanager
+    def _streamable(self, *, made: bool = False) -> Iterator[None]:
+        """Tell errors that mean that a load cannot be streamed from others, where such a load is not an error.
+
+        Args:
+            made: whether DeepSpeed may have made something by now, unless it was a setting that was refused.
+        """
+        try:
+            yield
+        except Exception as error:
+            may_work = isinstance(error, UnsupportedError) if made else _may_work_in_stock(error)
+            if not self.is_lenient or self.verify or not may_work:
+                raise
+            raise _NotStreamedError(spelled(error, names.MAX_TOLD)) from error
 
     def _is_left_alone(self, call: loader.Call) -> bool:
         """Return whether transformers does this load by itself; ranks that differ in that would wait for each other."""
@@ -159,13 +211,15 @@ class Load:
                 _check_around(around, described)
             planned = make_plan(described, self.ranks.rank)
             digest.append(planned.plan.fingerprint)
+        return planned
+
+    def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # By itself: DeepSpeed may make groups here, which all ranks must do or none.
         with self.ranks.agreed("preparing", name=described.name), report.phase("plan"):
             described.target.prepare(described.model)
             uses = disk_uses(described.target.files(planned.plan.targets))
         if described.settings.stage == 3 and described.settings.offload_device == "nvme":  # as all ranks have agreed
             agree_on_room(self.ranks, described.name, uses)
-        return planned
 
     def _check_files(self, described: Described, executor: Executor, report: LoadReport) -> None:
         name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
@@ -236,6 +290,18 @@ class Load:
                 torch.set_rng_state(before)
 
 
+class _NotStreamedError(Exception):
+    """Ends a load that is left to transformers."""
+
+
+def _may_work_in_stock(error: Exception) -> bool:
+    """Return whether an error, of all ranks, is about streaming: not about files, the ds_config or other ranks.
+
+    One that is not ours comes from code of transformers or of the model, which may not be ready for symbolic tensors.
+    """
+    return isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
+
+
 def _is_left_alone(call: loader.Call, settings: Settings) -> bool:
     return settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF)
 
@@ -259,7 +325,6 @@ def _config_text(model: nn.Module) -> str:
 def _check(described: Described) -> None:
     """Raise for what cannot be planned."""
     zero_init.refuse_partitioned(described.model)
-    _refuse_quantized(described)
     described.target.check(described.model)
 
 
@@ -268,9 +333,3 @@ def _check_around(init: Any, described: Described) -> None:
     settings, device = described.settings, described.settings.offload_device
     device = described.target.device.type if device == "none" else device
     zero_init.refuse_another(init, dtype=settings.dtype, device=device, world_size=settings.world_size)
-
-
-def _refuse_quantized(described: Described) -> None:
-    quantizer = getattr(described.model, "hf_quantizer", None)
-    if quantizer is not None and described.settings.stage == 3:
-        names.refuse_quantized(quantizer, {})

@@ -146,7 +146,13 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
 
 def _described(name: str, parameter: torch.Tensor) -> Expression:
     if isinstance(parameter, SymbolicTensor):
-        return initialised_part(parameter) or parameter.expression
+        expression = initialised_part(parameter) or parameter.expression
+        if expression.dtype != parameter.dtype:
+            raise UnsupportedError(
+                f"{name}: came out as {parameter.dtype}, though what it is made of is {expression.dtype}: somebody has "
+                "replaced functions of torch that make tensors; load outside of that"
+            )
+        return expression
     if parameter.is_meta:
         raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initialising it")
     return held(parameter)

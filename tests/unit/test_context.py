@@ -52,7 +52,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenSources]:
 def context(sources: OpenSources) -> Context:
     initialiser = Initialiser(read_nothing)
     keeps_of: Any = lambda _: lambda parameter: FlatRange(0, parameter.numel())  # noqa: E731
-    return Context(read_nothing, initialiser, keeps_of, sources.reading)
+    return Context(read_nothing, initialiser, keeps_of, lambda model: None, sources.reading)
 
 
 def test_a_file_is_opened_and_described_once(context: Context, sources: OpenSources, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
-from lowmem_load.hf.loader import Call, _RealData, _replaced, _SymbolicFile, copy_marks
+from lowmem_load.hf.loader import Call, _RealData, _replaced, copy_marks
+from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.read.source import LocalFile
 from tests.dtype_keyword import HAS_DTYPE
@@ -151,10 +152,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.safetensors"
 
 
-def symbolic(path: Path) -> _SymbolicFile:
+def symbolic(path: Path) -> SymbolicFile:
     source = LocalFile(str(path))
     try:
-        return _SymbolicFile(Safetensors().describe(source), read_nothing)
+        return SymbolicFile(Safetensors().describe(source), read_nothing)
     finally:
         source.close()
 

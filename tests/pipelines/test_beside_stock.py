@@ -1,0 +1,258 @@
+"""install() beside stock ZeRO-3, however ZeRO-3 was switched on: streamed with the same result, or left to stock."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tests import builders
+from tests.parity import BF16, FP32, differences
+from tests.ranks import run_ranks
+
+
+@register_quantization_config("weights-as-they-are")
+class AsTheyAreConfig(QuantizationConfigMixin):
+    """Of a quantization that quantizes nothing: what transformers does for it, it does for all of them."""
+
+    def __init__(self, **_: Any) -> None:
+        self.quant_method = "weights-as-they-are"
+
+
+@register_quantizer("weights-as-they-are")
+class AsTheyAre(HfQuantizer):
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, *_: Any, **__: Any) -> None: ...  # abstract in transformers 4
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        return model
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+class OnlyForZero3(LlamaForCausalLM):
+    """Cannot be built as an ordinary load builds models."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        from transformers.integrations import is_deepspeed_zero3_enabled
+
+        super().__init__(config)
+        if not is_deepspeed_zero3_enabled():
+            raise RuntimeError("not without ZeRO-3")
+
+
+class CutsItself(LlamaForCausalLM):
+    """Enters a zero.Init by itself."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        import deepspeed
+
+        super().__init__(config)
+        with deepspeed.zero.Init(config_dict_or_path=FP32):
+            self.own = torch.nn.Linear(3, 3, device="cpu")
+
+
+@contextlib.contextmanager
+def installed(**keywords: Any) -> Iterator[None]:
+    import lowmem_load
+
+    lowmem_load.install(**keywords)
+    try:
+        yield
+    finally:
+        lowmem_load.uninstall()
+
+
+def dtypes(model: Any) -> set[torch.dtype]:
+    return {getattr(parameter, "ds_tensor", parameter).dtype for parameter in model.parameters()}
+
+
+def told(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Return what a call returns, and the warnings of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [str(one.message) for one in caught if one.category.__module__.startswith("lowmem_load")]
+
+
+def patched_names(path: str) -> None:
+    """As axolotl does: stock's own path ran inside ours, without a ds_config, so in fp16."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import load_report
+
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (transformers.modeling_utils, transformers.integrations.deepspeed):
+            patch.setattr(module, "is_deepspeed_zero3_enabled", lambda: True)
+        alive = HfDeepSpeedConfig(FP32)
+        with installed():
+            model, messages = told(lambda: AutoModelForCausalLM.from_pretrained(path))
+    assert messages == []
+    assert load_report(model).num_parameters == len(list(plain.parameters()))
+    assert differences(model, plain) == []
+    del alive
+
+
+def inside_zero_init(path: str) -> None:
+    """As in Lightning's configure_model."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import UnsupportedError, load_model, load_report, streaming
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    alive = HfDeepSpeedConfig(BF16)
+    with deepspeed.zero.Init(config_dict_or_path=BF16):
+        with installed(strict=True):
+            models = [load()]
+        with streaming(BF16):
+            models.append(load())
+        models.append(load_model(path, BF16))
+        own = torch.nn.Linear(4, 4)
+    assert [differences(model, plain) for model in models] == [[], [], []]
+    assert [load_report(model).num_parameters for model in models] == [len(list(plain.parameters()))] * 3
+    assert hasattr(own.weight, "ds_id")
+
+    # One that makes other parameters wins in stock, whatever the active ds_config says.
+    with deepspeed.zero.Init(config_dict_or_path=FP32):
+        with installed():
+            model, messages = told(load)
+        assert dtypes(model) == {torch.float32} == dtypes(load())
+        with streaming(BF16), pytest.raises(UnsupportedError, match=r"makes torch\.float32 parameters"):
+            load()
+    assert len(messages) == 1
+    assert "give zero.Init the same ds_config" in messages[0]
+    del alive
+
+
+def unresolved_precision(path: str) -> None:
+    if importlib.util.find_spec("deepspeed.runtime.precision_config") is None:
+        return  # before 0.17.2 stock reads "auto" as on
+
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    for bf16, fp16 in (("auto", "auto"), (False, "auto"), ("auto", False), (True, "auto")):
+        alive = HfDeepSpeedConfig({**FP32, "bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}})
+        stock = dtypes(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        with installed():
+            assert dtypes(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)) == stock, (bf16, fp16)
+        del alive
+
+
+def quantized(path: str) -> None:
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import UnsupportedError, load_model, load_report, streaming
+
+    alive = HfDeepSpeedConfig(BF16)
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, quantization_config=AsTheyAreConfig())
+
+    stock = load().state_dict()
+    with installed():
+        model, messages = told(load)
+        assert [text.partition(":")[2][:43] for text in messages] == [" not streamed, but left to stock ZeRO-3: Un"]
+        assert "quantization 'weights-as-they-are'" in messages[0]
+        values = model.state_dict()
+        assert [name for name in stock if not torch.equal(stock[name], values[name])] == []
+        assert told(lambda: deepspeed.initialize(model=model, config=BF16))[1] == []
+        with pytest.raises(ValueError, match="it was left to stock ZeRO-3: UnsupportedError: quantization"):
+            load_report(model)
+    refusal = pytest.raises(UnsupportedError, match="quantization 'weights-as-they-are'")
+    with installed(strict=True), refusal:
+        load()
+    with installed(verify=True), refusal:
+        load()
+    with streaming(), refusal:
+        load()
+    with streaming(BF16), refusal:
+        load()
+    with refusal:
+        load_model(path, BF16, quantization_config=AsTheyAreConfig())
+    del alive
+
+
+def what_cannot_be_described(path: str) -> None:
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import ModelBuildError, UnsupportedError
+
+    alive = HfDeepSpeedConfig(FP32)
+    torch.manual_seed(1)
+    stock = OnlyForZero3.from_pretrained(path)
+    torch.manual_seed(1)
+    with installed():
+        model, messages = told(lambda: OnlyForZero3.from_pretrained(path))
+    assert len(messages) == 1
+    assert "OnlyForZero3 cannot be built" in messages[0]
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours.ds_tensor[: ours.ds_numel // 2], theirs.ds_tensor[: ours.ds_numel // 2])
+    with installed(strict=True):
+        with pytest.raises(ModelBuildError, match="OnlyForZero3 cannot be built"):
+            OnlyForZero3.from_pretrained(path)
+        # DeepSpeed 0.16 itself fails inside a model that is built without memory.
+        cut_up = r"own\.weight: was cut up .* the __init__ of CutsItself|CutsItself cannot be built .*no data"
+        with pytest.raises((UnsupportedError, ModelBuildError), match=cut_up):
+            CutsItself.from_pretrained(path)
+    del alive
+
+
+def on_one_rank(path: str) -> None:
+    """What only one rank cannot stream is an error on all: the others would wait in another load."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import RankError
+
+    alive = HfDeepSpeedConfig(BF16)
+    keywords = {"quantization_config": AsTheyAreConfig()} if os.environ["RANK"] == "1" else {}
+    with installed(), pytest.raises(RankError, match="rank 1: UnsupportedError: quantization"):
+        AutoModelForCausalLM.from_pretrained(path, **keywords)
+    del alive
+
+
+CHECKS = (
+    *(patched_names, inside_zero_init, unresolved_precision, quantized, what_cannot_be_described),
+    on_one_rank,
+)
+
+
+def run(checks: tuple[Callable[[str], None], ...], path: str) -> None:
+    """Rank function."""
+    from lowmem_load import DistributedInterface
+
+    DistributedInterface()
+    for check in checks:
+        check(path)
+
+
+def test_however_zero_3_is_switched_on_a_load_is_as_in_stock(checkpoints: Path) -> None:
+    run_ranks(run, CHECKS, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=180)
