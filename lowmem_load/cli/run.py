@@ -17,6 +17,9 @@ def run(
     command: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="What to run, with its arguments.", show_default=False)
     ],
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A load that cannot be streamed is an error, not left to stock ZeRO-3.")
+    ] = False,
 ) -> None:
     """Run a launcher or a script with lowmem_load switched on, in it and in every process that it starts.
 
@@ -27,7 +30,7 @@ def run(
     """
     # The launcher takes the place of this process, so that signals and the exit code are its own.
     try:
-        os.execvpe(command[0], command, switched_on(os.environ))
+        os.execvpe(command[0], command, switched_on(os.environ, strict=strict))
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
         typer.echo(f"lowmem-load run: {command[0]}: {error.strerror}", err=True)

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SWITCH = "LOWMEM_LOAD_INSTALL"
-"""The variable: OFF, or ON."""
+"""The variable: OFF, ON, or STRICT, which is `install(strict=True)`."""
 
-OFF, ON = "0", "1"
+OFF, ON, STRICT = "0", "1", "strict"
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_pythonpath")
 """What PYTHONPATH names."""
 
 
-def switched_on(environment: Mapping[str, str]) -> dict[str, str]:
+def switched_on(environment: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
     """Return an environment with lowmem_load switched on in it.
 
     What is on PYTHONPATH keeps its order and spelling, behind `FOLDER`; an entry that is empty means the current folder
@@ -36,4 +36,4 @@ def switched_on(environment: Mapping[str, str]) -> dict[str, str]:
     """
     before = environment.get("PYTHONPATH", "")
     others = [entry for entry in before.split(os.pathsep) if entry != FOLDER] if before else []
-    return {**environment, SWITCH: ON, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
+    return {**environment, SWITCH: STRICT if strict else ON, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lowmem_load.errors import LowMemLoadError
-from lowmem_load.startup.environment import OFF, ON, SWITCH
+from lowmem_load.startup.environment import OFF, ON, STRICT, SWITCH
 
 if TYPE_CHECKING:
     from lowmem_load.report import LoadReport
@@ -24,12 +24,12 @@ def switch_on() -> None:
             `ImportError`, even where that is the cause: code around a load may take one for an absent extra.
     """
     asked = os.environ.get(SWITCH) or ON
-    if asked != ON:
-        raise LowMemLoadError(f"{SWITCH} is {asked!r}; expected {ON}, or {OFF} to leave lowmem_load off")
+    if asked not in (ON, STRICT):
+        raise LowMemLoadError(f"{SWITCH} is {asked!r}; expected {ON}, {STRICT}, or {OFF} to leave lowmem_load off")
     try:
         from lowmem_load.pipelines.install import install
 
-        install(on_load=_say_saved)
+        install(strict=asked == STRICT, on_load=_say_saved)
     except (ImportError, LowMemLoadError) as error:
         raise LowMemLoadError(
             f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"

@@ -45,6 +45,13 @@ def test_the_subcommands_are_listed(arguments: list[str]) -> None:
     assert "  run  " in found.stdout + found.stderr
 
 
+@pytest.mark.parametrize(("options", "value"), [([], "1"), (["--strict"], "strict")])
+def test_strict_reaches_the_command(options: list[str], value: str) -> None:
+    assert (
+        run("run", *options, "--", "sh", "-c", f'printf "${SWITCH} $*"', "sh", "--strict").stdout == f"{value} --strict"
+    )
+
+
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_the_command_gets_its_arguments_as_they_are_and_its_exit_code_is_ours(separator: list[str]) -> None:
     script = f'printf "%s|" "$@" "$PYTHONPATH" "${SWITCH}"; exit 7'

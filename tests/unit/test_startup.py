@@ -37,9 +37,9 @@ class PreTrainedModel:
 """
 INSTALL = """
 print("install is imported")
-def install(*, on_load):
+def install(*, strict, on_load):
     from transformers.modeling_utils import PreTrainedModel
-    print("install runs")
+    print("install runs" + " strictly" * strict)
     ordinary = PreTrainedModel.__dict__["from_pretrained"].__func__
     def from_pretrained(cls, name):
         report = type("Report", (), {"rank": int(__import__("os").environ.get("RANK", 0)), "savings": lambda: "saved"})
@@ -190,11 +190,17 @@ def test_the_variable_turns_the_folder_off(packages: Path) -> None:
     assert run.stdout.splitlines() == ["lowmem_load is imported", *ORDINARY], run.stderr
 
 
+def test_strictness_is_handed_on(packages: Path) -> None:
+    run = python(LOADS, path=joined(FOLDER, packages), env={SWITCH: "strict"})
+    assert [line.replace(" strictly", "") for line in run.stdout.splitlines()] == STREAMED, run.stderr
+    assert "install runs strictly" in run.stdout
+
+
 @pytest.mark.parametrize(
     ("install", "env", "message"),
     [
         ("raise ImportError('transformers lacks Gone')", {}, "cannot be installed in it: transformers lacks Gone"),
-        (INSTALL, {SWITCH: "yes"}, "LOWMEM_LOAD_INSTALL is 'yes'; expected 1, or 0"),
+        (INSTALL, {SWITCH: "yes"}, "LOWMEM_LOAD_INSTALL is 'yes'; expected 1, strict, or 0"),
     ],
 )
 def test_what_cannot_be_installed_stops_every_load(
