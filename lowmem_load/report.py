@@ -78,6 +78,8 @@ class LoadReport:
         whole_bytes: bytes of the parameters that every rank holds whole: all of them under stages 0 to 2, those beside
             the partitions where `partition` was given.
         file_bytes: bytes of the files of the checkpoint, headers included.
+        num_quantized: parameters whose packed values are held; their elements are counted as they are stored.
+        companion_bytes: bytes of what goes with these, whole on every rank: scales, code books.
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: system calls that read them.
@@ -107,6 +109,8 @@ class LoadReport:
     total_partition_bytes: int = 0
     whole_bytes: int = 0
     file_bytes: int = 0
+    num_quantized: int = 0
+    companion_bytes: int = 0
     needed_bytes: int = 0
     read_bytes: int = 0
     num_reads: int = 0
@@ -133,6 +137,7 @@ class LoadReport:
         self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes
         self.total_partition_bytes = self.partition_bytes * self.world_size
         self.file_bytes = sum(file.nbytes for file in plan.files)
+        self.num_quantized, self.companion_bytes = plan.num_quantized, plan.companion_bytes
         self.needed_bytes = plan.needed_bytes
         self.missing_keys, self.unexpected_keys = list(plan.missing_keys), list(plan.unexpected_keys)
         self.mismatched_keys = list(plan.mismatched_keys)
@@ -190,6 +195,9 @@ class LoadReport:
             f"  peak {grown:.1f} MiB above the start",
             "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]
+        if self.num_quantized:
+            scales = f"{self.companion_bytes / mib:.1f} MiB of scales whole on every rank"
+            lines.insert(2, f"  {self.num_quantized} parameters are quantized; {scales}")
         keys = ("missing_keys", "unexpected_keys", "mismatched_keys", "uninitialised_parameters")
         for label in (*keys, "slow_paths", "recast_parameters"):
             values = getattr(self, label)

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,7 +33,9 @@ from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.names import MAX_TOLD, refuse_foreign, refuse_quantized
+from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
+from lowmem_load.hf.quantizers import described_quantizers
+from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
 
 SUPPORTED = Releases("transformers", oldest="4.51.0", newest="5.23.0")
@@ -78,7 +79,6 @@ _check_contract()
 
 import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
 from transformers import PretrainedConfig, PreTrainedModel  # noqa: E402
-from transformers.quantizers.auto import AutoHfQuantizer  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
@@ -145,9 +145,8 @@ class Call:
             hooks.enter_context(_checked_indexes())
             hooks.enter_context(_initialised_in(context))
             hooks.enter_context(_adapters(context.read_now))
+            hooks.enter_context(described_quantizers(is_cut_up=is_cut_up))
             hooks.enter_context(_built(self._cls, self.name, context.check_built))
-            if is_cut_up:
-                hooks.enter_context(_none_quantized())
             try:
                 return self._run(kwargs)
             except RuntimeError as error:
@@ -158,31 +157,6 @@ class Call:
                     f"{self._cls.__name__}; transformers' report above names them. Correct config.json, or pass "
                     "ignore_mismatched_sizes=True to leave them out"
                 ) from error
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a function, but not for threads that run already: one of them may be in the middle of an ordinary load.
-
-    A load that begins later in another thread waits for its turn, see `hf/intercept.py`.
-    """
-    inherited = name not in vars(owner)
-    before = None if inherited else vars(owner)[name]
-    ordinary = getattr(owner, name)
-    others = set(threading.enumerate()) - {threading.current_thread()}  # not by number: numbers are given again
-
-    @functools.wraps(value)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (ordinary if threading.current_thread() in others else value)(*args, **kwargs)
-
-    setattr(owner, name, chosen)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -231,32 +205,7 @@ def _adapters(read_now: ReadNow) -> Iterator[None]:
             )
         return info
 
-    with _replaced(PreTrainedModel, "load_adapter", load_adapter):
-        yield
-
-
-@contextlib.contextmanager
-def _none_quantized() -> Iterator[None]:
-    """Refuse quantized weights before the model is built: at the check of what the method needs, which may change it.
-
-    mxfp4 dequantizes where it finds no kernels.
-    """
-    ordinary = AutoHfQuantizer.from_config
-
-    def from_config(*args: Any, **kwargs: Any) -> Any:
-        quantizer = ordinary(*args, **kwargs)
-
-        def validate_environment(*args: Any, **kwargs: Any) -> None:
-            del quantizer.validate_environment  # the class has its own
-            try:
-                quantizer.validate_environment(*args, **kwargs)
-            finally:  # what is missing for a method that cannot be followed does not matter
-                refuse_quantized(quantizer, {})
-
-        quantizer.validate_environment = validate_environment
-        return quantizer
-
-    with _replaced(AutoHfQuantizer, "from_config", from_config):
+    with replaced(PreTrainedModel, "load_adapter", load_adapter):
         yield
 
 
@@ -289,7 +238,7 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Iterator[
 
     counting = register_module_module_registration_hook(count)
     try:
-        with _replaced(cls, "__init__", build):
+        with replaced(cls, "__init__", build):
             yield
     finally:
         counting.remove()
@@ -320,7 +269,7 @@ def _initialised_in(context: Context) -> Iterator[None]:
         ordinary(model, *args, **kwargs)
         initialiser.release()
 
-    with _replaced(PreTrainedModel, _INITIALISES, initialise):
+    with replaced(PreTrainedModel, _INITIALISES, initialise):
         yield
 
 
@@ -340,10 +289,10 @@ def _symbolic_files(context: Context) -> Iterator[None]:
         return {name: tensors[id(node)].detach() for name, node in nodes.items()}  # tied names share one value
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(modeling_utils, "safe_open", symbolic_open))
-        stack.enter_context(_replaced(modeling_utils, "load_state_dict", symbolic_state_dict))
+        stack.enter_context(replaced(modeling_utils, "safe_open", symbolic_open))
+        stack.enter_context(replaced(modeling_utils, "load_state_dict", symbolic_state_dict))
         if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
-            stack.enter_context(_replaced(modeling_utils, "_is_on_hf_mount", _never))
+            stack.enter_context(replaced(modeling_utils, "_is_on_hf_mount", _never))
         yield
 
 
@@ -356,7 +305,7 @@ def _checked_indexes() -> Iterator[None]:
         check_index(index, name if os.path.isdir(name) else None, kwargs.get("subfolder") or "")
         return ordinary(name, index, *args, **kwargs)
 
-    with _replaced(modeling_utils, "get_checkpoint_shard_files", checked):
+    with replaced(modeling_utils, "get_checkpoint_shard_files", checked):
         yield
 
 

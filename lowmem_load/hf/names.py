@@ -202,22 +202,36 @@ def _class_named(name: str, where: str) -> Any:
 
 
 def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise for a quantized model, unless it is to be dequantized: ZeRO-3 partitions floating-point parameters.
+    """Raise for a quantized model that ZeRO-3 cannot partition, unless it is to be dequantized.
 
     Raises:
         UnsupportedError: names the method.
     """
     quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
-    if quantization is not None:
-        fields = quantization if isinstance(quantization, Mapping) else vars(quantization)
-        if fields.get("dequantize") is True:
-            return
-        method = fields.get("quant_method", type(quantization).__name__)
-        raise UnsupportedError(
-            f"quantization {str(getattr(method, 'value', method))!r} cannot be partitioned by ZeRO-3: every rank "
-            "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
-            "dequantized checkpoint, or use ZeRO stage 0, 1 or 2"
-        )
+    if quantization is None or is_four_bit(quantization):
+        return
+    fields = _fields(quantization)
+    if fields.get("dequantize") is True:
+        return
+    method = fields.get("quant_method", type(quantization).__name__)
+    raise UnsupportedError(
+        f"quantization {str(getattr(method, 'value', method))!r} cannot be partitioned by ZeRO-3: every rank "
+        "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
+        "dequantized checkpoint, use bitsandbytes in 4 bits, or use ZeRO stage 0, 1 or 2"
+    )
+
+
+def is_four_bit(quantization: Any) -> bool:
+    """Return whether a quantization config, an object or as in a config.json, is one of bitsandbytes in 4 bits."""
+    fields = _fields(quantization)
+    method = fields.get("quant_method", "bitsandbytes")  # config.json of old checkpoints has none
+    return getattr(method, "value", method) == "bitsandbytes" and bool(
+        fields.get("load_in_4bit") or fields.get("_load_in_4bit")  # a property of the object
+    )
+
+
+def _fields(quantization: Any) -> Mapping[str, Any]:
+    return quantization if isinstance(quantization, Mapping) else vars(quantization)
 
 
 def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:

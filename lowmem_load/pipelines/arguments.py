@@ -243,7 +243,9 @@ def _translated(given: _Given) -> dict[str, Any]:
     """Return the values with LLaMA-Factory's names replaced by ours."""
     values = _checked_mapping(given)
     if values.pop("quant_config", None) is not None:
-        raise UnsupportedError(f"{given.where}: quant_config: a quantized model cannot be partitioned by ZeRO-3")
+        raise UnsupportedError(
+            f"{given.where}: quant_config: not supported here; load_model takes transformers' quantization_config"
+        )
     model_class = values.pop("model_class", None)
     if model_class is not None:
         if model_class not in _MODEL_CLASSES:

@@ -21,6 +21,7 @@ from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.load import following, why_left_to_stock
+from lowmem_load.pipelines.additions import cast_additions, config_of
 from lowmem_load.report import OnLoad
 from lowmem_load.settings.ds_config import read_ds_config
 
@@ -34,7 +35,7 @@ def install(
     an `HfDeepSpeedConfig` that is kept in a variable, if that names stage 3; the load follows that ds_config. All
     other loads are the ordinary ones. Calling it again does nothing.
 
-    A load that works without this works with it: one that cannot be streamed (a quantized model, say) is left to stock
+    A load that works without this works with it: one that cannot be streamed (an 8-bit model, say) is left to stock
     ZeRO-3, with a `NotStreamedWarning` on every rank that says why. That is decided by all ranks before anything is
     allocated or read.
 
@@ -60,6 +61,7 @@ def install(
     with contextlib.ExitStack() as stack:
         stack.enter_context(following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict))
         _Installed.interception = intercept.innermost()
+        stack.enter_context(hooked(cast_additions))
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
 
@@ -92,8 +94,7 @@ def _check_order(given: Mapping[str, Any]) -> None:
     stock as well: adapters, new heads, embeddings that were resized, which may be most of a small model.
     """
     model = given.get("model")
-    configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
-    ds_config = next((config for config in configs if config is not None), None)
+    ds_config = config_of(given)
     if not isinstance(model, nn.Module) or is_shell(model) or not _is_stage_3(ds_config):
         return
     for found in transformers_models(model):

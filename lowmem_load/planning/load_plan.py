@@ -108,18 +108,40 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
+class CompanionPlan:
+    """A tensor that goes with a quantized parameter, whole on every rank: scales, code books.
+
+    Attributes:
+        name: as the method of quantization calls it.
+        shape, dtype: of it.
+        fill: how it is filled; None for one that comes with the packing of the parameter.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    fill: Fill | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class TargetPlan:
     """A parameter: what this rank holds of it and how that is filled.
 
     Attributes:
         names: all names of the parameter; more than one where it is tied.
-        shape, dtype: of the whole parameter, as it will be stored.
+        shape, dtype: of the whole parameter, as it will be stored; of one that is quantized, of its packed values.
         kind: what becomes of it, as its target names it: "zero3", "replicated".
         destinations: one for each piece of memory.
         is_recast: whether an ordinary load keeps it in another dtype.
         is_uninitialised: whether nothing gives it a value, in which case it is zero.
         slow_paths: what keeps it from being read straight into its destinations.
         fingerprint: of what it is made of as a whole: equal on all ranks that read the same files.
+        companions: what goes with its packed values; none where it is not quantized.
     """
 
     names: tuple[str, ...]
@@ -131,6 +153,7 @@ class TargetPlan:
     is_uninitialised: bool
     slow_paths: tuple[SlowPath, ...]
     fingerprint: str
+    companions: tuple[CompanionPlan, ...] = ()
 
     @property
     def name(self) -> str:
@@ -146,6 +169,12 @@ class TargetPlan:
     def held_bytes(self) -> int:
         """Bytes of all destinations, padding included."""
         return sum(destination.numel for destination in self.destinations) * self.dtype.itemsize
+
+    @property
+    def fills(self) -> list[Fill]:
+        """Everything that is filled for it on this rank."""
+        of_companions = [companion.fill for companion in self.companions if companion.fill is not None]
+        return [destination.fill for destination in self.destinations] + of_companions
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +282,16 @@ class LoadPlan:
         return sum(target.held_bytes for target in self.targets if target.kind == REPLICATED)
 
     @property
+    def num_quantized(self) -> int:
+        """Parameters of which packed values are held."""
+        return sum(bool(target.companions) for target in self.targets)
+
+    @property
+    def companion_bytes(self) -> int:
+        """Bytes of what goes with the packed values of quantized parameters, whole on every rank."""
+        return sum(companion.nbytes for target in self.targets for companion in target.companions)
+
+    @property
     def slow_paths(self) -> list[SlowPath]:
         """Why, and at what cost, parameters and buffers are not read straight to where they stay."""
         of_targets = [path for target in self.targets for path in target.slow_paths]
@@ -292,6 +331,8 @@ class LoadPlan:
             "num_buffers": len(self.buffers),
             "partition_bytes": self.partition_bytes,
             "replicated_bytes": self.replicated_bytes,
+            "num_quantized": self.num_quantized,
+            "companion_bytes": self.companion_bytes,
             "needed_bytes": self.needed_bytes,
             "read_bytes": self.read_bytes,
             "num_reads": self.num_reads,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
+from lowmem_load.describe.quantized import QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor, forget
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
@@ -28,8 +30,9 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
     executor.expect(plan.files)
     for buffer in plan.buffers:
         _fill_buffer(buffer, planned, target, executor)
-    uses = [plan.values_of(destination.fill for destination in part.destinations) for part in plan.targets]
+    uses = [plan.values_of(part.fills) for part in plan.targets]
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
+    restores: list[Callable[[], None]] = []
     for position, part in enumerate(plan.targets):
         parameter = planned.parameters.pop(part.name)
         made, memory = target.make(part, parameter, executor.finish)
@@ -37,6 +40,8 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
         for destination, tensor in zip(part.destinations, memory, strict=True):
             fill = destination.fill
             executor.fill(fill, tensor[: fill.numel], plan.values, planned.material)
+        if isinstance(parameter, QuantizedTensor):
+            restores.append(_restore(part, parameter, made, planned, target, executor))
         for number in uses[position]:
             if last_use[number] == position:
                 planned.material.tensors.pop(number, None)
@@ -48,6 +53,8 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
         sample()
     executor.finish()
     executor.check_unchanged()
+    for restore in restores:
+        restore()
     target.finish()
 
 
@@ -59,6 +66,25 @@ def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
             f"{plan.name}: was made as {', '.join(map(str, found))}, though {plan.dtype} was asked for: somebody has "
             "replaced functions of torch that make tensors; load outside of that"
         )
+
+
+def _restore(
+    part: TargetPlan,
+    parameter: QuantizedTensor,
+    made: nn.Parameter,
+    planned: Planned,
+    target: Target,
+    executor: Executor,
+) -> Callable[[], None]:
+    """Start reading what goes with packed values; return what makes a quantized parameter of both once it is there."""
+    read: dict[str, torch.Tensor] = {}
+    for companion in part.companions:
+        if companion.fill is not None:
+            flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
+            executor.fill(companion.fill, flat, planned.plan.values, planned.material)
+            read[companion.name] = flat.view(companion.shape)
+    restore = parameter.quantized.restore  # not the described parameter, which may hold values
+    return lambda: restore(part.name, made, read, target.device)
 
 
 def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor: Executor) -> None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
+    CheckpointError,
     ConfigError,
     LowMemLoadError,
     ModelBuildError,
@@ -26,6 +27,8 @@ from lowmem_load.errors import (
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.quantize import four_bit
+from lowmem_load.quantize.check import check_packed
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
@@ -325,6 +328,7 @@ def _config_text(model: nn.Module) -> str:
 def _check(described: Described) -> None:
     """Raise for what cannot be planned."""
     zero_init.refuse_partitioned(described.model)
+    _check_four_bit(described)
     described.target.check(described.model)
 
 
@@ -333,3 +337,15 @@ def _check_around(init: Any, described: Described) -> None:
     settings, device = described.settings, described.settings.offload_device
     device = described.target.device.type if device == "none" else device
     zero_init.refuse_another(init, dtype=settings.dtype, device=device, world_size=settings.world_size)
+
+
+def _check_four_bit(described: Described) -> None:
+    quantizer = getattr(described.model, "hf_quantizer", None)
+    if quantizer is not None and names.is_four_bit(quantizer.quantization_config):
+        unpacked = four_bit.unpacked(described.model)
+        if unpacked:
+            raise CheckpointError(
+                f"{described.name}: {', '.join(unpacked[:8])} ({len(unpacked)} in all) are to be held in 4 bits, but "
+                "the files have no values for them, or packed ones without their quantization state"
+            )
+        check_packed(described.model, described.settings)

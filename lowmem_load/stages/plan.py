@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.describe.initialise import INITIALISED, UNINITIALISED
+from lowmem_load.describe.quantized import QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor, initialised_part
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
@@ -29,6 +30,7 @@ from lowmem_load.planning.expression import (
 )
 from lowmem_load.planning.load_plan import (
     BufferPlan,
+    CompanionPlan,
     Costs,
     Destination,
     LoadPlan,
@@ -82,7 +84,7 @@ def make_plan(described: Described, rank: int) -> Planned:
     ]
     costs = Costs()
     for plan in targets:
-        costs = costs.plus(planner.costs(destination.fill for destination in plan.destinations))
+        costs = costs.plus(planner.costs(plan.fills))
     costs = costs.plus(planner.costs(plan.fill for plan in buffer_plans if plan.fill is not None))
     load_plan = LoadPlan(
         name=described.name,
@@ -141,7 +143,20 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
         is_uninitialised=any(isinstance(leaf, Computed) and leaf.operation == UNINITIALISED for leaf in found),
         slow_paths=slow_paths,
         fingerprint=whole,
+        companions=tuple(_companions(planner, name, parameter)),
     )
+
+
+def _companions(planner: Planner, name: str, parameter: nn.Parameter) -> Iterator[CompanionPlan]:
+    """Yield the plans of what goes with the packed values of a quantized parameter."""
+    if not isinstance(parameter, QuantizedTensor):
+        return
+    for key, companion in parameter.quantized.companions.items():
+        fill = None
+        if companion.expression is not None:
+            whole = FlatRange(0, numel(companion.expression))
+            fill = planner.plan_fill(f"{name}.{key}", companion.expression, whole)
+        yield CompanionPlan(key, companion.shape, companion.dtype, fill)
 
 
 def _described(name: str, parameter: torch.Tensor) -> Expression:
@@ -215,7 +230,12 @@ def _first_byte(target: TargetPlan) -> tuple[str, int, str]:
 def _line(tensor: torch.Tensor, expression: Expression) -> str:
     """Describe all of a tensor, not this rank's part: ranks that differ here hold different files or arguments."""
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
-    for leaf in leaves(expression):
+    found = leaves(expression)
+    if isinstance(tensor, QuantizedTensor):
+        parts.append(tensor.quantized.method)
+        beside = [each.expression for each in tensor.quantized.companions.values() if each.expression is not None]
+        found += [leaf for part in beside for leaf in leaves(part)]
+    for leaf in found:
         parts.append(type(leaf).__name__)
         if isinstance(leaf, Source):
             parts.append(f"{leaf.path.rpartition('/')[2]} {leaf.name} {leaf.start} {leaf.shape} {leaf.dtype}")

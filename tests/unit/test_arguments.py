@@ -249,7 +249,7 @@ def test_a_yaml_that_is_not_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("quant_config", {"name": "bnb"}, "quant_config: a quantized model cannot be partitioned"),
+        ("quant_config", {"name": "bnb"}, "quant_config: not supported here; load_model takes"),
         ("model_class", "cls", "model_class 'cls': expected 'llm' or 'other'"),
     ],
 )

@@ -17,7 +17,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
-from lowmem_load.hf.loader import Call, _RealData, _replaced, copy_marks
+from lowmem_load.hf.loader import Call, _RealData, copy_marks
+from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.read.source import LocalFile
@@ -96,7 +97,7 @@ def test_a_replaced_attribute_comes_back_as_it_was() -> None:
         pass
 
     def fail_inside(owner: type[Base]) -> None:
-        with _replaced(owner, "name", lambda _: "other"):
+        with replaced(owner, "name", lambda _: "other"):
             assert owner().name() == "other"
             raise KeyError
 
@@ -218,19 +219,19 @@ def test_what_is_replaced_is_not_replaced_for_threads_that_run_already() -> None
         def load() -> str:
             return "ordinary"
 
-    begun, replaced, found = threading.Event(), threading.Event(), []
+    begun, is_replaced, found = threading.Event(), threading.Event(), []
 
     def running() -> None:
         begun.set()
-        replaced.wait(10)
+        is_replaced.wait(10)
         found.append(Owner.load())
 
     thread = threading.Thread(target=running)
     thread.start()
     begun.wait(10)
-    with _replaced(Owner, "load", lambda: "symbolic"):
+    with replaced(Owner, "load", lambda: "symbolic"):
         assert Owner.load() == "symbolic"
-        replaced.set()
+        is_replaced.set()
         thread.join()
         later = threading.Thread(target=lambda: found.append(Owner.load()))  # of the load itself
         later.start()

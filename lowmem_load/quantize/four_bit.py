@@ -1,0 +1,275 @@
+"""The bitsandbytes seam: the only module that touches bitsandbytes. 4-bit weights become described parameters.
+
+[Note: packing] A loader makes a `Params4bit` either of a weight, which is packed when it is placed on a device, or of
+packed values and statistics from the file. Here both give a described parameter of the packed values:
+
+- Of a weight: one after the other is read whole, packed, and all but the partition of the result is dropped. Every
+  rank reads all of them, as in stock: the scales of all blocks are needed on every rank, and double quantization
+  subtracts their mean first, so ranks that pack the blocks of their partitions alone would have to exchange them.
+  bitsandbytes' own functions pack, which know no more than a block; they get a piece at a time, since on the CPU they
+  take some 15 bytes per element, in blocks of memory that leave holes in the heap.
+- Of packed values: their bytes are planned and read like any other tensor's, so each rank reads its partition alone.
+
+Stock packs where the model is placed, on the accelerator if there is one; kernels of different devices may round
+differently, so here it is the same device.
+
+Source: bitsandbytes 0.50.2 `nn/modules.py`, `functional.py`. Written for bitsandbytes 0.48.2 to 0.50.2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.contract import Releases, require
+from lowmem_load.describe.quantized import Companion, Quantized, QuantizedTensor
+from lowmem_load.describe.tensor import SymbolicTensor
+from lowmem_load.errors import CheckpointError, IncompatibleVersionError
+from lowmem_load.planning.expression import Computed, Shape
+
+SUPPORTED = Releases("bitsandbytes", oldest="0.48.2", newest="0.50.2")
+
+_SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+"""What a `Params4bit` is packed with."""
+
+_NESTED_BLOCK = 256
+"""Scales that share a scale under double quantization. Source: bitsandbytes 0.50.2 `functional.py`, `quantize_4bit`."""
+_CODES, _NESTED_CODES = 16, 256
+"""Entries of the code books of 4-bit values and of 8-bit scales."""
+
+_PIECE = 1 << 20
+"""Elements that are packed at a time: a multiple of every block size."""
+
+Tensors = dict[str, tuple[Shape, torch.dtype]]
+
+
+def is_there() -> bool:
+    """Return whether bitsandbytes is installed, without importing it."""
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
+def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return what has to stand in for names of bitsandbytes while a model is described: owner, name and function.
+
+    Raises:
+        IncompatibleVersionError: the installed bitsandbytes lacks what this module relies on.
+    """
+    require(
+        SUPPORTED,
+        {
+            "bitsandbytes.nn:Params4bit": ("from_prequantized", "to"),
+            "bitsandbytes.nn:Linear4bit": ("forward",),
+            "bitsandbytes.functional": ("quantize_4bit", "quantize_blockwise"),
+            "bitsandbytes.functional:QuantState": ("as_dict", "from_dict"),
+        },
+        arguments={
+            "bitsandbytes.nn:Params4bit.__new__": ("data", "requires_grad", "module", *_SETTINGS),
+            "bitsandbytes.nn:Params4bit.from_prequantized": ("data", "quantized_stats", "device", "module"),
+        },
+    )
+    parameter = _params4bit()
+    return [
+        (parameter, "__new__", functools.partial(_of_weight, parameter.__new__)),
+        (parameter, "from_prequantized", functools.partial(_of_packed, parameter.from_prequantized)),
+    ]
+
+
+def unpacked(model: nn.Module) -> list[str]:
+    """Return the names of the weights that a 4-bit module of a described model needs packed, and that are not."""
+    linear = importlib.import_module("bitsandbytes").nn.Linear4bit
+    return [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, linear) and not isinstance(module.weight, QuantizedTensor)
+    ]
+
+
+def _params4bit() -> Any:
+    return importlib.import_module("bitsandbytes").nn.Params4bit
+
+
+def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `Params4bit.__new__`: of a described weight, return its packed values, described."""
+    if not isinstance(data, SymbolicTensor):
+        return ordinary(cls, data, *args, **kwargs)
+    template = ordinary(cls, torch.empty(0, dtype=data.dtype), *args, **kwargs)  # resolves defaults
+    double = bool(template.compress_statistics)
+    storage: torch.dtype = template.quant_storage
+    num_bytes = -(-data.numel() // 2)
+    problem = None
+    if num_bytes % storage.itemsize:
+        problem = (
+            f"of shape {tuple(data.shape)}, it takes {num_bytes} bytes in 4 bits, which bnb_4bit_quant_storage "
+            f"{storage} does not divide; use torch.uint8, or leave its module out (llm_int8_skip_modules)"
+        )
+    found: list[Any] = []
+
+    def pack(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        values, state = _packed(inputs[0], template)
+        found[:] = [state]
+        _trim_heap()
+        return values.view(storage)
+
+    def restore(name: str, made: nn.Parameter, _: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        state = found.pop()
+        if _tensors_of(state) != expected:
+            raise IncompatibleVersionError(
+                f"{name}: bitsandbytes made {_tensors_of(state)} beside the packed values, the plan has {expected}"
+            )
+        _become(made, {**vars(template), "quant_state": state, "bnb_quantized": True}, device)
+
+    expected = _statistics(data.numel(), template.blocksize, double=double)
+    method = f"bitsandbytes {template.quant_type}, blocks of {template.blocksize}{', scales quantized' * double}"
+    expression = Computed(method, pack, (data.expression,), (num_bytes // storage.itemsize, 1), storage)
+    companions = {key: Companion(shape, dtype, None) for key, (shape, dtype) in expected.items()}
+    return QuantizedTensor.of(data, expression, Quantized(method, companions, restore, problem), **vars(template))
+
+
+def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
+    """Return what bitsandbytes makes of a weight: bytes, flat, and quantization state. See [Note: packing].
+
+    Source: bitsandbytes 0.50.2 `functional.py`, `quantize_4bit`.
+
+    Args:
+        weight: whole.
+        settings: a `Params4bit`.
+
+    Memory: the packed bytes, and what bitsandbytes takes for a piece.
+    """
+    functional, device = importlib.import_module("bitsandbytes.functional"), _stock_device()
+    values = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=device)
+    states, start = [], 0
+    for piece in torch.split(weight.reshape(-1), _PIECE):
+        packed, state = functional.quantize_4bit(
+            piece.to(device), blocksize=settings.blocksize, quant_type=settings.quant_type
+        )
+        values[start : start + packed.numel()] = packed.view(-1)
+        start += packed.numel()
+        states.append(state)
+    state = states[0]
+    state.shape, state.absmax = weight.shape, torch.cat([each.absmax for each in states])
+    if settings.compress_statistics:
+        state.offset = state.absmax.mean()
+        state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=_NESTED_BLOCK)
+        state.nested = True
+    return values, state
+
+
+def _trim_heap() -> None:
+    """Give free pages of the heap back to the system, where the C library can.
+
+    On the CPU bitsandbytes takes and frees aligned blocks of megabytes for each piece, and glibc 2.36 does not find the
+    holes again: 400 MiB of weights, packed to 57 MiB per rank, took up to 990 MiB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _of_packed(
+    ordinary: Callable[..., Any],
+    data: Any,
+    quantized_stats: Mapping[str, Any],
+    requires_grad: bool = False,
+    device: Any = "cuda",
+    module: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Stand in for `Params4bit.from_prequantized`: of described packed values, return a described parameter."""
+    if not isinstance(data, SymbolicTensor):
+        return ordinary(data, quantized_stats, requires_grad, device, module=module, **kwargs)
+    companions = {
+        key: Companion(tuple(value.shape), value.dtype, value.expression) for key, value in quantized_stats.items()
+    }
+
+    def restore(name: str, made: nn.Parameter, read: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        empty = torch.empty(0, dtype=data.dtype)
+        try:
+            template = ordinary(empty, dict(read), device=torch.device("cpu"), module=None)
+            _check_statistics(template.quant_state, data, module)
+        except Exception as error:  # of any class: bitsandbytes reads what it unpacks as if it were what it should be
+            raise CheckpointError(f"{name}: no usable quantization state: {type(error).__name__}: {error}") from error
+        _become(made, {**vars(template), "module": module}, device)
+
+    kinds = [key.rpartition("__")[2] for key in companions if "bitsandbytes__" in key]
+    method = f"bitsandbytes {''.join(kinds)}, packed in the file"
+    attributes = {
+        "quant_type": "".join(kinds),
+        "compress_statistics": any(key.endswith("nested_absmax") for key in companions),
+        "quant_storage": data.dtype,
+        "module": module,
+    }
+    return QuantizedTensor.of(data, data.expression, Quantized(method, companions, restore), **attributes)
+
+
+def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
+    """Make a `Params4bit` of a parameter that holds packed values, or a partition of them.
+
+    Its class is changed in place, as torch does with a parameter that was uninitialised
+    (`torch/nn/parameter.py`, `materialize`): DeepSpeed's methods, which are bound to the object, stay.
+    """
+    made.__class__ = _params4bit()
+    vars(made).update(attributes)
+    state, module = attributes["quant_state"], attributes["module"]
+    state.to(device)
+    if module is not None:
+        module.quant_state = state
+
+
+def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
+    """Raise ValueError unless packed values and statistics are those of the module's weight.
+
+    bitsandbytes does not look: its kernels would read beyond the end of what is too short.
+    """
+    shape = tuple(state.shape or ())
+    wanted = None if module is None else (module.out_features, module.in_features)
+    if wanted is not None and shape != wanted:
+        raise ValueError(f"it is that of a weight of shape {shape}, the module has one of shape {wanted}")
+    num_bytes = packed.numel() * packed.dtype.itemsize
+    if num_bytes != -(-math.prod(shape) // 2):
+        raise ValueError(f"{num_bytes} packed bytes for a weight of shape {shape}")
+    expected = _statistics(math.prod(shape), state.blocksize, double=state.nested)
+    if _tensors_of(state) != expected:
+        raise ValueError(f"it has {_tensors_of(state)}, a weight of shape {shape} needs {expected}")
+    if state.nested and state.state2.blocksize != _NESTED_BLOCK:
+        raise ValueError(f"scales quantized in blocks of {state.state2.blocksize}; bitsandbytes has {_NESTED_BLOCK}")
+
+
+def _statistics(num_elements: int, blocksize: int, *, double: bool) -> Tensors:
+    """Return the tensors that go with a packed weight."""
+    blocks = -(-num_elements // blocksize)
+    tensors: Tensors = {
+        "absmax": ((blocks,), torch.uint8 if double else torch.float32),
+        "quant_map": ((_CODES,), torch.float32),
+    }
+    if double:
+        tensors["nested_absmax"] = (-(-blocks // _NESTED_BLOCK),), torch.float32
+        tensors["nested_quant_map"] = (_NESTED_CODES,), torch.float32
+    return tensors
+
+
+def _tensors_of(state: Any) -> Tensors:
+    return {
+        key: (tuple(value.shape), value.dtype)
+        for key, value in state.as_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _stock_device() -> torch.device:
+    """Return where an ordinary load places, and so packs, a model. See [Note: packing].
+
+    Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py`, `update_device_map`.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())

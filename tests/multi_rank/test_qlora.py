@@ -1,0 +1,160 @@
+"""QLoRA under ZeRO-3: what ranks hold of 4-bit weights, and training adapters on them, as in stock.
+
+Stock holds them whole on every rank until `deepspeed.initialize` cuts them up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import builders
+from tests.parity import BF16
+from tests.ranks import run_ranks
+
+pytest.importorskip("bitsandbytes")
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+CONFIG = {**BF16, "optimizer": OPTIMIZER}
+KINDS: dict[str, dict[str, Any]] = {
+    "packed at load": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16},
+    "scales quantized": {
+        "bnb_4bit_quant_type": "fp4",
+        "bnb_4bit_quant_storage": torch.bfloat16,
+        "bnb_4bit_use_double_quant": True,
+    },
+    "stored as bytes": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+}
+TRAINED = ("scales quantized", "packed")
+"""One of each storage, one of each way to load."""
+
+
+def quantization(kind: str) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **KINDS[kind])
+
+
+def loads(path: str, packed: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return folder and keywords of each load that is compared."""
+    return {kind: (path, {"quantization_config": quantization(kind)}) for kind in KINDS} | {"packed": (packed, {})}
+
+
+def pack(path: str, folder: str) -> None:
+    """Rank function: makes the packed checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    config = quantization("stored as bytes")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=config).save_pretrained(folder)
+
+
+def compare(path: str, packed: str) -> None:
+    """Rank function: this rank's bytes of each parameter are those of stock's whole one."""
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import DistributedInterface, load_model, load_report, plan
+
+    group = DistributedInterface()
+    for kind, (folder, kwargs) in loads(path, packed).items():
+        model = load_model(folder, BF16, **kwargs)
+        stock = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs).named_parameters())
+        for name, parameter in model.named_parameters():
+            theirs = stock[name].data.flatten()
+            size = parameter.ds_tensor.ds_numel
+            assert size == -(-theirs.numel() // group.world_size), (kind, name)
+            mine = theirs[group.rank * size : (group.rank + 1) * size]
+            ours = parameter.ds_tensor.data
+            assert torch.equal(ours[: mine.numel()].view(torch.uint8), mine.view(torch.uint8)), (kind, name)
+            assert not ours[mine.numel() :].view(torch.uint8).any(), (kind, name)
+            assert type(parameter) is type(stock[name]) and parameter.numel() == 0, (kind, name)
+            if hasattr(stock[name], "quant_state"):
+                assert parameter.quant_state == stock[name].quant_state, (kind, name)
+        assert load_report(model).num_quantized == 14, kind
+        planned = plan(folder, BF16, rank=group.rank, world_size=group.world_size, **kwargs)
+        assert planned.companion_bytes == load_report(model).companion_bytes, kind
+        assert planned.read_bytes == load_report(model).read_bytes, kind
+
+
+def train(path: str, packed: str) -> dict[str, Any]:
+    """Rank function: losses and adapters of stock and of streamed loads, by kind.
+
+    The packed checkpoint is streamed by install(), with adapters as PEFT makes them if it is not told otherwise.
+    """
+    import deepspeed
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    from lowmem_load import DistributedInterface, install, load_model, uninstall
+
+    rank = DistributedInterface().rank
+    found: dict[str, Any] = {}
+    for kind in TRAINED:
+        folder, kwargs = loads(path, packed)[kind]
+        for method in ("stock", "streamed"):
+            is_installed = kind == "packed" and method == "streamed"
+            if is_installed:
+                install()
+            if method == "stock" or is_installed:
+                alive = HfDeepSpeedConfig(CONFIG)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
+                del alive
+                unset_hf_deepspeed_config()
+            else:
+                model = load_model(folder, CONFIG, **kwargs)
+            partitioned = sum(hasattr(parameter, "ds_id") for parameter in model.parameters())
+            torch.manual_seed(0)
+            lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights="gaussian", task_type="CAUSAL_LM")
+            model = get_peft_model(model, lora, autocast_adapter_dtype=kind == "packed").train()
+            engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+            uninstall()
+            losses = []
+            for step in range(3):
+                tokens = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(10 * step + rank))
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            found[f"{kind}, {method}"] = partitioned, losses, adapter(model)
+            engine.destroy()
+    return found
+
+
+def adapter(model: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+    from peft import get_peft_model_state_dict
+
+    with deepspeed.zero.GatheredParameters([p for name, p in model.named_parameters() if "lora_" in name]):
+        return {name: value.float().clone() for name, value in get_peft_model_state_dict(model).items()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Path) -> str:
+    """None of its weights does 2, 3 or 64 divide when packed."""
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}
+    return str(builders.tiny_llama(checkpoints, hidden_size=30, intermediate_size=74, **sizes))
+
+
+@pytest.fixture(scope="module")
+def packed(checkpoint: str, checkpoints: Path) -> str:
+    folder = str(checkpoints / "packed")
+    run_ranks(pack, checkpoint, folder, world_size=1)
+    return folder
+
+
+def test_ranks_hold_their_partitions_of_what_stock_holds_whole(checkpoint: str, packed: str) -> None:
+    run_ranks(compare, checkpoint, packed, world_size=3, timeout_s=180)
+
+
+def test_adapters_train_as_in_stock(checkpoint: str, packed: str) -> None:
+    results = run_ranks(train, checkpoint, packed, world_size=2, timeout_s=300)
+    for found in results:
+        for kind in TRAINED:
+            stock, streamed = found[f"{kind}, stock"], found[f"{kind}, streamed"]
+            assert (stock[0], streamed[0]) == (0, 21), kind
+            assert len(set(stock[1])) == 3 and streamed[1] == stock[1], kind
+            assert len(stock[2]) == 28 and list(streamed[2]) == list(stock[2]), kind
+            assert all(torch.equal(streamed[2][name], value) for name, value in stock[2].items()), kind

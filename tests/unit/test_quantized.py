@@ -1,0 +1,186 @@
+"""A weight that is stored quantized, by a method made up here: what is planned, filled, restored and refused of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_load.describe.context import Context
+from lowmem_load.describe.quantized import Companion, Quantized, QuantizedTensor
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.quantize.check import check_packed
+from lowmem_load.read.executor import Executor
+from lowmem_load.report import LoadReport
+from lowmem_load.settings.settings import Settings, read_settings
+from lowmem_load.stages.execute import execute
+from lowmem_load.stages.plan import make_plan
+from tests.described import CPU, X, Y, described, planned, write_file
+from tests.described import module as module_of
+
+Z = torch.arange(6.0)
+BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_file(tmp_path)
+
+
+class Restored:
+    """What a method is asked to restore."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, nn.Parameter, dict[str, torch.Tensor], torch.device]] = []
+
+    def __call__(
+        self, name: str, made: nn.Parameter, companions: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self.calls.append((name, made, dict(companions), device))
+
+
+def quantized(tensors: Mapping[str, Any], method: str = "halves", restore: Any = None) -> QuantizedTensor:
+    """Stands for x packed; z goes with it, and a number that comes with the packing."""
+    companions = {
+        "scales": Companion((6,), torch.float32, tensors["z"].expression),
+        "mean": Companion((2,), torch.float16, None),
+    }
+    return QuantizedTensor.of(tensors["x"], tensors["x"].expression, Quantized(method, companions, restore), blocks=8)
+
+
+def module(w: torch.Tensor, **others: torch.Tensor) -> nn.Module:
+    made = module_of(**({} if isinstance(w, nn.Parameter) else {"w": w}), **others)
+    if isinstance(w, nn.Parameter):
+        made.register_parameter("w", w)
+    return made
+
+
+def build(**options: Any) -> Any:
+    return lambda tensors, _: module(w=quantized(tensors, **options), v=tensors["y"])
+
+
+def test_it_is_a_parameter_that_loaders_leave_as_it_is(file: Path) -> None:
+    seen: list[QuantizedTensor] = []
+
+    def make(tensors: Mapping[str, Any], _: Context) -> nn.Module:
+        seen.append(quantized(tensors))
+        return module(w=seen[0])
+
+    (parameter,) = described(file, make).model.parameters()
+    assert parameter is seen[0] and isinstance(parameter, nn.Parameter)
+    assert parameter.to("cpu") is parameter
+    assert (parameter.blocks, parameter.quantized.method) == (8, "halves")
+
+
+def test_what_goes_with_it_is_planned_and_costs(file: Path) -> None:
+    plan, plain = planned(file, build()), planned(file, lambda t, _: module(w=t["x"], v=t["y"]))
+    (target,) = [target for target in plan.targets if target.name == "w"]
+    assert [(each.name, each.shape, each.dtype, each.nbytes) for each in target.companions] == [
+        ("scales", (6,), torch.float32, 24),
+        ("mean", (2,), torch.float16, 4),
+    ]
+    assert (plan.num_quantized, plan.companion_bytes) == (1, 28)
+    assert plan.read_bytes == X.nbytes + Y.nbytes + Z.nbytes
+    assert plan.summary()["num_quantized"] == 1 and plan.summary()["companion_bytes"] == 28
+    assert (plain.num_quantized, plain.companion_bytes) == (0, 0)
+
+
+def test_ranks_agree_on_the_method(file: Path) -> None:
+    same = [planned(file, build(method=method)).fingerprint for method in ("halves", "halves", "thirds")]
+    assert same[0] == same[1] != same[2]
+
+
+def test_it_is_restored_with_what_was_read(file: Path) -> None:
+    restored = Restored()
+    model = described(file, build(restore=restored))
+    with Executor() as executor:
+        execute(make_plan(model, 0), model.target, executor)
+    ((name, made, companions, device),) = restored.calls
+    assert (name, device) == ("w", CPU)
+    assert made is model.model.w
+    assert torch.equal(made, X) and list(companions) == ["scales"] and torch.equal(companions["scales"], Z)
+
+
+def test_the_report_says_so(file: Path) -> None:
+    report = LoadReport("model")
+    report.take_plan(planned(file, build()), {})
+    assert (report.num_quantized, report.companion_bytes) == (1, 28)
+    assert "1 parameters are quantized; 0.0 MiB of scales whole on every rank" in str(report)
+    plain = LoadReport("model")
+    plain.take_plan(planned(file, lambda t, _: module(w=t["x"])), {})
+    assert "quantized" not in str(plain)
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(config: Mapping[str, Any], **options: Any) -> Settings:
+    return read_settings({**BF16, **config}, world_size=2, **options)
+
+
+def zero(**section: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **section}}
+
+
+NVME = zero(offload_param={"device": "nvme", "nvme_path": "/nowhere"})
+
+
+def packed_as(file: Path, dtype: torch.dtype) -> nn.Module:
+    def make(tensors: Mapping[str, Any], _: Context) -> nn.Module:
+        cast = {**tensors, "x": tensors["x"].to(dtype)}
+        return module(w=quantized(cast))
+
+    return described(file, make).model
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "dtype", "error", "words"),
+    [
+        ({}, {}, torch.float32, ConfigError, "w: its 4-bit values are stored as torch.float32, and DeepSpeed"),
+        ({}, {}, torch.float16, ConfigError, "use bnb_4bit_quant_storage=torch.bfloat16"),
+        (zero(zero_quantized_weights=True), {}, torch.bfloat16, ConfigError, "^zero_quantized_weights: "),
+        (
+            *(zero(zero_quantized_nontrainable_weights=True), {}, torch.bfloat16, ConfigError),
+            "^zero_quantized_nontrainable_weights: ",
+        ),
+        (
+            *(zero(use_all_reduce_for_fetch_params=True), {}, torch.uint8, ConfigError),
+            "^use_all_reduce_for_fetch_params: ",
+        ),
+        ({}, {"partition": "w"}, torch.bfloat16, UnsupportedError, "^partition= with 4-bit weights"),
+        (NVME, {}, torch.uint8, UnsupportedError, "writes to nvme are of torch.bfloat16"),
+    ],
+)
+def test_a_setting_that_takes_the_bytes_for_numbers_is_refused(
+    config: dict[str, Any],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    error: type[Exception],
+    words: str,
+    file: Path,
+) -> None:
+    settings = settings_of(config, **options)
+    with pytest.raises(error, match=words):
+        check_packed(packed_as(file, dtype), settings)
+    check_packed(described(file, lambda t, _: module(w=t["x"])).model, settings)  # no packed weight, no matter
+
+
+@pytest.mark.parametrize(("config", "dtype"), [({}, torch.bfloat16), ({}, torch.uint8), (NVME, torch.bfloat16)])
+def test_storage_that_deepspeed_leaves_alone_is_not(config: dict[str, Any], dtype: torch.dtype, file: Path) -> None:
+    check_packed(packed_as(file, dtype), settings_of(config))
+
+
+def test_what_cannot_be_packed_is_refused_at_any_stage(file: Path) -> None:
+    def make(tensors: Mapping[str, Any], _: Context) -> nn.Module:
+        packing = Quantized("halves", {}, Restored(), "it has an odd number of elements")
+        x = tensors["x"].bfloat16()
+        return module(w=QuantizedTensor.of(x, x.expression, packing))
+
+    model = described(file, make).model
+    for stage in (0, 3):
+        with pytest.raises(UnsupportedError, match=r"^w: it has an odd number of elements$"):
+            check_packed(model, settings_of({"zero_optimization": {"stage": stage}}))
