@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+)
 
 SEED = 20240229
 
@@ -74,6 +82,15 @@ def tiny_mixtral(
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
     settings = {**_DECODER, **experts, **cfg}
     return _save(root, "mixtral", AutoModelForCausalLM.from_config, MixtralConfig, settings, dtype, max_shard_size)
+
+
+def tiny_gpt2(
+    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
+) -> Path:
+    """Returns the folder of a GPT-2 checkpoint: Conv1D weights, biases, a tied head."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+    settings = {**sizes, "bos_token_id": 1, "eos_token_id": 2, **cfg}
+    return _save(root, "gpt2", AutoModelForCausalLM.from_config, GPT2Config, settings, dtype, max_shard_size)
 
 
 def tiny_bert(

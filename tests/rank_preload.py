@@ -5,6 +5,7 @@ where `tests.build_extensions` did not run, compiles it outside any test's timeo
 """
 
 import contextlib
+import gc
 from pathlib import Path
 
 import accelerate  # noqa: F401
@@ -22,6 +23,7 @@ from _pytest.assertion import util as assertion
 from benchmarks.methods import wait_for_all_gathers
 from lowmem_load.ds.extensions import load_shm_comm
 from tests.dtype_keyword import accept_dtype
+from tests.own_configs import copy_configs
 
 
 def rewrite_asserts() -> None:
@@ -35,9 +37,12 @@ rewrite_asserts()
 load_shm_comm()
 wait_for_all_gathers()
 accept_dtype()
+copy_configs()
 with contextlib.suppress(ImportError):  # not in deepspeed 0.16
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: each engine asks for it
 with contextlib.suppress(ImportError, RuntimeError):  # TRL's lazy imports raise the latter, on older transformers
     from datasets import Dataset  # noqa: F401
     from trl import DPOTrainer, SFTTrainer  # noqa: F401
+# DeepSpeed collects garbage at each step of an engine's start, on rank 0, and so do tests: not what is imported.
+gc.freeze()
 READY = True
