@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lowmem_load.planning.load_plan import LoadPlan, SlowPath
+from lowmem_load.differences import known_differences
+from lowmem_load.planning.load_plan import REPLICATED, LoadPlan, SlowPath
 
 STATUS = Path("/proc/self/status")
 
@@ -94,6 +95,8 @@ class LoadReport:
         slow_paths: parameters and buffers that took a slower path.
         recast_parameters: parameters that an ordinary load keeps in another dtype (float32 as a rule) and that are
             stored in the engine's dtype, because a ZeRO-3 engine trains all parameters in one.
+        differences_from_stock: a sentence for each difference that `make compat` saw between stock ZeRO-3 and this load
+            with the installed releases, on models that have what it concerns.
     """
 
     name: str
@@ -126,6 +129,7 @@ class LoadReport:
     read_to_describe: tuple[tuple[str, int], ...] = ()
     slow_paths: list[SlowPath] = field(default_factory=list)
     recast_parameters: list[str] = field(default_factory=list)
+    differences_from_stock: list[str] = field(default_factory=list)
 
     def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
         """Note what a plan says of the load."""
@@ -144,6 +148,10 @@ class LoadReport:
         self.uninitialised_parameters = [target.name for target in plan.targets if target.is_uninitialised]
         self.recast_parameters = [target.name for target in plan.targets if target.is_recast]
         self.slow_paths, self.read_to_describe = plan.slow_paths, plan.read_to_describe
+        if any(target.kind != REPLICATED for target in plan.targets):
+            parameters = [name for target in plan.targets for name in target.names]
+            buffers = [name for buffer in plan.buffers for name in buffer.names]
+            self.differences_from_stock = known_differences([*parameters, *buffers])
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -166,6 +174,7 @@ class LoadReport:
         """Return one line: what this rank read of the files, and took of memory, beside the whole of both.
 
         The whole is what a rank of stock ZeRO-3 reads that loads for all; what that takes of memory is not known here.
+        What is known to differ from stock follows.
         """
         spared = max(0, self.file_bytes - self.read_bytes)
         read = f"read {_mib(self.read_bytes)} of {_mib(self.file_bytes)} MiB in the files"
@@ -174,6 +183,7 @@ class LoadReport:
         return (
             f"{self.name}: rank {self.rank} of {self.world_size} {read}{share}, holds {_mib(held)} of "
             f"{_mib(whole)} MiB of parameters, and took at most {_mib(self._grown_bytes)} MiB of host memory for it"
+            + "".join(f"; known: {sentence}" for sentence in self.differences_from_stock)
         )
 
     @property
@@ -204,6 +214,7 @@ class LoadReport:
             if values:
                 shown = ", ".join(str(getattr(value, "name", value)) for value in values[:5])
                 lines.append(f"  {label}: {len(values)}: {shown}{', ...' if len(values) > 5 else ''}")
+        lines += [f"  known: {sentence}" for sentence in self.differences_from_stock]
         return "\n".join(lines)
 
 

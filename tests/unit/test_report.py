@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,3 +222,22 @@ def test_savings_are_what_is_known_in_one_line() -> None:
     assert "(0% not read)" in report.savings()
     report.file_bytes = report.read_bytes = 0  # from_config
     assert "read 0.0 of 0.0 MiB in the files, holds" in report.savings()
+
+
+def test_known_differences_from_stock_are_told_of_what_is_partitioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def known(names: Iterable[str]) -> list[str]:
+        asked.append(set(names))
+        return ["stock rounds"]
+
+    monkeypatch.setattr(report_module, "known_differences", known)
+    report = LoadReport("model")
+    report.take_plan(plan(), {})
+    assert report.differences_from_stock == ["stock rounds"]
+    assert asked == [{"zero3.weight", "zero3.tied", "replicated.weight", "replicated.tied"}]
+    assert str(report).endswith("\n  known: stock rounds")
+    assert report.savings().endswith(" MiB of host memory for it; known: stock rounds")
+    whole = LoadReport("model")
+    whole.take_plan(dataclasses.replace(plan(), targets=plan().targets[1:]), {})
+    assert whole.differences_from_stock == []
