@@ -1,6 +1,6 @@
 """DeepSpeed's extensions are compiled at their first use: one process at a time, and no build that was killed blocks.
 
-[Note: torch's lock] torch marks a folder in which it builds by a file named `lock` (`torch/utils/file_baton.py`, 2.13),
+[Note: torch's lock] torch 2.13 marks a folder in which it builds by a file named `lock` (`torch/utils/file_baton.py`),
 made with O_EXCL, empty, and removed when the build has ended. A process that is killed leaves it behind, and all later
 ones wait for ever. It does not say whose it is, so it is removed here only where nobody can be building:
 
@@ -38,7 +38,7 @@ POLL_S = 0.2
 
 OUR_LOCK = "lowmem_load.lock"
 _TORCH_LOCK = "lock"
-_TORCH = Releases("torch", oldest="2.6.0", newest="2.13.0")
+_TORCH = Releases("torch", oldest="2.6.0", newest="2.15.0")
 _BUILDING = b"a build is under way, or was killed\n"
 
 
@@ -109,7 +109,8 @@ def _alone_in(folder: str) -> Iterator[None]:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        _wait_for_torch_lock(folder, was_killed=os.fstat(descriptor).st_size > 0)
+        if _killed_builds_leave_a_lock():
+            _wait_for_torch_lock(folder, was_killed=os.fstat(descriptor).st_size > 0)
         os.pwrite(descriptor, _BUILDING, 0)
         try:
             yield
@@ -117,6 +118,16 @@ def _alone_in(folder: str) -> Iterator[None]:
             os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+def _killed_builds_leave_a_lock() -> bool:
+    """Return whether torch marks a folder by the existence of a file, as it does to 2.13.
+
+    That of 2.15 stays for good, and is locked while somebody builds: the kernel unlocks it (`cpp_extension.py:2424`).
+    """
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileBaton")
 
 
 def _wait_for_torch_lock(folder: str, *, was_killed: bool) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from lowmem_load.ds import extensions
@@ -218,3 +219,14 @@ def test_a_folder_that_cannot_be_locked_is_built_in(folder: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         assert load_op(op()) == "loaded"
     assert f"{folder}: cannot be locked" in caplog.text
+
+
+def test_a_lock_that_the_kernel_frees_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.15 stays after every build."""
+    lock = folder / "lock"
+    lock.touch()
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
+    monkeypatch.setattr(extensions, "_wait_for_torch_lock", lambda *_, **__: pytest.fail("waited"))
+    with extensions._alone_in(str(folder)):
+        assert lock.exists()
+    assert lock.exists()
