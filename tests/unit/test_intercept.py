@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface, load_model, streaming
@@ -91,9 +91,11 @@ def test_loads_of_several_threads_are_each_exact(llama: str) -> None:
         for _ in range(3):
             models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
 
-    assert in_threads(load, load, load_ordinarily) == [None, None, None]
+    # transformers 4 replaces nn.Module.register_parameter while it makes a model, for all threads
+    beside = [] if hasattr(modeling_utils, "init_empty_weights") else [load_ordinarily]
+    assert in_threads(load, load, *beside) == [None] * (2 + len(beside))
     models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
-    assert len(models) == 10
+    assert len(models) == 7 + 3 * len(beside)
     for model in models:
         for name, value in model.state_dict().items():
             assert type(value) is torch.Tensor

@@ -264,6 +264,7 @@ def test_what_is_written_is_read_back(config: dict[str, Any], precision: Precisi
 
 def test_the_disabled_reading_is_what_deepspeed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    pytest.importorskip("deepspeed.runtime.precision_config", reason="this deepspeed reads it where it makes an engine")
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 
     sections = (None, {}, {"enabled": True}, {"enabled": False})
