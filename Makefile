@@ -33,7 +33,8 @@ export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-fast check coverage bench modes pipelines compat zoo fuzz faults clean
+.PHONY: help setup libaio demo test test-fast check coverage bench modes pipelines compat compat-here zoo fuzz
+.PHONY: faults clean
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -42,7 +43,8 @@ help:
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make check   formatting, lint, types"
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
-	@echo "make compat  parity and training tests on older releases of transformers"
+	@echo "make compat  ten sets of releases, each in an environment of its own (hours, 31 GB)"
+	@echo "make compat-here  two of them over the torch of .venv, fewer tests (about 6 minutes)"
 	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
 	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60; guided by coverage with atheris)"
 	@echo "make faults  every fault at every moment of a load, first and last of 2 and 3 ranks (45 minutes)"
@@ -122,17 +124,14 @@ faults: export HF_HUB_OFFLINE := 1
 faults: $(STAMP)
 	cd $(ROOT) && $(RUN) -m tests.faults $(ARGS)
 
-# Older releases of transformers, each with its own dependencies, laid over the environment.
-COMPAT := 4.57.6 5.2.0 5.8.0 5.17.0
-compat: export HF_HUB_OFFLINE := 1
-compat: $(SHM_COMM)
-	cd $(ROOT) && for version in $(COMPAT); do \
-	  target=.cache/compat/$$version; \
-	  test -d $$target || $(RUN) -m pip install --quiet --no-warn-conflicts --target $$target transformers==$$version || exit 1; \
-	  echo "transformers $$version"; \
-	  PYTHONPATH=$$target $(RUN) -m pytest -q tests/multi_rank/test_parity.py tests/multi_rank/test_streaming.py \
-	    tests/unit/test_tensor.py || exit 1; \
-	done
+# The environments of tests/compat/environments.yaml, each in .cache/compat: ARGS="--environments oldest --groups parity".
+# Their Pythons: PYTHON_3_10=/path/to/python3.10 and so on, where they are not on the PATH under their names.
+compat: $(STAMP)
+	cd $(ROOT) && $(RUN) -m tests.compat $(ARGS)
+
+# What of it CI runs: no torch of another release, which would be a CUDA build of several GB.
+compat-here: $(STAMP)
+	cd $(ROOT) && $(RUN) -m tests.compat --here --again --environments oldest llamafactory-0.9.5 --groups seams parity
 
 clean:
 	cd $(ROOT) && rm -rf build dist .whl .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results *.egg-info

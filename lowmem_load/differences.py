@@ -51,7 +51,7 @@ KNOWN = (
     ),
     Difference(
         package="transformers",
-        first="5.2.0",
+        first="5.6.0",
         last="5.23.0",
         models=("BERT",),
         topic="saved names",

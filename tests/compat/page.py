@@ -1,0 +1,182 @@
+"""The tables of docs/compatibility.md, written from lowmem_load/tested.json: `python -m tests.compat.page`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.compat.environments import read_environments, uncovered_pairs
+from tests.compat.groups import GROUPS
+from tests.compat.results import read_results
+from tests.ranks import REPO
+
+FILE = REPO / "docs" / "compatibility.md"
+AXES = {"python": "Python", "torch": "torch", "deepspeed": "deepspeed", "transformers": "transformers"}
+MORE = ("accelerate", "peft", "trl", "datasets")
+
+Results = Sequence[Mapping[str, Any]]
+
+
+def write(path: Path = FILE) -> None:
+    """Replaces what is between the markers of the page."""
+    path.write_text(with_tables(path.read_text(encoding="utf-8"), read_results()), encoding="utf-8")
+
+
+def with_tables(text: str, results: Results) -> str:
+    """Returns the page with its tables as the results have them.
+
+    Raises:
+        KeyError: the page has a marker that no table belongs to.
+        ValueError: it lacks one.
+    """
+    tables = {
+        "environments": environments_table(results),
+        "groups": groups_table(results),
+        "skipped and failed": exceptions_list(results),
+        "frameworks": frameworks_table(results),
+        "comparison": comparison_table(results),
+        "pairs": pairs_list(results),
+    }
+    marked = re.compile(r"(<!-- written by tests/compat: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+    written = []
+
+    def replaced(match: re.Match[str]) -> str:
+        written.append(match[2])
+        return f"{match[1]}\n{tables[match[2]]}\n\n{match[4]}"
+
+    result = marked.sub(replaced, text)
+    if sorted(written) != sorted(tables):
+        raise ValueError(f"the page has the markers {written} instead of {list(tables)}")
+    return result
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def environments_table(results: Results) -> str:
+    """Returns what each environment is: exact versions, and why it is there."""
+    rows = [
+        [
+            result["name"],
+            *(result["versions"][axis] for axis in AXES),
+            ", ".join(f"{name} {result['versions'][name]}" for name in MORE if name in result["versions"]),
+            f"{result['why']}; {result['date']}",
+        ]
+        for result in results
+    ]
+    done = {result["name"] for result in results}
+    rows += [
+        [
+            environment.name,
+            *(getattr(environment, axis) for axis in AXES),
+            ", ".join(f"{name} {environment.pins[name]}" for name in MORE if name in environment.pins),
+            f"{environment.why}; not run yet",
+        ]
+        for environment in read_environments()[0]
+        if environment.name not in done
+    ]
+    return table(["environment", *AXES.values(), "and", "why, and when it ran"], rows)
+
+
+def count(group: Mapping[str, Any] | None) -> str:
+    """Returns the counts of a group: what passed, and what did not."""
+    if group is None:
+        return "not run"
+    rest = [f"{group[kind]} {kind}" for kind in ("failed", "skipped") if group[kind]]
+    return ", ".join([str(group["passed"]), *rest])
+
+
+def groups_table(results: Results) -> str:
+    """Returns the counts of each group of tests in each environment."""
+    rows = [[result["name"], *(count(result["groups"].get(group)) for group in GROUPS)] for result in results]
+    return table(["environment", *GROUPS], rows)
+
+
+def exceptions_list(results: Results) -> str:
+    """Returns every failure, and every reason for which tests were skipped with how many and where."""
+    lines = []
+    for result in results:
+        for group in result["groups"].values():
+            lines += [f"- {result['name']}, failed: `{name}`: {why}" for name, why in group["failures"].items()]
+    reasons: dict[str, dict[str, int]] = {}
+    for result in results:
+        for group in result["groups"].values():
+            for why in group["skips"].values():
+                where = reasons.setdefault(why, {})
+                where[result["name"]] = where.get(result["name"], 0) + 1
+    for why, where in sorted(reasons.items()):
+        places = ", ".join(f"{number} in {name}" for name, number in where.items())
+        lines.append(f"- skipped, {why}: {places}")
+    return "\n".join(lines) or "Nothing failed, and nothing was skipped."
+
+
+def frameworks_table(results: Results) -> str:
+    """Returns for each framework whether its own requirements are met, and whether pip resolves it together with us."""
+    rows = [
+        [
+            result["name"],
+            f"`{result['pins']['framework']}`",
+            "; ".join(result["pins"]["broken"]) or "met",
+            result["pins"]["resolves"],
+        ]
+        for result in results
+        if result["pins"]
+    ]
+    return table(["environment", "framework", "its requirements of these packages", "pip resolves all"], rows)
+
+
+def comparison_table(results: Results) -> str:
+    """Returns who differs in what: rows of equal differences, with the environments in which they were seen."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    alike = []
+    for result in results:
+        if "error" in result["comparison"] or not result["comparison"]:
+            rows.setdefault(("", "", result["comparison"].get("error", "not run yet")), []).append(result["name"])
+            continue
+        found = [
+            (model, way, _told(topics))
+            for model, ways in result["comparison"].items()
+            for way, topics in ways.items()
+            if topics
+        ]
+        for row in found:
+            rows.setdefault(row, []).append(result["name"])
+        if not found:
+            alike.append(result["name"])
+    cells = [[model, way, what, ", ".join(names)] for (model, way, what), names in rows.items()]
+    text = table(["model", "who", "differs in", "environments"], cells) if cells else ""
+    return "\n\n".join(filter(None, [text, f"No difference at all: {', '.join(alike)}." if alike else ""]))
+
+
+def _told(topics: Mapping[str, Sequence[str]]) -> str:
+    parts = []
+    for topic, entries in topics.items():
+        shown = "; ".join(entries[:2]) + (f"; {len(entries) - 2} more" if len(entries) > 2 else "")
+        parts.append(f"{topic}: {shown}")
+    return "; ".join(parts).replace("|", "\\|")
+
+
+def pairs_list(results: Results) -> str:
+    """Returns the pairs of lines of releases that no environment has together."""
+    _, lines = read_environments()
+    missing: dict[tuple[str, str], list[str]] = {}
+    total = 0
+    for (left, one), (right, other) in uncovered_pairs([result["versions"] for result in results], lines):
+        missing.setdefault((left, right), []).append(f"{one} with {other}")
+    axes = list(lines)
+    total = sum(
+        len(lines[left]) * len(lines[right]) for number, left in enumerate(axes) for right in axes[number + 1 :]
+    )
+    uncovered = sum(map(len, missing.values()))
+    text = [f"{total - uncovered} of {total} pairs are covered. Not covered:"]
+    text += [f"- {AXES[left]} with {AXES[right]}: {', '.join(pairs)}" for (left, right), pairs in missing.items()]
+    return text[0] + "\n\n" + "\n".join(text[1:])
+
+
+if __name__ == "__main__":
+    write()
