@@ -131,34 +131,33 @@ def frameworks_table(results: Results) -> str:
 
 
 def comparison_table(results: Results) -> str:
-    """Returns who differs in what: rows of equal differences, with the environments in which they were seen."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
-    alike = []
+    """Returns who differs in what, and where that was seen; the digits of losses are one example's."""
+    rows: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    alike, unknown = [], []
     for result in results:
         if "error" in result["comparison"] or not result["comparison"]:
-            rows.setdefault(("", "", result["comparison"].get("error", "not run yet")), []).append(result["name"])
+            unknown.append(f"{result['name']} ({result['comparison'].get('error', 'not run yet')})")
             continue
         found = [
-            (model, way, _told(topics))
+            ((model, way, topic), _told(entries))
             for model, ways in result["comparison"].items()
             for way, topics in ways.items()
-            if topics
+            for topic, entries in topics.items()
         ]
-        for row in found:
-            rows.setdefault(row, []).append(result["name"])
+        for key, told in found:
+            rows.setdefault(key, (told, []))[1].append(result["name"])
         if not found:
             alike.append(result["name"])
-    cells = [[model, way, what, ", ".join(names)] for (model, way, what), names in rows.items()]
-    text = table(["model", "who", "differs in", "environments"], cells) if cells else ""
-    return "\n\n".join(filter(None, [text, f"No difference at all: {', '.join(alike)}." if alike else ""]))
+    cells = [[*key, told, ", ".join(names)] for key, (told, names) in sorted(rows.items())]
+    text = [table(["model", "who", "differs in", "such as", "environments"], cells)] if cells else []
+    text += [f"No difference at all: {', '.join(alike)}."] if alike else []
+    text += [f"Not compared: {', '.join(unknown)}."] if unknown else []
+    return "\n\n".join(text)
 
 
-def _told(topics: Mapping[str, Sequence[str]]) -> str:
-    parts = []
-    for topic, entries in topics.items():
-        shown = "; ".join(entries[:2]) + (f"; {len(entries) - 2} more" if len(entries) > 2 else "")
-        parts.append(f"{topic}: {shown}")
-    return "; ".join(parts).replace("|", "\\|")
+def _told(entries: Sequence[str]) -> str:
+    rest = f"; {len(entries) - 2} more" if len(entries) > 2 else ""
+    return "; ".join(entries[:2]).replace("|", "\\|") + rest
 
 
 def pairs_list(results: Results) -> str:
