@@ -21,7 +21,8 @@ export OMP_NUM_THREADS := 1
 # project's. ninja is found in the environment's bin.
 export TORCH_EXTENSIONS_DIR ?= $(ROOT)/.cache/torch_extensions
 SHM_COMM := $(TORCH_EXTENSIONS_DIR)/shm_comm.stamp
-EXTENSIONS := $(SHM_COMM) $(TORCH_EXTENSIONS_DIR)/async_io.stamp $(TORCH_EXTENSIONS_DIR)/cpu_adam.stamp
+EXTENSIONS := $(SHM_COMM) $(TORCH_EXTENSIONS_DIR)/async_io.stamp $(TORCH_EXTENSIONS_DIR)/cpu_adam.stamp \
+  $(TORCH_EXTENSIONS_DIR)/simulated_device.stamp
 export PATH := $(VENV)/bin:$(PATH)
 
 # DeepSpeed's swapper (offload to nvme) needs libaio: the system's or, where there is none, the packages of Debian or

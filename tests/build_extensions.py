@@ -1,4 +1,4 @@
-"""Compiles extensions of DeepSpeed, as a step of the set-up: `python -m tests.build_extensions shm_comm async_io`.
+"""Compiles extensions of DeepSpeed, and a device for tests: `python -m tests.build_extensions shm_comm async_io`.
 
 It may be interrupted or killed at any time: the next run takes up what is missing. Where one cannot be built it says
 so, and ends with status 1.
@@ -20,11 +20,13 @@ set_environment()
 from deepspeed.ops.op_builder import CPUAdamBuilder  # noqa: E402
 
 from lowmem_load.ds.extensions import load_async_io, load_op, load_shm_comm  # noqa: E402
+from tests.device.build import build as build_simulated_device  # noqa: E402
 
 LOAD: dict[str, Callable[[], object]] = {
     "shm_comm": load_shm_comm,  # communication of CPU ranks
     "async_io": load_async_io,  # offload to nvme
     "cpu_adam": lambda: load_op(CPUAdamBuilder()),  # offload of the optimizer
+    "simulated_device": build_simulated_device,  # an accelerator for tests
 }
 
 
@@ -34,9 +36,9 @@ def build(name: str) -> bool:
     try:
         LOAD[name]()
     except (ImportError, OSError, RuntimeError) as error:
-        print(f"DeepSpeed's {name} cannot be built: {error}", file=sys.stderr)
+        print(f"{name} cannot be built: {error}", file=sys.stderr)
         return False
-    print(f"DeepSpeed's {name} is ready, after {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{name} is ready, after {time.perf_counter() - start:.0f} s", flush=True)
     return True
 
 
@@ -45,7 +47,7 @@ def main(names: list[str]) -> bool:
     logging.basicConfig(format="%(message)s")
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        print(f"no C++ compiler ({compiler}), so DeepSpeed's {', '.join(names)} cannot be built", file=sys.stderr)
+        print(f"no C++ compiler ({compiler}), so {', '.join(names)} cannot be built", file=sys.stderr)
         return False
     return all([build(name) for name in names])  # noqa: C419  all are tried
 

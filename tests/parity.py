@@ -125,7 +125,7 @@ def _parameter_differences(name: str, streamed: nn.Parameter, ordinary: nn.Param
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return torch.equal(left.cpu().contiguous().view(torch.uint8), right.cpu().contiguous().view(torch.uint8))
 
 
 def _ties(parameters: dict[str, nn.Parameter]) -> list[list[str]]:

@@ -30,6 +30,10 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 PRELOAD = "tests.rank_preload"
 RENDEZVOUS_TRIES = 3
+DEVICE = "LOWMEM_TEST_DEVICE"
+"""Variable that names the accelerator of the ranks; the CPU where it is unset."""
+SIMULATED = {DEVICE: "sim"}
+"""Environment of ranks that have the simulated device of tests/device."""
 STACK_DUMP_S = 2.0
 """Seconds that hanging ranks get to write their stacks before they are killed."""
 LOG_TAIL_CHARS = 6000
@@ -257,6 +261,10 @@ def _rank_main(pipe: Connection, log: str, env: dict[str, str], fn: Callable[...
     try:
         if not getattr(sys.modules.get(PRELOAD), "READY", False):
             raise RuntimeError(f"the forkserver could not import {PRELOAD}: every rank would import all by itself")
+        if os.environ.get(DEVICE) == "sim":
+            from tests.device.simulated import install
+
+            install()
         import torch
 
         torch.set_num_threads(1)

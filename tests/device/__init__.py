@@ -1,0 +1,1 @@
+"""A simulated accelerator, for what only a GPU would show; see README.md."""

@@ -1,0 +1,124 @@
+"""DeepSpeed's view of the simulated device: what CUDA_Accelerator answers where that differs from the CPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+from tests.device.simulated import BACKEND, NAME, module, native
+
+
+def _tensor(dtype: torch.dtype) -> property:
+    return property(lambda _: functools.partial(torch.tensor, dtype=dtype, device=NAME))
+
+
+class SimulatedAccelerator(CPU_Accelerator):
+    """An asynchronous device with streams, events and memory of its own. Operators are the CPU's."""
+
+    _torch_pins_host_memory = True
+    pin_memory = DeepSpeedAccelerator.pin_memory
+    is_pinned = DeepSpeedAccelerator.is_pinned
+    if hasattr(DeepSpeedAccelerator, "_torch_pin_memory"):  # not before deepspeed 0.19
+        _torch_pin_memory = DeepSpeedAccelerator._torch_pin_memory
+        _torch_empty_pinned = DeepSpeedAccelerator._torch_empty_pinned
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name, self._communication_backend_name = NAME, BACKEND
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self, device_index: Any = None) -> str:
+        return NAME if device_index is None else f"{NAME}:{device_index}"
+
+    def device(self, device_index: Any = None) -> torch.device:
+        return torch.device(NAME, device_index)
+
+    def set_device(self, device_index: Any) -> None:
+        module.set_device(device_index)
+
+    def current_device(self) -> int:
+        return module.current_device()
+
+    def current_device_name(self) -> str:
+        return f"{NAME}:{module.current_device()}"
+
+    def device_count(self) -> int:
+        return module.device_count()
+
+    def synchronize(self, device_index: Any = None) -> None:
+        module.synchronize(device_index)
+
+    @property
+    def Stream(self) -> Any:  # noqa: N802  DeepSpeed's name
+        return module.Stream
+
+    def stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext() if stream is None else stream
+
+    def current_stream(self, device_index: Any = None) -> torch.Stream:
+        return module.current_stream(device_index)
+
+    def default_stream(self, device_index: Any = None) -> torch.Stream:
+        return module.current_stream(device_index)
+
+    @property
+    def Event(self) -> Any:  # noqa: N802
+        return torch.Event
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def memory_allocated(self, device_index: Any = None) -> int:
+        return module.memory_allocated(device_index)
+
+    def max_memory_allocated(self, device_index: Any = None) -> int:
+        return module.max_memory_allocated(device_index)
+
+    def memory_reserved(self, device_index: Any = None) -> int:
+        return torch.accelerator.memory_reserved(module.device(device_index))
+
+    def max_memory_reserved(self, device_index: Any = None) -> int:
+        return torch.accelerator.max_memory_reserved(module.device(device_index))
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def reset_peak_memory_stats(self, device_index: Any = None) -> None:
+        torch.accelerator.reset_peak_memory_stats(module.device(device_index))
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: Any = None) -> Any:
+        return torch.accelerator.memory_stats(module.device(device_index))
+
+    def total_memory(self, device_index: Any = None) -> int:
+        return torch.accelerator.get_memory_info(module.device(device_index))[1]
+
+    def available_memory(self, device_index: Any = None) -> int:
+        return torch.accelerator.get_memory_info(module.device(device_index))[0]
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        native.register_host_memory(address, num_bytes)
+        return True
+
+    def unregister_host_memory(self, address: int) -> None:
+        native.unregister_host_memory(address)
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == NAME
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["SIM_VISIBLE_DEVICES"]
+
+    ByteTensor = _tensor(torch.uint8)
+    BFloat16Tensor = _tensor(torch.bfloat16)
+    FloatTensor = _tensor(torch.float)
+    HalfTensor = _tensor(torch.half)
+    IntTensor = _tensor(torch.int)
+    LongTensor = _tensor(torch.long)
