@@ -1,7 +1,7 @@
 """Executes plans: reads byte ranges into memory under one budget. Plans nothing; knows no names of models and no ZeRO.
 
 Bytes go straight into their final place where the plan says so; everything else passes through a staging buffer, one
-for each reading thread.
+for each reading thread, or, on its way to a device, through the pinned slots of `uploads.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -18,15 +18,20 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
-from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Scatter, Step
+from lowmem_load.planning.reads import Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
 from lowmem_load.read.open_sources import OpenSources
+from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
 from lowmem_load.read.source import LocalFile, Opener
+from lowmem_load.read.uploads import SLOT_BYTES, Put, Spans, Uploads
 
 MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
 
 PART_BYTES = 16 << 20
 """After so many bytes of a read they are counted: from slow storage all of them may take minutes."""
+
+MIN_DEVICE_THREADS = 2
+"""Threads that read for a device: they wait most of the time, for the storage or for a copy."""
 
 _CPU = torch.device("cpu")
 
@@ -75,8 +80,9 @@ class Executor:
         self.num_threads = num_threads
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read") if num_threads > 1 else None
+        self._pool = _pool(num_threads) if num_threads > 1 else None
         self._pending: set[Future[None]] = set()
+        self._uploads: Uploads | None = None
 
     def __enter__(self) -> Executor:
         return self
@@ -90,6 +96,8 @@ class Executor:
         finally:
             if self._pool is not None:
                 self._pool.shutdown(wait=True, cancel_futures=True)
+            if self._uploads is not None and error is not None:
+                self._uploads.abandon()
             self.sources.close()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:
@@ -106,7 +114,17 @@ class Executor:
             material: of the plan.
         """
         known = {number: self._value(number, values, material) for number in fill.needs}
-        for task in self._tasks(fill.steps, destination, known, material):
+        if destination.device.type == "cpu":
+            tasks = self._tasks(fill.steps, destination, known, material)
+        else:
+            tasks = self._device_tasks(fill.steps, self._put_into(destination), known, material)
+        for task in tasks:
+            self._run(task)
+
+    def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
+        """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
+        scatter = Scatter(0, 0, (Loop(values.numel(), 1, 1),), (destination.dtype,))
+        for task in _move_tasks(scatter, values.detach().reshape(-1), self._put_into(destination)):
             self._run(task)
 
     def check_unchanged(self) -> None:
@@ -119,9 +137,16 @@ class Executor:
         Raises:
             TruncatedFileError: a file ended early.
             CheckpointError: a file changed, or a read failed.
+            RuntimeError: of the device.
         """
-        while self._pending:
-            self._reap(wait(self._pending).done)
+        self._finish_reads()
+        if self._uploads is not None:
+            self._uploads.finish()
+
+    @property
+    def spans(self) -> Spans | None:
+        """When memory of a device was read for and copied to; None while there was none."""
+        return None if self._uploads is None else self._uploads.spans
 
     def _value(self, number: int, values: Sequence[Value], material: Material) -> torch.Tensor:
         """Return a value, flat; one that has to be computed, by the calling thread: a task would wait for itself."""
@@ -133,7 +158,7 @@ class Executor:
             whole = torch.empty(fill.numel, dtype=fill.dtype, device=_CPU)
             self.fill(fill, whole, values, material)
             inputs.append(whole.view(shape))
-        self.finish()
+        self._finish_reads()
         return material.functions[value.function](inputs).detach().contiguous().view(-1)
 
     def _tasks(
@@ -145,7 +170,7 @@ class Executor:
                 for first, shift in step.each():
                     yield self._read_task(step, first, shift, destination)
             elif isinstance(step, Move):
-                _scatter(step.scatter, known[step.value], destination, 0)
+                scatter_elements(step.scatter, known[step.value], destination, 0)
             else:
                 yield from self._apply_tasks(step, destination, known, material)
 
@@ -156,14 +181,18 @@ class Executor:
         for piece in step.pieces:
 
             def task(piece: Piece = piece) -> None:
-                inputs = []
-                for fill in piece.inputs:
-                    inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device=_CPU))
-                    for part in self._tasks(fill.steps, inputs[-1], known, material):
-                        part()
-                _scatter(piece.scatter, compute(inputs), destination, 0)
+                values = compute(self._inputs(piece, known, material))
+                scatter_elements(piece.scatter, values, destination, 0)
 
             yield task
+
+    def _inputs(self, piece: Piece, known: Mapping[int, torch.Tensor], material: Material) -> list[torch.Tensor]:
+        inputs = []
+        for fill in piece.inputs:
+            inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device=_CPU))
+            for part in self._tasks(fill.steps, inputs[-1], known, material):
+                part()
+        return inputs
 
     def _read_task(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
         tensor, itemsize = step.tensor, step.tensor.dtype.itemsize
@@ -175,10 +204,48 @@ class Executor:
             else:
                 staged = self._staging(step.numel * itemsize).view(tensor.dtype)
                 self._read(tensor, first, staged)
-                _scatter(step.scatter, staged, destination, shift)
+                scatter_elements(step.scatter, staged, destination, shift)
             self.on_bytes(step.needed_bytes_each)
 
         return task
+
+    def _put_into(self, destination: torch.Tensor) -> Put:
+        if self._uploads is None:
+            num_threads = max(MIN_DEVICE_THREADS, self.num_threads)
+            self._uploads = Uploads(destination.device, num_threads)
+            self._pool = self._pool or _pool(num_threads)  # the caller's thread has a current stream of its own
+        return self._uploads.into(destination)
+
+    def _device_tasks(
+        self, steps: Sequence[Step], put: Put, known: Mapping[int, torch.Tensor], material: Material
+    ) -> Iterator[Task]:
+        """Yield what fills device memory by `put`."""
+        for step in steps:
+            if isinstance(step, Read):
+                for first, shift in step.each():
+                    yield self._device_read_task(step, first, shift, put)
+            elif isinstance(step, Move):
+                yield from _move_tasks(step.scatter, known[step.value], put)
+            else:
+                for piece in step.pieces:
+                    yield self._device_apply_task(step, piece, put, known, material)
+
+    def _device_read_task(self, step: Read, first: int, shift: int, put: Put) -> Task:
+        scatter = replace(step.scatter, destination_start=step.scatter.destination_start + shift)
+
+        def task() -> None:
+            put(scatter, step.numel, step.tensor.dtype, lambda memory: self._read(step.tensor, first, memory))
+            self.on_bytes(step.needed_bytes_each)
+
+        return task
+
+    def _device_apply_task(
+        self, step: Apply, piece: Piece, put: Put, known: Mapping[int, torch.Tensor], material: Material
+    ) -> Task:
+        def write(memory: torch.Tensor) -> None:
+            memory.copy_(material.functions[step.function](self._inputs(piece, known, material)))
+
+        return lambda: put(piece.scatter, piece.numel, step.dtype, write)
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous host memory with the elements of `tensor` from `first` on."""
@@ -216,21 +283,26 @@ class Executor:
             self._reap(wait(self._pending, return_when=FIRST_COMPLETED).done)
         self._pending.add(self._pool.submit(task))
 
+    def _finish_reads(self) -> None:
+        while self._pending:
+            self._reap(wait(self._pending).done)
+
     def _reap(self, done: set[Future[None]]) -> None:
         self._pending -= done
         for future in done:
             future.result()
 
 
-def _scatter(scatter: Scatter, source: torch.Tensor, destination: torch.Tensor, shift: int) -> None:
-    """Move elements of the flat tensor `source` to `destination`, `shift` elements further on."""
-    sizes = [loop.size for loop in scatter.loops]
-    strides = [loop.source for loop in scatter.loops]
-    values = source.as_strided(sizes, strides, source.storage_offset() + scatter.source_start)
-    casts = scatter.casts
-    if casts and casts[-1] == destination.dtype:
-        casts = casts[:-1]  # copy_ does it without a temporary, which may be twice as large as the staging
-    for dtype in casts:
-        values = values.to(dtype)
-    offset = destination.storage_offset() + scatter.destination_start + shift
-    destination.as_strided(sizes, [loop.destination for loop in scatter.loops], offset).copy_(values)
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, "lowmem_load-read")
+
+
+def _move_tasks(scatter: Scatter, values: torch.Tensor, put: Put) -> Iterator[Task]:
+    """Yield what moves values in host memory to a device: gathered on the host, cast and scattered there."""
+    for part in split(scatter, SLOT_BYTES // values.element_size()):
+        chosen = source_elements(part, values)
+
+        def task(part: Scatter = part, chosen: torch.Tensor = chosen) -> None:
+            put(gathered(part), chosen.numel(), chosen.dtype, lambda memory: memory.view(chosen.shape).copy_(chosen))
+
+        yield task

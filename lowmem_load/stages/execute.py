@@ -91,12 +91,15 @@ def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor:
     before = planned.buffers.pop(buffer.names[0])
     after = before
     if buffer.fill is not None:
-        flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device="cpu")
+        flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
         executor.fill(buffer.fill, flat, planned.plan.values, planned.material)
-        executor.finish()
         after = flat.view(buffer.shape)
-    if not after.is_meta:
-        after = after.to(device=target.device, dtype=buffer.dtype)
+    elif before.device.type == "cpu" and target.device.type != "cpu":
+        flat = torch.empty(before.numel(), dtype=buffer.dtype, device=target.device)
+        executor.move(before, flat)
+        after = flat.view(buffer.shape)
+    elif not before.is_meta:
+        after = before.to(device=target.device, dtype=buffer.dtype)
     if after is not before:
         for module, name in planned.places.pop(buffer.names[0]):
             setattr(module, name, after)

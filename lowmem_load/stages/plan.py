@@ -77,9 +77,10 @@ def make_plan(described: Described, rank: int) -> Planned:
     ]
     targets.sort(key=_first_byte)
     buffers, buffer_places, buffer_names = _distinct(model, "named_buffers")
+    on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
     buffer_plans = [
-        _plan_buffer(planner, buffer_names[name], buffer, keeps_fp32=id(buffer) in fp32)
+        _plan_buffer(planner, buffer_names[name], buffer, keeps_fp32=id(buffer) in fp32, on_host=on_host)
         for name, buffer in buffers.items()
     ]
     costs = Costs()
@@ -173,7 +174,9 @@ def _described(name: str, parameter: torch.Tensor) -> Expression:
     return held(parameter)
 
 
-def _plan_buffer(planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool) -> BufferPlan:
+def _plan_buffer(
+    planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
+) -> BufferPlan:
     """Plan a buffer whole, as an ordinary load holds it.
 
     One that is kept in fp32 is read in fp32: upcasting it later would not give back what a cast took.
@@ -184,7 +187,8 @@ def _plan_buffer(planner: Planner, names_: list[str], buffer: torch.Tensor, *, k
         expression = whole
         while keeps_fp32 and isinstance(expression, Cast):
             expression = expression.part
-        fill = planner.plan_fill(names_[0], cast(expression, dtype), FlatRange(0, numel(expression)))
+        whole_range = FlatRange(0, numel(expression))
+        fill = planner.plan_fill(names_[0], cast(expression, dtype), whole_range, on_host=on_host)
     fills = [] if fill is None else [fill]
     slow_paths = tuple(_slow_paths(names_[0], buffer, leaves(whole), fills))
     return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, whole)]))

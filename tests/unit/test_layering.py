@@ -27,7 +27,7 @@ MODULES: dict[str, set[str]] = {
     "differences": set(),
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
-    "read": {"executor", "hashing", "open_sources", "sample", "source", "whole"},
+    "read": {"executor", "hashing", "open_sources", "sample", "scatter", "source", "uploads", "whole"},
     "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "quantized", "tensor"},
     "quantize": {"check", "four_bit"},

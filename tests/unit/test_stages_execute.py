@@ -60,6 +60,10 @@ class NotingExecutor(Executor):
         self.calls.append("expect")
         super().expect(files)
 
+    def fill(self, fill: Any, destination: torch.Tensor, *rest: Any) -> None:
+        self.calls.append(f"fill {destination.numel()}")
+        super().fill(fill, destination, *rest)
+
     def finish(self) -> None:
         self.calls.append("finish")
         super().finish()
@@ -93,7 +97,7 @@ def test_the_target_is_finished_when_all_is_filled_and_no_file_has_changed(file:
         execute(planned, target, executor, sample=lambda: calls.append("sample"))
         assert calls == [
             "expect",
-            *("make a", "sample", "make b", "sample"),  # in the order of the file
+            *("make a", "fill 24", "sample", "make b", "fill 6", "sample"),  # in the order of the file
             *("finish", "check_unchanged", "target.finish"),
         ]
         assert target.waits == [executor.finish] * 2
@@ -120,7 +124,7 @@ def test_buffers_come_first(file: Path) -> None:
     _, planned = prepared(file, build, target)
     with NotingExecutor(calls) as executor:
         execute(planned, target, executor)
-    assert calls[:3] == ["expect", "finish", "make a"]
+    assert calls[:3] == ["expect", "fill 6", "make a"]
 
 
 # -- parameters ------------------------------------------------------------------------------------------------------
@@ -191,13 +195,6 @@ def test_a_buffer_is_cast_to_the_dtype_of_its_plan(file: Path) -> None:
     assert model.get_buffer("held").dtype == torch.float32
     assert model.get_buffer("held").tolist() == [1.5, 2.5]
     assert model.get_buffer("count").dtype == torch.int64
-
-
-def test_buffers_are_moved_to_the_targets_device(file: Path) -> None:
-    model, _ = run(file, with_buffers, Whole(META))  # stands for an accelerator
-    assert {name: buffer.device for name, buffer in model.named_buffers()} == {"read": META, "held": META}
-    assert model.get_buffer("read").shape == (6,)
-    assert model.get_buffer("also_read") is model.get_buffer("read")
 
 
 def test_a_buffer_that_transformers_left_on_meta_stays_there(file: Path) -> None:

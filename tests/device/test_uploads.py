@@ -1,0 +1,224 @@
+"""Device memory is filled with the right bytes, in the right order, by asynchronous copies; and mistakes would show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.read import executor as executors
+from lowmem_load.read import uploads
+from lowmem_load.read.executor import Executor
+from tests.ranks import SIMULATED, run_ranks
+
+SHAPE = (600, 1000)
+NUMEL = 600_000
+SLOT = 64 << 10
+"""Bytes of a slot here: the values are 37 slots of float32, and there are 4 slots."""
+
+SLOW_GBPS = 0.02
+
+
+def values() -> torch.Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32).reshape(SHAPE)
+
+
+@contextlib.contextmanager
+def small_slots() -> Iterator[Executor]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(uploads, "SLOT_BYTES", SLOT)
+        patches.setattr(executors, "SLOT_BYTES", SLOT)
+        with Executor() as executor:
+            yield executor
+
+
+def fill(executor: Executor, node: ex.Expression, destination: torch.Tensor) -> None:
+    planner = Planner(ReadLimits(staging_bytes=SLOT))
+    planned = planner.plan_fill("w", node, FlatRange(0, destination.numel()), on_host=False)
+    executor.fill(planned, destination, planner.values, planner.material)
+
+
+def leaf(path: str) -> ex.Source:
+    return ex.Source(path, "w", 0, SHAPE, torch.float32)
+
+
+def nodes(path: str) -> dict[str, tuple[ex.Expression, torch.Tensor]]:
+    """An expression of each kind, and its value."""
+    source, whole = leaf(path), values()
+
+    def double(inputs: Any) -> torch.Tensor:
+        return inputs[0] * 2
+
+    return {
+        "as it lies": (source, whole),
+        "cast": (ex.cast(source, torch.bfloat16), whole.to(torch.bfloat16)),
+        "cast twice": (ex.cast(ex.cast(source, torch.bfloat16), torch.float64), whole.to(torch.bfloat16).double()),
+        "transposed": (ex.permute(source, (1, 0)), whole.t()),
+        "every other": (ex.Slice(source, (0, 1), (2, 3), (300, 333), torch.float32), whole[::2, 1::3]),
+        "held": (ex.cast(ex.held(whole.t()), torch.float16), whole.t().half()),
+        "held, transposed": (ex.permute(ex.held(whole), (1, 0)), whole.t()),
+        "computed": (ex.Computed("double", double, (source,), SHAPE, torch.float32), whole * 2),
+        "elementwise": (ex.Elementwise("double", double, (source,), SHAPE, torch.float32), whole * 2),
+    }
+
+
+def compare_all(path: str) -> None:
+    """Rank function."""
+    from tests.device.simulated import counters, reset
+
+    device = torch.device("sim", 1)
+    wanted = nodes(path)
+    filled = {name: torch.empty(value.numel(), dtype=value.dtype, device=device) for name, (_, value) in wanted.items()}
+    before = torch.accelerator.memory_allocated(device)
+    reset()
+    with small_slots() as executor:
+        for name, (node, _) in wanted.items():
+            fill(executor, node, filled[name])
+        buffer = torch.empty(NUMEL, dtype=torch.bfloat16, device=device)
+        executor.move(values(), buffer)
+        executor.finish()
+        counted = counters()
+    assert [name for name in counted if "pageable" in name or "blocking" in name or "temporary" in name] == []
+    assert counted["stream synchronised"] == (1, 0) and "device synchronised" not in counted
+    for name, (_, value) in wanted.items():
+        assert torch.equal(filled[name].cpu(), value.reshape(-1)), name
+    assert torch.equal(buffer.cpu(), values().to(torch.bfloat16).reshape(-1))
+    staging = torch.accelerator.max_memory_allocated(device) - before - buffer.nbytes
+    assert 0 < staging <= 4 * uploads.NUM_LANES * SLOT  # four times where it is cast twice, to a dtype twice as wide
+    assert torch.accelerator.max_memory_allocated("sim:0") == 0
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("device") / "data"
+    path.write_bytes(values().numpy().tobytes())
+    return str(path)
+
+
+def test_whatever_a_plan_says_arrives_through_pinned_slots_with_one_synchronisation(file: str) -> None:
+    run_ranks(compare_all, file, world_size=1, env=SIMULATED)
+
+
+# -- order: each case is right as it is, and wrong with a mistake ----------------------------------------------------
+
+
+def slow_copies(path: str) -> bool:
+    """Copies take longer than reads, so slots are waited for."""
+    from tests.device.simulated import set_speed
+
+    destination = torch.empty(NUMEL, dtype=torch.float32, device="sim:1")
+    set_speed(SLOW_GBPS)
+    with small_slots() as executor:
+        fill(executor, leaf(path), destination)
+        executor.finish()
+    set_speed()
+    return torch.equal(destination.cpu(), values().reshape(-1))
+
+
+def reused_memory(path: str) -> bool:
+    """The memory was freed by work of the caller's stream that is still to come."""
+    from tests.device.simulated import set_speed
+
+    device = torch.device("sim", 1)
+    garbage = torch.zeros(NUMEL, dtype=torch.float32, pin_memory=True)
+    here, there = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True), torch.zeros(1 << 22, device=device)
+    other, side = torch.Stream(device=device), torch.Stream(device=device)
+    torch.accelerator.synchronize(device)
+    set_speed(SLOW_GBPS)
+    with other:
+        here.copy_(there.view(torch.uint8)[: 1 << 22], non_blocking=True)
+        slow = torch.Event(device=device)
+        slow.record(other)
+    set_speed()
+    with side:
+        side.wait_event(slow)
+        freed = torch.empty(NUMEL, dtype=torch.float32, device=device)
+        freed.copy_(garbage, non_blocking=True)
+        address = freed.data_ptr()
+        del freed
+        destination = torch.empty(NUMEL, dtype=torch.float32, device=device)
+        assert destination.data_ptr() == address
+        with small_slots() as executor:
+            fill(executor, leaf(path), destination)
+            executor.finish()
+    torch.accelerator.synchronize(device)
+    return torch.equal(destination.cpu(), values().reshape(-1))
+
+
+def dropped_memory(path: str) -> bool:
+    """The memory is freed while it is filled, and somebody else gets it."""
+    from tests.device.simulated import set_speed
+
+    destination = torch.empty(NUMEL, dtype=torch.float32, device="sim:1")
+    with small_slots() as executor:
+        set_speed(SLOW_GBPS)
+        fill(executor, leaf(path), destination)
+        executor._finish_reads()
+        set_speed()
+        del destination
+        other = torch.empty(NUMEL, dtype=torch.float32, device="sim:1")
+        other.fill_(7)
+        executor.finish()
+    torch.accelerator.synchronize("sim:1")
+    return other.cpu().unique().tolist() == [7]
+
+
+CASES = {case.__name__: case for case in (slow_copies, reused_memory, dropped_memory)}
+
+
+def no_wait_for_a_slot(patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(uploads._Slot, "copied", lambda _: None)
+
+
+def no_event_between_streams(patches: pytest.MonkeyPatch) -> None:
+    into = uploads.Uploads.into
+
+    def never_recorded(self: uploads.Uploads, destination: torch.Tensor) -> uploads.Put:
+        found: Any = into(self, destination)
+        return partial(found.func, destination, torch.Event(device=destination.device))
+
+    patches.setattr(uploads.Uploads, "into", never_recorded)
+
+
+def no_record_stream(patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+
+def no_device_for_the_lanes(patches: pytest.MonkeyPatch) -> None:
+    lane = uploads._Lane
+    patches.setattr(uploads, "_Lane", lambda _: lane(torch.device("sim", 0)))
+
+
+MISTAKES = {
+    "slow_copies": [no_wait_for_a_slot, no_device_for_the_lanes],
+    "reused_memory": [no_event_between_streams],
+    "dropped_memory": [no_record_stream],
+}
+
+
+def plant_mistakes(path: str) -> None:
+    """Rank function."""
+    for case, mistakes in MISTAKES.items():
+        assert CASES[case](path), case
+        for mistake in mistakes:
+            with pytest.MonkeyPatch.context() as patches:
+                mistake(patches)
+                try:
+                    right = CASES[case](path)
+                except RuntimeError:  # torch itself may notice
+                    right = False
+            torch.accelerator.synchronize("sim:1")
+            assert not right, f"{mistake.__name__} is not found by {case}"
+
+
+def test_planted_mistakes_are_found(file: str) -> None:
+    run_ranks(plant_mistakes, file, world_size=1, env=SIMULATED)
