@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -52,12 +53,44 @@ def _kib(value: str) -> int:
     return int(value.removesuffix("kB"))
 
 
-def device_bytes() -> int:
-    """Return the accelerator memory that tensors of this process take now; 0 without one."""
-    if not torch.accelerator.is_available():
-        return 0
-    device_module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return int(device_module.memory_allocated()) if device_module.is_initialized() else 0
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Accelerator memory of this process's tensors, bytes: now, and the most since it started or reset its peaks."""
+
+    allocated_bytes: int
+    peak_bytes: int
+
+
+def device_memory() -> DeviceMemory:
+    """Return the memory of the current accelerator device; zeros without one."""
+    if torch.accelerator.is_available():
+        device_module = torch.get_device_module(torch.accelerator.current_accelerator())
+        if device_module.is_initialized():
+            return DeviceMemory(int(device_module.memory_allocated()), int(device_module.max_memory_allocated()))
+    return DeviceMemory(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How long a load read for its device, how long it copied to it, and how long it did both at once. Seconds."""
+
+    read_s: float
+    copy_s: float
+    both_s: float
+
+    @classmethod
+    def of(cls, reads: Sequence[tuple[float, float]], copies: Sequence[tuple[float, float]]) -> Overlap:
+        """Return it for spans of time, as (begin, end), that may overlap among themselves."""
+        read_s, copy_s = _union_s(reads), _union_s(copies)
+        return cls(read_s, copy_s, read_s + copy_s - _union_s([*reads, *copies]))
+
+
+def _union_s(spans: Iterable[tuple[float, float]]) -> float:
+    total, last = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total
 
 
 @dataclass(slots=True)
@@ -87,7 +120,10 @@ class LoadReport:
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
         seconds: wall seconds by phase: describe, plan, read, in order.
         start_memory, peak_memory: resident host memory before the load and the most that was seen during it.
-        peak_device_bytes: most accelerator memory that tensors were seen to take during the load; 0 on the CPU.
+        start_device, peak_device_bytes: accelerator memory of this process's tensors before the load, and the most
+            during it; 0 on the CPU. The most is exact where it is more than ever before in the process, else the most
+            that was seen after a parameter was made.
+        overlap: of reads and copies, where memory of a device was filled.
         missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
         uninitialised_parameters: parameters that are neither in the files nor initialised by transformers, whose
             ordinary load leaves them as `torch.empty` made them. Here they are zero.
@@ -121,7 +157,9 @@ class LoadReport:
     seconds: dict[str, float] = field(default_factory=dict)
     start_memory: Memory = Memory(0, 0)
     peak_memory: Memory = Memory(0, 0)
+    start_device: DeviceMemory = DeviceMemory(0, 0)
     peak_device_bytes: int = 0
+    overlap: Overlap | None = None
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[Any] = field(default_factory=list)
@@ -165,7 +203,10 @@ class LoadReport:
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory now where that is more."""
-        self.peak_device_bytes = max(self.peak_device_bytes, device_bytes())
+        device = device_memory()
+        is_new_peak = device.peak_bytes > self.start_device.peak_bytes
+        reached = device.peak_bytes if is_new_peak else device.allocated_bytes
+        self.peak_device_bytes = max(self.peak_device_bytes, reached)
         now = host_memory()
         if now.total_bytes > self.peak_memory.total_bytes:
             self.peak_memory = now
@@ -190,6 +231,15 @@ class LoadReport:
     def _grown_bytes(self) -> int:
         return self.peak_memory.total_bytes - self.start_memory.total_bytes
 
+    def _device_text(self) -> str:
+        if self.overlap is None:
+            return ""
+        grown = (self.peak_device_bytes - self.start_device.allocated_bytes) / (1 << 20)
+        read_s, copy_s, both_s = self.overlap.read_s, self.overlap.copy_s, self.overlap.both_s
+        return (
+            f", {grown:.1f} MiB on the device; read {read_s:.2f} s, copied {copy_s:.2f} s, both at once {both_s:.2f} s"
+        )
+
     def __str__(self) -> str:
         mib = float(1 << 20)
         grown = self._grown_bytes / mib
@@ -202,7 +252,7 @@ class LoadReport:
             f"{_count(self.persistent_elements)} elements",
             f"  read {self.read_bytes / mib:.1f} MiB in {self.num_reads} reads for {self.needed_bytes / mib:.1f} MiB "
             f"needed{f', {self.num_retries} of them again after a fault of the storage' if self.num_retries else ''}",
-            f"  peak {grown:.1f} MiB above the start",
+            f"  peak {grown:.1f} MiB above the start" + self._device_text(),
             "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]
         if self.num_quantized:

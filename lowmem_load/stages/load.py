@@ -33,7 +33,7 @@ from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
-from lowmem_load.report import LoadReport, OnLoad, host_memory
+from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory, host_memory
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.checksums import agree_on_checksums, warn_of_holes
 from lowmem_load.stages.describe import Described, describe
@@ -132,7 +132,7 @@ class Load:
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         memory = host_memory()
-        report = LoadReport(call.name, start_memory=memory, peak_memory=memory)
+        report = LoadReport(call.name, start_memory=memory, peak_memory=memory, start_device=device_memory())
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
         with zero_init.set_aside() as around, self._same_random_numbers(), self._executor() as executor:
             with self._streamable():
@@ -146,6 +146,8 @@ class Load:
             stats = executor.stats
             report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
             report.num_retries = stats.num_retries
+            if executor.spans is not None:
+                report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
         kept = described.target.gathered_for_good(described.model)
         report.persistent_parameters, report.persistent_elements = len(kept), sum(kept.values())
         if report.uninitialised_parameters and report.rank == 0:

@@ -15,7 +15,7 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.report import LoadReport, Memory, device_bytes, host_memory
+from lowmem_load.report import DeviceMemory, LoadReport, Memory, Overlap, device_memory, host_memory
 
 MIB = 1 << 20
 
@@ -112,12 +112,12 @@ def test_a_phase_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peaks_are_the_most_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = iter([Memory(5, 1), Memory(2, 9), Memory(8, 0)])
-    device = iter([3, 7, 4])
+    host = iter([Memory(5, 1), Memory(2, 9), Memory(8, 0), Memory(8, 0)])
+    device = iter([DeviceMemory(3, 50), DeviceMemory(7, 50), DeviceMemory(4, 50), DeviceMemory(4, 51)])
     monkeypatch.setattr(report_module, "host_memory", lambda: next(host))
-    monkeypatch.setattr(report_module, "device_bytes", lambda: next(device))
-    report = LoadReport("model")
-    for peaks in ((Memory(5, 1), 3), (Memory(2, 9), 7), (Memory(2, 9), 7)):
+    monkeypatch.setattr(report_module, "device_memory", lambda: next(device))
+    report = LoadReport("model", start_device=DeviceMemory(2, 50))  # 50: of something before
+    for peaks in ((Memory(5, 1), 3), (Memory(2, 9), 7), (Memory(2, 9), 7), (Memory(2, 9), 51)):
         report.sample_memory()
         assert (report.peak_memory, report.peak_device_bytes) == peaks
 
@@ -152,16 +152,26 @@ def test_host_memory_grows_by_what_is_written() -> None:
 
 def test_device_memory_is_zero_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert device_bytes() == 0
+    assert device_memory() == DeviceMemory(0, 0)
 
 
-@pytest.mark.parametrize(("is_initialized", "expected"), [(True, 1234), (False, 0)])
-def test_device_memory_is_that_of_tensors(monkeypatch: pytest.MonkeyPatch, is_initialized: bool, expected: int) -> None:
-    module = SimpleNamespace(memory_allocated=lambda: 1234, is_initialized=lambda: is_initialized)
+@pytest.mark.parametrize(("is_initialized", "expected"), [(True, (12, 34)), (False, (0, 0))])
+def test_device_memory_is_that_of_tensors(
+    monkeypatch: pytest.MonkeyPatch, is_initialized: bool, expected: tuple[int, int]
+) -> None:
+    module = SimpleNamespace(
+        memory_allocated=lambda: 12, max_memory_allocated=lambda: 34, is_initialized=lambda: is_initialized
+    )
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert device_bytes() == expected
+    assert device_memory() == DeviceMemory(*expected)
+
+
+def test_spans_of_time_overlap_once() -> None:
+    reads, copies = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)], [(2.5, 5.5), (2.75, 3.0)]
+    assert Overlap.of(reads, copies) == Overlap(4.0, 3.0, 1.0)
+    assert Overlap.of(reads, []) == Overlap(4.0, 0.0, 0.0)
 
 
 # -- as text ---------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_the_target_is_finished_when_all_is_filled_and_no_file_has_changed(file:
         execute(planned, target, executor, sample=lambda: calls.append("sample"))
         assert calls == [
             "expect",
-            *("make a", "fill 24", "sample", "make b", "fill 6", "sample"),  # in the order of the file
+            *("make a", "fill 24", "sample", "make b", "fill 24", "sample"),  # in the order of the file
             *("finish", "check_unchanged", "target.finish"),
         ]
         assert target.waits == [executor.finish] * 2
