@@ -143,7 +143,7 @@ class Swapping:
                 f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, but a partition of a parameter "
                 f"of shape {tuple(parameter.ds_shape)} has {numel}; raise it to at least that"
             )
-        partition = torch.empty(0, dtype=parameter.dtype)
+        partition = torch.empty(0, dtype=parameter.dtype, device="cpu")
         try:
             partition.data = swapper.get_buffer(parameter, numel).data
         except AssertionError as error:  # before deepspeed 0.17.1 it has to be smaller

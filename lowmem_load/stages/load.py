@@ -70,7 +70,7 @@ def plan_only(
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
     state = torch.get_rng_state()
     try:
-        with zero_init.set_aside(), Executor(open_source=open_source) as executor:
+        with zero_init.set_aside(), _on_host(), Executor(open_source=open_source) as executor:
             described = describe(call, settings, make_target, executor, holds_values=False)
             _check(described)
             return make_plan(described, rank).plan
@@ -134,7 +134,7 @@ class Load:
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory, start_device=device_memory())
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
-        with zero_init.set_aside() as around, self._same_random_numbers(), self._executor() as executor:
+        with zero_init.set_aside() as around, _on_host(), self._same_random_numbers(), self._executor() as executor:
             with self._streamable():
                 described = self._describe(call, executor, report)
                 planned = self._plan(described, around, report)
@@ -305,6 +305,19 @@ def _may_work_in_stock(error: Exception) -> bool:
     One that is not ours comes from code of transformers or of the model, which may not be ready for symbolic tensors.
     """
     return isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
+
+
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Make tensors that name no device in host memory, whatever default device the caller has set.
+
+    What is described, and read to decide, is in host memory; where parameters and buffers go, the target says.
+    """
+    if torch.get_default_device().type == "cpu":  # a context of torch's costs each of its calls some time
+        yield
+        return
+    with torch.device("cpu"):
+        yield
 
 
 def _is_left_alone(call: loader.Call, settings: Settings) -> bool:

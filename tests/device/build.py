@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import torch
+
 SOURCES = Path(__file__).with_name("native")
 NAME = "simulated_device"
 
 
 def build() -> Path:
-    """Returns the compiled extension, compiled first if it is not there or older than its sources.
+    """Returns the compiled extension; compiled first if there is none of these sources and this torch.
 
     Raises:
         RuntimeError: it cannot be compiled.
     """
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], NAME)
     folder.mkdir(parents=True, exist_ok=True)
-    compiled = folder / f"{NAME}.so"
+    compiled = folder / f"{NAME}-{_digest()}.so"
     with (folder / "lock").open("w") as lock:  # the system drops it with a process that is killed
         fcntl.flock(lock, fcntl.LOCK_EX)
-        newest = max(source.stat().st_mtime for source in SOURCES.iterdir())
-        if not compiled.exists() or compiled.stat().st_mtime < newest:
+        if not compiled.exists():
             fresh = folder / f"{NAME}.new"
             run = subprocess.run(_command(fresh), capture_output=True, text=True, check=False)
             if run.returncode != 0:
                 raise RuntimeError(f"{SOURCES}: cannot be compiled:\n{run.stderr}")
             fresh.replace(compiled)
     return compiled
+
+
+def _digest() -> str:
+    found = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
+    for source in sorted(SOURCES.iterdir()):
+        found.update(source.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _command(output: Path) -> list[str]:

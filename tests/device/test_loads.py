@@ -1,0 +1,174 @@
+"""Loads on the simulated device: memory and copies as stated, whatever stream, default device or offload there is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load.errors import RankError
+from lowmem_load.read.uploads import NUM_LANES, SLOT_BYTES
+from tests import builders
+from tests.parity import BF16, FP32, differences
+from tests.ranks import SIMULATED, run_ranks
+
+VOCAB_SIZE = 40_000
+"""Makes partitions of several MB."""
+
+
+def loaded(path: str, ds_config: dict[str, Any]) -> Any:
+    from lowmem_load import load_model
+    from tests.device.simulated import reset
+
+    reset()
+    return load_model(path, ds_config, auto_class="AutoModelForCausalLM")
+
+
+def ordinary(path: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def copies() -> dict[str, int]:
+    """Returns the bytes copied by kind, and how often the host waited for a stream or a device."""
+    from tests.device.simulated import counters
+
+    waits = ("stream synchronised", "device synchronised")
+    kinds = ("to device", "to host", "host temporary", "pinned memory")
+    found = counters()
+    counted = {kind: num_bytes for kind, (_, num_bytes) in found.items() if kind.startswith(kinds)}
+    return counted | {"waits": sum(found.get(wait, (0, 0))[0] for wait in waits)}
+
+
+def check_what_is_stated(model: Any, staging_bytes: int) -> None:
+    from lowmem_load import load_report
+
+    report, counted = load_report(model), copies()
+    buffer_bytes = sum(-(-buffer.nbytes // 512) * 512 for buffer in model.buffers())  # as they are allocated
+    held_bytes = sum(-(-parameter.ds_tensor.nbytes // 512) * 512 for parameter in model.parameters())
+    peak_bytes = report.peak_device_bytes - report.start_device.allocated_bytes
+    assert 0 <= peak_bytes - held_bytes - buffer_bytes <= staging_bytes, report
+    assert not [kind for kind in counted if "pageable" in kind or "blocking" in kind or "temporary" in kind], counted
+    assert counted["waits"] == 1, counted
+    assert report.overlap is not None and report.overlap.copy_s > 0, report
+    assert "MiB on the device; read" in str(report)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def load_in_all_ways(path: str) -> None:
+    """Rank function."""
+    from lowmem_load import DistributedInterface
+
+    device = f"sim:{DistributedInterface().rank}"
+    bf16, fp32 = ordinary(path, torch.bfloat16), ordinary(path, torch.float32)
+
+    model = loaded(path, BF16)
+    check_what_is_stated(model, staging_bytes=0)
+    assert {parameter.ds_tensor.device for parameter in model.parameters()} == {torch.device(device)}
+    assert {buffer.device for buffer in model.buffers()} == {torch.device(device)}
+    assert differences(model, bf16) == []
+
+    model = loaded(path, FP32)  # what the file holds is copied, half as much as what is kept
+    check_what_is_stated(model, staging_bytes=NUM_LANES * SLOT_BYTES)
+    copied = sum(num_bytes for kind, num_bytes in copies().items() if kind == "to device, pinned")
+    assert copied < 0.6 * sum(parameter.ds_tensor.nbytes for parameter in model.parameters())
+    assert differences(model, fp32) == []
+
+    for context in (torch.device(device), default_device(device)):
+        with context:
+            model = loaded(path, BF16)
+        assert differences(model, bf16) == []
+
+
+@pytest.fixture
+def path(checkpoints: Path) -> str:
+    return str(builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE))
+
+
+def test_memory_and_copies_are_as_stated(path: str) -> None:
+    run_ranks(load_in_all_ways, path, env=SIMULATED)
+
+
+def load_to_pinned_memory(path: str) -> None:
+    """Rank function."""
+    offload = {"offload_param": {"device": "cpu", "pin_memory": True}}
+    model = loaded(path, {**BF16, "zero_optimization": {"stage": 3, **offload}})
+    counted = copies()
+    held_bytes = sum(parameter.ds_tensor.nbytes for parameter in model.parameters())
+    assert all(parameter.ds_tensor.is_pinned() for parameter in model.parameters())
+    ring_bytes = counted["pinned memory asked for"] - held_bytes
+    assert ring_bytes == 4 * SLOT_BYTES, "partitions once, and the ring, for the buffers"
+    assert differences(model, ordinary(path, torch.bfloat16)) == []
+
+
+def test_pinned_partitions_are_made_once(path: str) -> None:
+    run_ranks(load_to_pinned_memory, path, env=SIMULATED)
+
+
+def load_after_work_of_the_stream(path: str) -> None:
+    """Rank function: memory that the load gets was freed by work of the caller's stream that is still to come."""
+    from lowmem_load import DistributedInterface
+    from lowmem_load.stages import execute
+    from tests.device.simulated import set_speed
+
+    DistributedInterface()
+    device = torch.device("sim", 0)
+    reference = ordinary(path, torch.bfloat16)
+    numel = reference.lm_head.weight.numel()
+    garbage = torch.full((numel,), 7.0, dtype=torch.bfloat16, device="cpu").pin_memory()
+    here = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    other, side = torch.Stream(device=device), torch.Stream(device=device)
+    torch.accelerator.synchronize(device)
+    set_speed(0.0005)
+    with other:
+        here.copy_(there, non_blocking=True)  # 2 s: stands for a kernel that takes so long
+        slow = torch.Event(device=device)
+        slow.record(other)
+    set_speed()
+    with side, pytest.MonkeyPatch.context() as patches:
+        patches.setattr(execute, "_fill_buffer", lambda *_: None)
+        side.wait_event(slow)
+        freed = torch.empty(numel, dtype=torch.bfloat16, device=device)
+        freed.copy_(garbage, non_blocking=True)
+        del freed
+        model = loaded(path, BF16)
+    torch.accelerator.synchronize(device)
+    wrong = [
+        name
+        for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True)
+        if not torch.equal(parameter.ds_tensor.cpu(), whole.flatten())
+    ]
+    assert wrong == []
+
+
+def test_work_of_the_stream_that_is_still_to_come_does_no_harm(path: str) -> None:
+    run_ranks(load_after_work_of_the_stream, path, world_size=1, env=SIMULATED)
+
+
+def run_out_of_memory(path: str) -> None:
+    """Rank function."""
+    from lowmem_load import DistributedInterface, load_model
+    from tests.device.simulated import set_capacity
+
+    if DistributedInterface().rank == 1:
+        set_capacity(2 << 20)
+    with pytest.raises(RankError, match=r"rank 1: OutOfMemoryError: .* Tried to allocate 1280000 bytes"):
+        load_model(path, BF16)
+
+
+def test_a_rank_without_memory_fails_on_all(path: str) -> None:
+    run_ranks(run_out_of_memory, path, env=SIMULATED)
