@@ -34,6 +34,8 @@ DEVICE = "LOWMEM_TEST_DEVICE"
 """Variable that names the accelerator of the ranks; the CPU where it is unset."""
 SIMULATED = {DEVICE: "sim"}
 """Environment of ranks that have the simulated device of tests/device."""
+IS_SIMULATED = os.environ.get(DEVICE) == "sim"
+"""Whether all ranks of this run have it: `make test-device`."""
 STACK_DUMP_S = 2.0
 """Seconds that hanging ranks get to write their stacks before they are killed."""
 LOG_TAIL_CHARS = 6000

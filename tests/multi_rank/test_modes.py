@@ -17,7 +17,7 @@ import torch
 from benchmarks.modes import MODES, Mode, ds_config
 from lowmem_load.errors import ConfigError, UnsupportedError
 from tests import builders
-from tests.ranks import run_ranks
+from tests.ranks import IS_SIMULATED, run_ranks
 
 VOCAB_SIZE = 40_000
 """Makes partitions of over 1 MiB, which is the least that DeepSpeed swaps."""
@@ -91,6 +91,8 @@ TOGETHER = sorted({(mode.num_ranks, extensions(name)) for name, mode in ON_CPU.i
 @pytest.mark.parametrize(("num_ranks", "needed"), TOGETHER, ids=str)
 def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, needed: tuple[str, ...]) -> None:
     skip_unless_compiled(needed)
+    if IS_SIMULATED and "async_io" in needed:
+        pytest.skip("on the simulated device two trainings by stock from nvme differ")
     chosen = [name for name, mode in ON_CPU.items() if (mode.num_ranks, extensions(name)) == (num_ranks, needed)]
     path = builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE)
     run_ranks(compare_modes, str(path), chosen, str(tmp_path), world_size=num_ranks, timeout_s=900)
