@@ -34,7 +34,7 @@ export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-fast check coverage bench modes pipelines compat compat-here zoo fuzz
+.PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines compat compat-here zoo fuzz
 .PHONY: faults clean
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make setup   install into .venv, compile DeepSpeed's extensions; the other targets do it themselves"
 	@echo "make test    check, then all tests (10 to 15 minutes on 2 cores)"
 	@echo "make test-fast  the tests that start no ranks (a minute)"
+	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make check   formatting, lint, types"
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
 	@echo "make compat  ten sets of releases, each in an environment of its own (hours, 31 GB)"
@@ -101,6 +102,15 @@ test-fast: export HF_HUB_OFFLINE := 1
 test-fast: $(STAMP)
 	cd $(ROOT) && $(RUN) -m pytest -q -m 'not ranks and not slow' -k 'not large_tensors' \
 	  tests/unit tests/contracts tests/conversions $(ARGS)
+
+# Ranks have the simulated accelerator of tests/device instead of the CPU.
+ON_DEVICE := tests/device $(patsubst %,tests/multi_rank/test_%.py,parity modes several_models streaming after_load \
+  partial_training partial_precision)
+test-device: export HF_HUB_OFFLINE := 1
+test-device: export LOWMEM_TEST_DEVICE := sim
+test-device: export SIM_DEVICES := 8
+test-device: $(EXTENSIONS)
+	cd $(ROOT) && $(RUN) -m pytest $(ON_DEVICE) $(ARGS)
 
 # Failing tests do not keep the report from being made; they, or too little, make the target fail.
 coverage: export HF_HUB_OFFLINE := 1

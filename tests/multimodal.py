@@ -53,11 +53,13 @@ class Multimodal(nn.Module):
         self.enter_below = False
 
     def forward(self, kind: str, features: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        device = next(self.parameters()).device
+        features, input_ids = features.to(device), input_ids.to(device)
         embeds, labels = self.llm.get_input_embeddings()(input_ids), input_ids
         if kind != "text":
             prefix = getattr(self, kind)(features).to(embeds.dtype)
             embeds = torch.cat([prefix, embeds], dim=1)
-            labels = torch.cat([torch.full(prefix.shape[:2], -100), input_ids], dim=1)
+            labels = torch.cat([torch.full(prefix.shape[:2], -100, device=device), input_ids], dim=1)
         if self.enter_below:  # as models do that run a backbone and a head by themselves
             logits = self.llm.lm_head(self.llm.model(inputs_embeds=embeds).last_hidden_state)
             return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())

@@ -190,7 +190,7 @@ def check_all() -> None:
 
 
 def test_the_device_is_what_it_claims_to_be() -> None:
-    run_ranks(check_all, world_size=1, env=SIMULATED)
+    run_ranks(check_all, world_size=1, env={**SIMULATED, "SIM_DEVICES": "2"})
 
 
 def touch_device_memory() -> None:

@@ -23,7 +23,7 @@ def train(model: Any, ds_config: dict[str, Any], steps: int = 3) -> list[float]:
     engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "optimizer": OPTIMIZER})
     losses = []
     for _ in range(steps):
-        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+        loss = engine(input_ids=TOKENS.to(engine.device), labels=TOKENS.to(engine.device)).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -43,14 +43,15 @@ def generate_and_resize(path: str) -> None:
     model = load_model(path, FP32)
     with streaming(FP32):  # what transformers gathers for, it gathers when it sees a ZeRO-3 configuration
         engine, *_ = deepspeed.initialize(model=model, config=FP32)
-        assert torch.equal(engine.module.generate(TOKENS, max_new_tokens=5, do_sample=False), expected)
+        generated = engine.module.generate(TOKENS.to(engine.device), max_new_tokens=5, do_sample=False)
+        assert torch.equal(generated.cpu(), expected)
         engine.destroy()
         model = load_model(path, FP32)
         model.resize_token_embeddings(140, mean_resizing=False)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         embedding = model.get_input_embeddings().weight.detach().clone()
     assert embedding.shape == (140, 32)
-    assert torch.equal(embedding[:128], plain.get_input_embeddings().weight[:128])
+    assert torch.equal(embedding[:128].cpu(), plain.get_input_embeddings().weight[:128])
     assert model.config.vocab_size == 140
 
 

@@ -30,7 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def _steps(engine: Any, count: int) -> list[float]:
     losses = []
     for _ in range(count):
-        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+        loss = engine(input_ids=TOKENS.to(engine.device), labels=TOKENS.to(engine.device)).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -51,7 +51,7 @@ def train_together(path: str, names: list[str]) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(4):
         for name, engine in engines.items():
-            loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+            loss = engine(input_ids=TOKENS.to(engine.device), labels=TOKENS.to(engine.device)).loss
             engine.backward(loss)
             engine.step()
             losses[name].append(loss.item())

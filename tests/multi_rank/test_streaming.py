@@ -116,7 +116,7 @@ def losses_of(path: str, ds_config: dict[str, Any], how: str, steps: int) -> lis
     engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "optimizer": optimizer})
     losses = []
     for _ in range(steps):
-        tokens = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(rank))
+        tokens = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(rank)).to(engine.device)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
