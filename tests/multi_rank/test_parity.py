@@ -16,7 +16,7 @@ TINY = {"hidden_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "h
 """Norm weights of 3 elements: fewer than 4 ranks."""
 
 
-def _cases(checkpoints: Path, minilm: Path) -> dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]:
+def cases(checkpoints: Path, minilm: Path) -> dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]:
     """Arguments of `assert_loads_alike` by the name of the case."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     odd = builders.tiny_llama(checkpoints, float32, "20KB", **builders.ODD_SIZES)
@@ -45,7 +45,7 @@ def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
-    run_ranks(load_all, _cases(checkpoints, minilm), world_size=world_size, timeout_s=180)
+    run_ranks(load_all, cases(checkpoints, minilm), world_size=world_size, timeout_s=180)
 
 
 def name_the_missing_head(path: str) -> None:

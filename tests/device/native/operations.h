@@ -108,6 +108,30 @@ inline void record_stream(at::Tensor& self, at::Stream stream) {
   device_memory.recordStream(self.storage().data_ptr(), stream);
 }
 
+// Convolutions have no fallback of torch's.
+inline at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups) {
+  Quiet quietly;
+  auto host_bias = bias && bias->defined() ? std::make_optional(bias->cpu()) : std::nullopt;
+  auto found = at::convolution(
+      input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding, groups);
+  return found.to(input.device());
+}
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> mask) {
+  Quiet quietly;
+  std::vector<int64_t> bias_size{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)};
+  auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      gradient.cpu(), input.cpu(), weight.cpu(), bias_size, stride, padding, dilation, transposed, output_padding,
+      groups, mask);
+  auto there = [&](const at::Tensor& t) { return t.defined() ? t.to(input.device()) : t; };
+  return {there(of_input), there(of_weight), there(of_bias)};
+}
+
 // As CUDA: host tensors of no dimension are numbers, others are a mistake, but for indices.
 inline void refuse_host_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const std::string& name = op.schema().name();
