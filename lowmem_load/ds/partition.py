@@ -25,6 +25,7 @@ from torch import nn
 
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds import swapping
+from lowmem_load.ds.pinning import new_pinned
 from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -263,7 +264,7 @@ class Partitioner:
         if device == OffloadDeviceEnum.nvme:  # too small for the swapper
             device = OffloadDeviceEnum.cpu
         if device == OffloadDeviceEnum.cpu and self._init.pin_memory:
-            return _described(_new_pinned(numel, dtype), numel, None)
+            return _described(new_pinned(numel, dtype), numel, None)
         partition = torch.empty(numel, dtype=dtype, device=str(getattr(device, "value", device)))
         return _described(partition, numel, None)
 
@@ -326,15 +327,6 @@ def _secondary_group(size: int) -> Any:
             "DeepSpeed knows one size per process; use the same"
         )
     return group
-
-
-def _new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return page-locked host memory where the accelerator has such: born so, where pin_memory would copy."""
-    accelerator = get_accelerator()
-    if hasattr(accelerator, "pin_empty"):  # not before deepspeed 0.19
-        pinned: torch.Tensor = accelerator.pin_empty(numel, dtype=dtype)
-        return pinned
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=accelerator.device_name() != "cpu")
 
 
 def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:

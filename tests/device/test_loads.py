@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowmem_load.ds.pinning import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
 from lowmem_load.read.uploads import NUM_LANES, SLOT_BYTES
 from tests import builders
@@ -39,7 +42,7 @@ def copies() -> dict[str, int]:
     from tests.device.simulated import counters
 
     waits = ("stream synchronised", "device synchronised")
-    kinds = ("to device", "to host", "host temporary", "pinned memory")
+    kinds = ("to device", "to host", "host temporary", "pinned memory", "host memory")
     found = counters()
     counted = {kind: num_bytes for kind, (_, num_bytes) in found.items() if kind.startswith(kinds)}
     return counted | {"waits": sum(found.get(wait, (0, 0))[0] for wait in waits)}
@@ -104,14 +107,24 @@ def test_memory_and_copies_are_as_stated(path: str) -> None:
 
 def load_to_pinned_memory(path: str) -> None:
     """Rank function."""
+    from tests.device.simulated import counters, reset
+
     offload = {"offload_param": {"device": "cpu", "pin_memory": True}}
     model = loaded(path, {**BF16, "zero_optimization": {"stage": 3, **offload}})
     counted = copies()
-    held_bytes = sum(parameter.ds_tensor.nbytes for parameter in model.parameters())
+    sizes = [parameter.ds_tensor.nbytes for parameter in model.parameters()]
+    large = [size for size in sizes if size >= MIN_REGISTERED_BYTES]
+    assert 0 < len(large) < len(sizes)
     assert all(parameter.ds_tensor.is_pinned() for parameter in model.parameters())
-    ring_bytes = counted["pinned memory asked for"] - held_bytes
-    assert ring_bytes == 4 * SLOT_BYTES, "partitions once, and the ring, for the buffers"
+    rounded = sum(large) + len(large) * mmap.PAGESIZE
+    assert sum(large) <= counted["host memory registered"] <= rounded, "once, and not as a power of two"
+    ring_bytes = counted["pinned memory asked for"] - sum(sizes) + sum(large)
+    assert ring_bytes == 4 * SLOT_BYTES, "the ring, for the buffers"
     assert differences(model, ordinary(path, torch.bfloat16)) == []
+    reset()
+    del model
+    gc.collect()
+    assert counters()["host memory given back"][0] == len(large)
 
 
 def test_pinned_partitions_are_made_once(path: str) -> None:

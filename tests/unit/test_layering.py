@@ -32,8 +32,8 @@ MODULES: dict[str, set[str]] = {
     "describe": {"context", "initialise", "operations", "quantized", "tensor"},
     "quantize": {"check", "four_bit"},
     "ds": {
-        *("comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "releases", "swapping"),
-        "zero_init",
+        *("comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "pinning", "releases"),
+        *("swapping", "zero_init"),
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {"active", "first_load", "intercept", "loader", "names", "quantizers", "replaced", "symbolic_file"},
@@ -131,7 +131,7 @@ MAY_DO_IO: set[str] = {
     *("ds.extensions", "formats", "partial.checkpoint", "pipelines.arguments", "ranks.life", "read.source", "report"),
     "settings.ds_config",
 }
-ANONYMOUS_MEMORY: set[str] = {"describe.initialise"}  # calls mmap.mmap, but maps no file
+ANONYMOUS_MEMORY: set[str] = {"describe.initialise", "ds.pinning"}  # calls mmap.mmap, but maps no file
 IO_CALLS: set[str] = {
     "open",
     "io.open",

@@ -48,7 +48,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     sim::record.count("host memory registered", int64_t(bytes));
     sim::pinned.add(reinterpret_cast<void*>(address), bytes);
   });
-  m.def("unregister_host_memory", [](uintptr_t address) { sim::pinned.remove(reinterpret_cast<void*>(address)); });
+  m.def("unregister_host_memory", [](uintptr_t address) {
+    sim::record.count("host memory given back");
+    sim::pinned.remove(reinterpret_cast<void*>(address));
+  });
   m.def("set_speed", [](double copy_gbps, double pageable_gbps) {
     sim::settings.copy_gbps = copy_gbps;
     sim::settings.pageable_gbps = pageable_gbps;

@@ -1,0 +1,51 @@
+"""Page-locked host memory for partitions that stay on the host, made so instead of being copied there."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+MIN_REGISTERED_BYTES = 1 << 20
+"""From here on memory is registered by itself. torch's pinned blocks have a power of two bytes, up to twice as many as
+asked for, and stay with the process for good."""
+
+
+def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return flat page-locked memory, uninitialised; ordinary memory where the accelerator is the CPU.
+
+    Source: deepspeed 0.19.8 `accelerator/abstract_accelerator.py`: `pin_empty` and `register_host_memory`, which older
+    releases lack; `utils/pin_memory.py`: the "native" backend, which does not round.
+    """
+    accelerator = get_accelerator()
+    nbytes = numel * dtype.itemsize
+    is_native = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"
+    if nbytes >= MIN_REGISTERED_BYTES and not is_native and accelerator.device_name() != "cpu":
+        registered = _registered(accelerator, nbytes)
+        if registered is not None:
+            return registered.view(dtype)
+    if hasattr(accelerator, "pin_empty"):
+        pinned: torch.Tensor = accelerator.pin_empty(numel, dtype=dtype)
+        return pinned
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=accelerator.device_name() != "cpu")
+
+
+def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
+    """Return bytes that are registered with the device until their last view goes; None where it takes none.
+
+    They have their pages to themselves, for a page is registered once, and their storage starts with them, for that is
+    where torch looks whether a tensor is pinned.
+    """
+    if not hasattr(accelerator, "register_host_memory"):
+        return None
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    whole_pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if not accelerator.register_host_memory(memory.data_ptr(), whole_pages):
+        return None
+    unregister, address = accelerator.unregister_host_memory, memory.data_ptr()
+    weakref.finalize(memory.untyped_storage(), unregister, address).atexit = False
+    return memory
