@@ -124,7 +124,7 @@ class Executor:
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
         scatter = Scatter(0, 0, (Loop(values.numel(), 1, 1),), (destination.dtype,))
-        for task in _move_tasks(scatter, values.detach().reshape(-1), self._put_into(destination)):
+        for task in _move_tasks(scatter, values.detach().contiguous().view(-1), self._put_into(destination)):
             self._run(task)
 
     def check_unchanged(self) -> None:

@@ -43,7 +43,7 @@ def test_pieces_that_are_gathered_first_do_the_same(scatter: Scatter, max_numel:
     for part in split(scatter, max_numel):
         chosen = source_elements(part, SOURCE)
         assert 0 < chosen.numel() <= max_numel
-        scatter_elements(gathered(part), chosen.reshape(-1), destination, 0)
+        scatter_elements(gathered(part), chosen.contiguous().view(-1), destination, 0)
     assert torch.equal(destination, expected(scatter))
 
 

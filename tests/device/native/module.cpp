@@ -28,6 +28,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("fill_.Scalar", sim::fill_);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   m.impl("record_stream", record_stream);
+  m.impl("histc", sim::histc);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }

@@ -132,6 +132,12 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {there(of_input), there(of_weight), there(of_bias)};
 }
 
+// Of integers too, as CUDA and unlike the CPU.
+inline at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  Quiet quietly;
+  return at::histc(self.cpu().to(at::kFloat), bins, low, high).to(self.options());
+}
+
 // As CUDA: host tensors of no dimension are numbers, others are a mistake, but for indices.
 inline void refuse_host_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const std::string& name = op.schema().name();
