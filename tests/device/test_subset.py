@@ -1,4 +1,4 @@
-"""Some of what `make test-device` runs on the simulated accelerator: parity of each kind of checkpoint, and training."""
+"""Some of what `make test-device` runs on the simulated accelerator: parity of four checkpoints, and training."""
 
 from __future__ import annotations
 
