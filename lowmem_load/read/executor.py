@@ -62,7 +62,8 @@ class Executor:
     value is cast more than once), plus what the plan states as its largest temporary.
 
     Args:
-        num_threads: reads in flight; 1 reads in the calling thread.
+        num_threads: reads in flight; 1 reads in the calling thread. At least `MIN_DEVICE_THREADS` where memory of a
+            device is filled.
         open_source: opens a file of the checkpoint.
 
     Attributes:
@@ -96,8 +97,8 @@ class Executor:
         finally:
             if self._pool is not None:
                 self._pool.shutdown(wait=True, cancel_futures=True)
-            if self._uploads is not None and error is not None:
-                self._uploads.abandon()
+            if self._uploads is not None:
+                self._uploads.abandon()  # nothing is left to do where `finish` has returned
             self.sources.close()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:

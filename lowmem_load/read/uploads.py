@@ -132,6 +132,7 @@ class Uploads:
             if (copied := slot.copied()) is not None:
                 self.spans.copies.append(copied)
             staged = slot.memory[: numel * dtype.itemsize].view(dtype)
+            assert staged.numel() == numel, f"a read of {numel} elements of {dtype} for a slot of {SLOT_BYTES} bytes"
             begin = time.perf_counter()
             write(staged)
             self.spans.reads.append((begin, time.perf_counter()))

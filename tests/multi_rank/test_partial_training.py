@@ -12,7 +12,7 @@ from torch import nn
 
 from tests import builders
 from tests.multimodal import CLIP, KINDS, LR, Multimodal, batch_of, kinds_of, reference
-from tests.ranks import run_ranks
+from tests.ranks import IS_SIMULATED, run_ranks
 
 CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # else all of a tiny model stays whole
@@ -21,7 +21,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
 }
 WITHOUT_OPTIMIZER = {key: value for key, value in CONFIG.items() if key != "optimizer"}
-TOLERANCE = 1e-6
+TOLERANCE = 2e-6 if IS_SIMULATED else 1e-6  # gloo adds in another order under simccl
 
 
 def nothing(_: nn.Module) -> None:
