@@ -165,9 +165,10 @@ def dropped_memory(path: str) -> bool:
     numel = 4 * SLOT // 4  # as much as there are slots: no read waits for a copy
     destination = torch.empty(numel, dtype=torch.float32, device="sim:1")
     with small_slots() as executor:
-        set_speed(SLOW_GBPS / 8)
+        set_speed(SLOW_GBPS / 20)
         fill(executor, leaf(path), destination)
         executor._finish_reads()
+        executor._pool.shutdown()  # its threads may still refer to what they have done, and so to the memory
         set_speed()
         del destination
         other = torch.empty(numel, dtype=torch.float32, device="sim:1")
