@@ -77,6 +77,8 @@ libaio:
 $(TORCH_EXTENSIONS_DIR)/%.stamp: $(STAMP)
 	@mkdir -p $(@D) && cd $(ROOT) && if $(RUN) -m tests.build_extensions $*; then touch $@; fi
 
+$(TORCH_EXTENSIONS_DIR)/simulated_device.stamp: $(wildcard $(ROOT)/tests/device/native/*)
+
 demo: $(SHM_COMM)
 	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset demo
 

@@ -87,6 +87,10 @@ def run_ranks(
     """
     __tracebackhide__ = True  # the rank's own traceback is in the message
     _start_forkserver()
+    if {**os.environ, **(env or {})}.get(DEVICE) == "sim":
+        from tests.device.build import build
+
+        build()  # outside of the ranks' time
     for _ in range(RENDEZVOUS_TRIES - 1):
         try:
             return _run_once(fn, args, world_size, timeout_s, dict(env or {}))
