@@ -14,7 +14,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError, RankError, UnsupportedError
 from tests import builders
-from tests.multi_rank.test_modes import has_libaio
+from tests.multi_rank.test_modes import is_compiled
 from tests.ranks import run_ranks
 
 FP32 = {"zero_optimization": {"stage": 3}}
@@ -108,7 +108,8 @@ def test_the_digest_is_that_of_an_ordinary_load(checkpoints: Path, tmp_path: Pat
     llama = builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES)
     tied = builders.tiny_qwen2_tied(checkpoints, torch.float32, **builders.ODD_SIZES)
     large = builders.tiny_llama(checkpoints, torch.float32, vocab_size=40_000, num_hidden_layers=1)
-    swap = str(tmp_path) if has_libaio() and world_size <= 2 else None  # DeepSpeed swaps partitions from 1 MiB on
+    # DeepSpeed swaps partitions from 1 MiB on.
+    swap = str(tmp_path) if is_compiled("async_io") and world_size <= 2 else None
     answers = run_ranks(digest_all, str(llama), str(tied), str(large), swap, world_size=world_size, timeout_s=180)
     assert all(answer == answers[0] for answer in answers)
     (found, *_) = answers

@@ -48,6 +48,7 @@ def compare_modes(path: str, names: list[str], folder: str) -> None:
     from lowmem_load import DistributedInterface, load_report
 
     group = DistributedInterface()
+    gc.freeze()  # what is imported need not be looked through after each model
     for name in names:
         mode = MODES[name]
         digests, losses, persistent = {}, {}, {}
@@ -78,9 +79,13 @@ def extensions(name: str) -> tuple[str, ...]:
     return (*(["async_io"] if "nvme" in name else []), *(["cpu_adam"] if "optimizer" in name or "both" in name else []))
 
 
-def skip_unless_compiled(names: Iterable[str]) -> None:
+def is_compiled(name: str) -> bool:
     """Compiling takes minutes, so `make setup` and `make compat` do that before the tests, where they can."""
-    absent = [name for name in names if not Path(os.environ["TORCH_EXTENSIONS_DIR"], name, f"{name}.so").is_file()]
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"], name, f"{name}.so").is_file()
+
+
+def skip_unless_compiled(names: Iterable[str]) -> None:
+    absent = [name for name in names if not is_compiled(name)]
     if absent:
         pytest.skip(f"DeepSpeed's {' and '.join(absent)} not compiled here")
 
