@@ -46,7 +46,7 @@ help:
 	@echo "make check   formatting, lint, types"
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
 	@echo "make compat  ten sets of releases, each in an environment of its own (hours, 31 GB)"
-	@echo "make compat-here  two of them over the torch of .venv, fewer tests (about 6 minutes)"
+	@echo "make compat-here  two of them over the torch of .venv, fewer tests (about 7 minutes)"
 	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
 	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60; guided by coverage with atheris)"
 	@echo "make faults  every fault at every moment of a load, first and last of 2 and 3 ranks (45 minutes)"

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.loader import _SymbolicFile
+from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.planner import Planner
@@ -442,9 +442,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def symbolic_file(path: Path) -> _SymbolicFile:
+def symbolic_file(path: Path) -> SymbolicFile:
     """Return the file at `path` with symbolic tensors; describing a conversion may read none of them."""
-    return _SymbolicFile(Safetensors().describe(LocalFile(str(path))), _read_nothing)
+    return SymbolicFile(Safetensors().describe(LocalFile(str(path))), _read_nothing)
 
 
 def _read_nothing(expression: ex.Expression, reason: str) -> torch.Tensor:
