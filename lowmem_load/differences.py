@@ -6,7 +6,7 @@ tests/unit/test_differences.py fails if an environment inside the range did not 
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -72,6 +72,6 @@ def known_differences(names: Iterable[str]) -> list[str]:
     return [
         f"{difference.text} ({difference.package} {difference.first} to {difference.last}; docs/compatibility.md)"
         for difference in KNOWN
-        if difference.applies_to(importlib.metadata.version(difference.package))
+        if difference.applies_to(importlib.import_module(difference.package).__version__)
         and any(name.endswith(difference.concerns) for name in present)
     ]

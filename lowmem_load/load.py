@@ -158,7 +158,7 @@ def plan(
     name = _spelled(name)
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     settings, cls, arguments = _checked(name, settings, auto_class, dtype, from_pretrained_kwargs)
-    make_target = target_maker(rank, torch.device(_accelerator_type()))
+    make_target = target_maker(rank, _accelerator())
 
     def handler(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         raise _Planned(plan_only(call, settings, make_target, rank))
@@ -185,16 +185,25 @@ def _spelled(name: Any) -> str:
     return os.fsdecode(name)
 
 
-def _accelerator_type() -> str:
-    """Return the type of device for which DeepSpeed would choose its accelerator, without importing it.
+def _accelerator() -> torch.device:
+    """Return the device for which DeepSpeed would choose its accelerator, without importing it.
 
     Source: deepspeed 0.19.8 `accelerator/real_accelerator.py`, `get_accelerator`.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR names no device that this torch knows.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
-        return chosen
+        try:
+            return torch.device(chosen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"DS_ACCELERATOR is {chosen!r}, of which this torch knows no device: import the package that adds it "
+                "(torch_npu, say) before, or correct the variable"
+            ) from error
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    return torch.device("cpu") if found is None else found
 
 
 def _checked(

@@ -42,9 +42,14 @@ def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
     """
     if not hasattr(accelerator, "register_host_memory"):
         return None
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
     whole_pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    if not accelerator.register_host_memory(memory.data_ptr(), whole_pages):
+    try:
+        is_registered = accelerator.register_host_memory(memory.data_ptr(), whole_pages)
+    except RuntimeError:  # CUDA's raises where others return False
+        is_registered = False
+    if not is_registered:
         return None
     unregister, address = accelerator.unregister_host_memory, memory.data_ptr()
     weakref.finalize(memory.untyped_storage(), unregister, address).atexit = False

@@ -76,7 +76,8 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
 def ordinary_path() -> Iterator[None]:
     """Inside, transformers loads as if there were neither ZeRO-3 nor FSDP nor a default device, whoever set them.
 
-    Threads that run already are left alone: one of them may be in the middle of a load of its own.
+    Threads that run already go on asking what they asked before, since one of them may be in the middle of a load of
+    its own; that there is a configuration is hidden from all.
     """
     others = set(threading.enumerate()) - {threading.current_thread()}  # not by number: numbers are given again
     with contextlib.ExitStack() as stack:
@@ -92,11 +93,13 @@ def ordinary_path() -> Iterator[None]:
 def _answered_with_no(name: str, others: set[threading.Thread]) -> Iterator[None]:
     """Answer the question of this name with False wherever a module holds it; see [Note: who is asked]."""
     replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
+    is_over = False
 
     def replacement(asked: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(asked)
         def answer(*args: Any, **kwargs: Any) -> Any:
-            return asked(*args, **kwargs) if threading.current_thread() in others else False
+            # Somebody may have kept it under another name, or wrapped it, for longer than this block.
+            return asked(*args, **kwargs) if is_over or threading.current_thread() in others else False
 
         replaced[answer] = asked
         return answer
@@ -105,6 +108,7 @@ def _answered_with_no(name: str, others: set[threading.Thread]) -> Iterator[None
         _exchange(name, replacement)
         yield
     finally:
+        is_over = True
         # Not where it was put, but where it is: modules that were imported meanwhile took it from others.
         _exchange(name, lambda held: replaced.get(held, held))
 

@@ -133,8 +133,8 @@ def _replace() -> None:
 
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         one = _applying()
-        if one is None or not one.wanted():
-            with _State.loading:  # not while a load of another thread has replaced what this one uses
+        with _State.loading:  # not while a load of another thread has replaced what this uses, or hides what it asks
+            if one is None or not one.wanted():
                 return ordinary(cls, *args, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = _handled(one, Call(ordinary, cls, args, kwargs))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers.modeling_utils as modeling_utils
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf.names import is_four_bit, refuse_quantized
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.quantize import four_bit
@@ -24,25 +25,43 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
     Args:
         is_cut_up: whether parameters will be cut up, for which other quantized ones are refused.
     """
-    ordinary = AutoHfQuantizer.from_config
+    ordinary, is_described = AutoHfQuantizer.from_config, False
     with contextlib.ExitStack() as stack:
+
+        def describe_packing() -> None:
+            nonlocal is_described
+            if is_described:  # by the quantizer of a model that contains this one
+                return
+            for owner, name, function in _replacements():
+                stack.enter_context(replaced(owner, name, function))
+            for name in _PLACING:
+                if hasattr(modeling_utils, name):
+                    stack.enter_context(replaced(modeling_utils, name, _nothing))
+            is_described = True
 
         def from_config(*args: Any, **kwargs: Any) -> Any:
             quantizer = ordinary(*args, **kwargs)
             if is_four_bit(quantizer.quantization_config):
-                if not four_bit.is_there():
-                    return quantizer  # which is about to say so
-                for owner, name, function in four_bit.replacements():
-                    stack.enter_context(replaced(owner, name, function))
-                for name in _PLACING:
-                    if hasattr(modeling_utils, name):
-                        stack.enter_context(replaced(modeling_utils, name, _nothing))
+                if four_bit.is_there():  # else it is about to say so
+                    describe_packing()
             elif is_cut_up:
                 _refuse_when_checked(quantizer)
             return quantizer
 
         with replaced(AutoHfQuantizer, "from_config", from_config):
             yield
+
+
+def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return `four_bit.replacements`; of a bitsandbytes with which this cannot be streamed, stock may load it.
+
+    Raises:
+        UnsupportedError: names the release to install.
+    """
+    try:
+        return four_bit.replacements()
+    except IncompatibleVersionError as error:
+        raise UnsupportedError(str(error)) from error
 
 
 def _refuse_when_checked(quantizer: Any) -> None:

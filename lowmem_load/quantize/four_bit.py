@@ -145,7 +145,8 @@ def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
     Memory: the packed bytes, and what bitsandbytes takes for a piece.
     """
     functional, device = importlib.import_module("bitsandbytes.functional"), _stock_device()
-    values = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=device)
+    # On the host, where what is computed is expected: copying a piece back waits for the kernel that packed it.
+    values = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device="cpu")
     states, start = [], 0
     for piece in torch.split(weight.reshape(-1), _PIECE):
         packed, state = functional.quantize_4bit(

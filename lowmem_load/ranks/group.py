@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -120,7 +121,7 @@ class RankGroup:
         message = None if error is None else spelled(error, MAX_TEXT)
         statuses = self._exchange(step, (message, isinstance(error, StoppedError), digest), title)
         failed = {rank: text for rank, (text, _, _) in self._by_rank(statuses).items() if text is not None}
-        if error is not None and len(failed) == len(statuses) and len(set(failed.values())) == 1:
+        if error is not None and len(failed) == len(statuses) and len(set(map(_comparable, failed.values()))) == 1:
             raise _told(error)
         followers = {rank for rank, (_, is_stopped, _) in self._by_rank(statuses).items() if is_stopped}
         failures = {rank: text for rank, text in failed.items() if rank not in followers} or failed
@@ -297,6 +298,14 @@ def _default_store() -> Any:
     Source: torch 2.13 distributed_c10d.py, `_get_default_store`.
     """
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+_OF_ONE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|(?<=[a-z]:)[0-9]+")
+"""What differs between ranks in the text of one and the same error: addresses, and the indices of devices (cuda:1)."""
+
+
+def _comparable(text: str) -> str:
+    return _OF_ONE_PROCESS.sub("#", text)
 
 
 def _minorities(held: Mapping[int, Any], this: str, others: str) -> dict[int, str]:

@@ -160,7 +160,8 @@ class Executor:
             self.fill(fill, whole, values, material)
             inputs.append(whole.view(shape))
         self._finish_reads()
-        return material.functions[value.function](inputs).detach().contiguous().view(-1)
+        # To the host, should it have been computed elsewhere: by this thread, on whose stream that was.
+        return material.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
 
     def _tasks(
         self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material

@@ -187,7 +187,8 @@ class Load:
                     "lowmem_load.verify_checkpoint before it"
                 )
             streamed = "a verified load" if self.verify else "a streamed load"
-            digest.append("an ordinary load" if left_alone else streamed)
+            else_ = ", or else left to stock" if self.is_lenient else ""
+            digest.append("an ordinary load" if left_alone else streamed + else_)
         return left_alone
 
     def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:

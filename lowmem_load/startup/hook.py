@@ -26,7 +26,7 @@ def watch() -> None:
 
     Calling it again does nothing.
     """
-    if os.environ.get(SWITCH) != OFF and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if os.environ.get(SWITCH) not in ("", OFF) and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 

@@ -23,7 +23,7 @@ def switch_on() -> None:
         LowMemLoadError: `install` cannot be called here, or the environment asks for what it does not know. No
             `ImportError`, even where that is the cause: code around a load may take one for an absent extra.
     """
-    asked = os.environ.get(SWITCH) or ON
+    asked = os.environ.get(SWITCH, ON)
     if asked not in (ON, STRICT):
         raise LowMemLoadError(f"{SWITCH} is {asked!r}; expected {ON}, {STRICT}, or {OFF} to leave lowmem_load off")
     try:

@@ -78,6 +78,11 @@ def _nothing() -> dict[str, Any]:
     return {"passed": 0, "failed": 0, "skipped": 0, "failures": {}, "skips": {}}
 
 
+def _is_of(file: str, paths: tuple[str, ...]) -> bool:
+    """Return whether a file, or a folder that could not be collected, is of a group."""
+    return file.startswith(paths) or any(path.startswith(file) for path in paths)
+
+
 def counted(entries: Iterable[Mapping[str, str]]) -> dict[str, Any]:
     """Returns by group how many tests passed, failed and were skipped, and why.
 
@@ -86,7 +91,7 @@ def counted(entries: Iterable[Mapping[str, str]]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for entry in entries:
-        group = next(name for name, paths in GROUPS.items() if entry["file"].startswith(paths))
+        group = next(name for name, paths in GROUPS.items() if _is_of(entry["file"], paths))
         of_group = found.setdefault(group, _nothing())
         of_group[entry["outcome"]] += 1
         name = f"{entry['file'].rpartition('/')[2].removesuffix('.py')}::{entry['name']}"

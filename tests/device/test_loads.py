@@ -27,6 +27,7 @@ def loaded(path: str, ds_config: dict[str, Any]) -> Any:
     from lowmem_load import load_model
     from tests.device.simulated import reset
 
+    gc.collect()  # what an earlier load left on the device must not go in the middle of this one, which measures
     reset()
     return load_model(path, ds_config, auto_class="AutoModelForCausalLM")
 

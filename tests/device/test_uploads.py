@@ -112,6 +112,35 @@ def test_whatever_a_plan_says_arrives_through_pinned_slots_with_one_synchronisat
     run_ranks(compare_all, file, world_size=1, env=SIMULATED)
 
 
+def compute_on_the_device(path: str) -> bool:
+    """A computed value comes back by copies that are queued on the caller's stream, and take their time."""
+    from tests.device.simulated import set_speed
+
+    device = torch.device("sim", 0)
+    kept = []
+
+    def compute(inputs: Any) -> torch.Tensor:
+        result = torch.zeros(NUMEL, dtype=torch.float32, device=device)
+        kept.append((torch.zeros(NUMEL).pin_memory(), inputs[0].reshape(-1).pin_memory()))
+        for values_ in (*[kept[0][0]] * 3, kept[0][1]):
+            result.copy_(values_, non_blocking=True)
+        return result
+
+    node = ex.Computed("compute", compute, (leaf(path),), (NUMEL,), torch.float32)
+    destination = torch.empty(NUMEL, dtype=torch.float32, device=device)
+    torch.accelerator.synchronize(device)
+    set_speed(0.02)
+    with Executor() as executor:
+        fill(executor, node, destination)
+        executor.finish()
+    set_speed()
+    return torch.equal(destination.cpu(), values().reshape(-1))
+
+
+def test_what_is_computed_on_a_device_is_waited_for(file: str) -> None:
+    assert run_ranks(compute_on_the_device, file, world_size=1, env=SIMULATED) == [True]
+
+
 # -- order: each case is right as it is, and wrong with a mistake ----------------------------------------------------
 
 

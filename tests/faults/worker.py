@@ -151,6 +151,8 @@ def held() -> Held:
     from transformers.utils import logging
 
     gc.collect()
+    # Freed blocks of megabytes may stay in glibc's heap, once one of them has been freed (M_MMAP_THRESHOLD, mallopt(3)).
+    ctypes.CDLL(None).malloc_trim(0)
     owners = {
         "torch": torch,
         "torch.Tensor": torch.Tensor,

@@ -196,6 +196,11 @@ def _agreements() -> None:
         assert own.value is alike
         assert len(calls) == 3
 
+        with pytest.raises(CheckpointError, match="function f at 0x"):  # addresses and devices are each rank's own
+            interface.agree("reading", CheckpointError(f"<function f at {hex(4096 + mine)}> on cuda:{mine}"))
+        assert len(calls) == 4
+        calls.pop()
+
         with pytest.raises(RankError) as failed:
             interface.agree("reading", CheckpointError(f"file {mine}: absent"))
         assert failed.value.failures == {r: f"CheckpointError: file {r}: absent" for r in range(3)}

@@ -98,6 +98,13 @@ def test_on_the_ordinary_path_everybody_hears_that_there_is_no_zero_3(
     assert active_zero3_config() is kept.config
 
 
+def test_who_kept_a_question_hears_the_truth_afterwards(replaced_questions: None) -> None:
+    with ordinary_path():
+        kept = modeling_utils.is_deepspeed_zero3_enabled
+        assert not kept()
+    assert kept()
+
+
 def test_threads_that_run_already_hear_what_they_heard(replaced_questions: None) -> None:
     heard: list[bool] = []
     go, done = threading.Event(), threading.Event()
