@@ -151,7 +151,7 @@ def held() -> Held:
     from transformers.utils import logging
 
     gc.collect()
-    # Freed blocks of megabytes may stay in glibc's heap, once one of them has been freed (M_MMAP_THRESHOLD, mallopt(3)).
+    # Freed blocks of megabytes may stay in the heap once one of them was freed (M_MMAP_THRESHOLD in mallopt(3)).
     ctypes.CDLL(None).malloc_trim(0)
     owners = {
         "torch": torch,
