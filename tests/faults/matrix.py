@@ -305,9 +305,9 @@ def judge(verdict: Verdict, exact: list[Mapping[int, str]], answers: Mapping[int
     own = {faulty} if expect in ("interrupted", "own error") or is_without_store else set()
     ours = [answer for rank, answer in raised.items() if rank not in own]
     problems.extend(f"not ours: {_spelled(answer)}" for answer in ours if not answer.is_ours)
-    # Whether it died before or after its last answer was read decides which step the others name.
-    texts = sorted({answer.text.partition("\n")[2] if dead else answer.text for answer in ours})
-    if len(texts) > 1:
+    texts = sorted({answer.text for answer in ours})
+    # Whether it died before or after its last answer was read decides which step the others name, in the first line.
+    if len({text.partition("\n")[2] if dead else text for text in texts}) > 1:
         problems.append("texts differ: " + " | ".join(text[:300] for text in texts))
     pattern = case.fault.match.format(rank=faulty)
     problems.extend(f"no {pattern!r} in: {text[:300]}" for text in texts if not re.search(pattern, text, re.DOTALL))
