@@ -25,7 +25,7 @@ from benchmarks.results import (
     network_failures,
     ratios,
 )
-from benchmarks.table import DEFINITIONS, loss_lines, rank_table, ratio_table, repeat_lines
+from benchmarks.table import DEFINITIONS, log, loss_lines, rank_table, ratio_table, repeat_lines
 from benchmarks.worker import RankResult, Spec
 
 # Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here.
@@ -115,11 +115,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
         cache=chosen.cache.resolve(),
         keep_checkpoint=chosen.keep_checkpoint,
     )
-
-
-def log(text: str = "") -> None:
-    """Print one line at once, so that a long run can be followed."""
-    print(text, flush=True)
 
 
 def reason_to_skip(method: str, world_size: int, model_bytes: int) -> str | None:

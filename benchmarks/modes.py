@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoint import checkpoint_of
-from benchmarks.compare import log
 from benchmarks.launch import REPOSITORY, GroupError, run_group
-from benchmarks.table import aligned
+from benchmarks.table import aligned, log
 from benchmarks.worker import RankResult, Spec
 
 TRAIN_STEPS = 5

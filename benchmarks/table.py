@@ -113,3 +113,8 @@ def loss_lines(groups: list[Group]) -> list[str]:
         for rank in group.ranks
         if rank.losses
     ]
+
+
+def log(text: str = "") -> None:
+    """Print one line at once, so that a long run can be followed."""
+    print(text, flush=True)

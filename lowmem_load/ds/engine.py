@@ -6,7 +6,8 @@ shell's forward is the whole model's, so that the engine's bookkeeping around fo
 
 [Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups; a group whose
 norm is not finite makes it skip the step and lower the loss scale. The replicated part joins as one more group. Global
-norm, clipping, overflow and loss scale are thereby shared by both parts, in DeepSpeed's own code.
+norm, clipping, overflow and loss scale are thereby shared by both parts, in DeepSpeed's own code. Before 0.19.8 it
+looks for an overflow of fp16 in its gradients only, and collects what it sees in a tracker, which is told.
 
 [Note: the same graph on all ranks] A module's parameters are gathered in the backward pass when gradients pass through
 it. Through frozen layers they pass only if their input needs a gradient, which depends on the encoders that ran on this
@@ -22,6 +23,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import zip_longest
 from typing import Any
@@ -49,7 +51,7 @@ def _check_contract() -> None:
             "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
             "deepspeed.runtime.engine:DeepSpeedEngine": (
                 *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
-                *("get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
+                *("fp16_enabled", "get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
                 *("is_gradient_accumulation_boundary", "load_checkpoint"),
                 *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "use_node_local_storage"),
                 *("zero_grad", "zero_use_cpu_optimizer"),
@@ -79,7 +81,7 @@ def _check_made(engine: Any) -> None:
         raise UnsupportedError(
             f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(engine.optimizer).__name__}"
         )
-    require_attributes(SUPPORTED, engine.optimizer, ("overflow", "parameter_offload"))
+    require_attributes(SUPPORTED, engine.optimizer, ("inf_or_nan_tracker", "overflow", "parameter_offload"))
 
 
 _check_contract()
@@ -174,6 +176,8 @@ class PartitionedPart:
     ) -> None:
         _refuse(ds_config)
         config = {key: value for key, value in ds_config.items() if key != "scheduler"}
+        # Before 0.19.6 the engine takes settings out of it as it makes its optimizer; optimizer_over needs them too.
+        self._optimizer_params = copy.deepcopy((config.get("optimizer") or {}).get("params") or {})
         trainable = [p for module in chosen.values() for p in module.parameters() if p.requires_grad]
         self.frozen = not trainable
         placeholder = None
@@ -251,6 +255,8 @@ class PartitionedPart:
         """
         scale = self.loss_scale  # before a step that overflows lowers it
         self._replicated_norm = replicated_norm
+        if self.engine.fp16_enabled() and not math.isfinite(replicated_norm):
+            self.engine.optimizer.inf_or_nan_tracker.fill_(True)
         self.engine.step()
         if self.overflowed:
             return None
@@ -264,11 +270,13 @@ class PartitionedPart:
 
         DeepSpeed's CPU Adam steps parameters in host memory; where offload_optimizer asks for it, these get torch's.
         """
-        name, params = str(self.engine.optimizer_name()).lower(), dict(self.engine.optimizer_params() or {})
+        name, params = str(self.engine.optimizer_name()).lower(), copy.deepcopy(self._optimizer_params)
         if self.engine.zero_use_cpu_optimizer() and name in ("adam", "adamw"):
             decoupled = name == "adamw" or params.get("adam_w_mode", True)
             kept = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
             return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **kept)
+        if params:
+            self.engine.optimizer_params().update(params)
         made: torch.optim.Optimizer = self.engine._configure_basic_optimizer(parameters)
         return made
 

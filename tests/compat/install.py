@@ -112,12 +112,23 @@ def install(environment: Environment) -> None:
     run([python, "-m", "venv", str(folder / "venv")], log)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "torch_of_compat.pth").write_text(f"{torch}\n")
+    _write_torchrun(python_of(environment))
     pip = [str(python_of(environment)), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
     # Older releases of DeepSpeed ask setuptools for pkg_resources, and 3.12 and later come without it.
     run([*pip, "setuptools<81", "wheel"], log, tries=PIP_TRIES)
     wanted = [f"{name}=={version}" for name, version in environment.pins.items()]
     run([*pip, *wanted, *TOOLS, "-e", str(REPO)], log, tries=PIP_TRIES)
     stamp.write_text(fingerprint(environment))
+
+
+def _write_torchrun(python: Path) -> None:
+    """Write the command that pip would have installed with torch."""
+    command = python.with_name("torchrun")
+    command.write_text(
+        f"#!{python}\nimport sys\nfrom torch.distributed.run import main\n\n"
+        'if __name__ == "__main__":\n    sys.exit(main())\n'
+    )
+    command.chmod(0o755)
 
 
 def compile_extensions(environment: Environment, names: Iterable[str]) -> None:

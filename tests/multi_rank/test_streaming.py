@@ -272,8 +272,9 @@ def load_corner_cases(llama: str, half: str, adapter: str) -> None:
 
     try:
         plain, _ = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float32, output_loading_info=True)
-    except AttributeError:  # transformers 5.2 has no loading info of adapters to return
-        with pytest.raises(UnsupportedError):
+    except (AttributeError, ImportError) as error:
+        # transformers 5.2 has no loading info of adapters to return; 5.6 needs a peft newer than LLaMA-Factory's pin
+        with pytest.raises(UnsupportedError if isinstance(error, AttributeError) else (ImportError, RankError)):
             load_model(adapter, FP32, auto_class="AutoModelForCausalLM")
     else:
         adapted = load_model(adapter, FP32, auto_class="AutoModelForCausalLM")

@@ -6,6 +6,7 @@ Memory and losses of both are printed side by side.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from benchmarks import pipelines
 from benchmarks.pipeline_worker import PipelineResult, import_example, run_pipeline
 from benchmarks.pipelines import LLAMAFACTORY, PIPELINES, Pipeline
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 
 TIMEOUT_S = 150
 
@@ -48,6 +49,12 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+def cause_of(error: RankFailure) -> str:
+    """Returns the last error of a rank's traceback, in one line."""
+    of_rank = str(error).partition("--- output of rank")[0].splitlines()
+    return next((line for line in reversed(of_rank) if re.match(r"[\w.]+(Error|Exception): ", line)), "")[:200]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", COMPARED, ids=lambda pipeline: pipeline.name)
 def test_streamed_is_as_stock_with_less_memory(
@@ -56,7 +63,13 @@ def test_streamed_is_as_stock_with_less_memory(
     final: list[dict[str, torch.Tensor]] = []
 
     def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
-        return run_ranks(rank_result, pipeline.script, argv, timeout_s=TIMEOUT_S)
+        try:
+            return run_ranks(rank_result, pipeline.script, argv, timeout_s=TIMEOUT_S)
+        except RankFailure as error:
+            # A framework's own pins may not go together; with the releases of .venv stock has to run.
+            if "COMPAT_RECORD" in os.environ and name.endswith("-stock"):
+                pytest.skip(f"stock itself fails: {cause_of(error)}")
+            raise
 
     found = pipelines.compare(
         pipeline, models["mini"], tmp_path, 2, run, after=lambda folder: final.append(weights(folder))
