@@ -218,7 +218,8 @@ def _checked(
     if "torch_dtype" in kwargs:  # the older name of the same keyword
         dtype = kwargs.pop("torch_dtype") if dtype == "auto" else dtype
     is_partitioned = settings.stage == 3
-    kwargs["dtype"] = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
+    storage = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
+    kwargs[names.DTYPE_KEYWORD] = storage
     names.check_name(name, kwargs.get("subfolder", ""))
     config = names.model_config(name, kwargs)
     cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))

@@ -78,7 +78,7 @@ def _check_contract() -> None:
 _check_contract()
 
 import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
-from transformers import PretrainedConfig, PreTrainedModel  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
@@ -118,8 +118,6 @@ class Call:
 
     def _run(self, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
         kwargs = {**kwargs, "output_loading_info": True}
-        if "dtype" in kwargs and not hasattr(PretrainedConfig, "torch_dtype"):  # a property since 4.56 renamed it
-            kwargs["torch_dtype"] = kwargs.pop("dtype")
         model, info = self._ordinary(self._cls, *self._args, **kwargs)
         return model, info
 

@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 import transformers
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, spelled
@@ -19,6 +19,9 @@ from lowmem_load.formats.index import base_of_adapter, check_model_config
 
 MAX_TOLD = 1000
 """Characters of an error of somebody else's in a message: transformers lists all model types."""
+
+DTYPE_KEYWORD = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
+"""What `from_pretrained` calls the dtype: the older name became a property when 4.56 renamed it."""
 
 HUB_KEYWORDS = (
     *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "code_revision"),

@@ -314,7 +314,11 @@ def _on_host() -> Iterator[None]:
 
     What is described, and read to decide, is in host memory; where parameters and buffers go, the target says.
     """
-    if torch.get_default_device().type == "cpu":  # a context of torch's costs each of its calls some time
+    try:
+        default = torch.get_default_device().type
+    except AttributeError:  # torch 2.6 after `set_default_device(None)`
+        default = "cpu"
+    if default == "cpu":  # a context of torch's costs each of its calls some time
         yield
         return
     with torch.device("cpu"):

@@ -165,14 +165,14 @@ def test_an_engine_without_a_name_is_refused(owner: object, name: str, monkeypat
     ("of_engine", "name"),
     [
         *((True, name) for name in ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")),
-        *((False, name) for name in ("overflow", "parameter_offload")),
+        *((False, name) for name in ("inf_or_nan_tracker", "overflow", "parameter_offload")),
     ],
 )
 def test_an_engine_that_does_not_set_an_attribute_is_refused(of_engine: bool, name: str) -> None:
     optimizer = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
     engine = SimpleNamespace(basic_optimizer=None, client_optimizer=None, device=None, global_steps=0)
     engine.optimizer = optimizer
-    vars(optimizer).update(overflow=False, parameter_offload=None)
+    vars(optimizer).update(inf_or_nan_tracker=None, overflow=False, parameter_offload=None)
     zero3_engine._check_made(engine)
     delattr(engine if of_engine else optimizer, name)
     with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(rf"\.{name}")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Iterable
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import Init
 
 from benchmarks.modes import MODES, Mode, ds_config
 from lowmem_load.errors import ConfigError, UnsupportedError
 from tests import builders
+from tests.as_stock import round_as_stock
 from tests.ranks import IS_SIMULATED, run_ranks
 
 VOCAB_SIZE = 40_000
@@ -25,6 +28,8 @@ VOCAB_SIZE = 40_000
 SMALL = {"reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000}
 ON_CPU = {name: mode for name, mode in MODES.items() if not mode.needs_gpu and mode.is_known}
 HAS_MICS = importlib.util.find_spec("deepspeed.runtime.zero.mics") is not None
+FILLS_SECONDARY = "has_been_updated=has_been_updated" in inspect.getsource(Init._partition)
+"""Before 0.18 stock leaves hpZ's second partitions as they were allocated, and losses are NaN."""
 
 
 def small_config(mode: Mode, swap: str) -> dict[str, Any]:
@@ -55,9 +60,13 @@ def compare_modes(path: str, names: list[str], folder: str) -> None:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # stock cannot make a second hpZ model in one process
         for method in ("stock", "lowmem"):
             config = small_config(mode, f"{folder}/{name}/{method}")
+            if method == "stock" and not FILLS_SECONDARY:
+                config["zero_optimization"].pop("zero_hpz_partition_size", None)  # changes no loss where it works
             loaded = LOADERS[method](Job(Path(path), mode.dtype, config, group.rank, group.world_size, group.device))
             swapped = any(p.ds_tensor.final_location is not None for p in loaded.model.parameters())
             digests[method] = digest_partitions(loaded, group.rank, group.world_size)
+            if method == "lowmem":
+                round_as_stock(loaded.model)
             losses[method] = training_losses(loaded.model, config, 5, group.rank) if mode.trains_on_cpu else []
             sizes = [p.ds_numel for p in loaded.model.parameters() if p.ds_persist]
             persistent[method] = (len(sizes), sum(sizes))
@@ -65,6 +74,8 @@ def compare_modes(path: str, names: list[str], folder: str) -> None:
                 report = load_report(loaded.model)
             del loaded
             gc.collect()
+        if not FILLS_SECONDARY:
+            digests["lowmem"] = {key: value for key, value in digests["lowmem"].items() if key in digests["stock"]}
         assert digests["lowmem"] == digests["stock"], name
         assert losses["lowmem"] == losses["stock"], name
         assert len(set(losses["lowmem"])) == (5 if mode.trains_on_cpu else 0), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +111,18 @@ def test_a_load_of_another_thread_is_refused_inside_streaming(llama: str) -> Non
     assert isinstance(error, ConfigError)
     assert "another thread of this process" in str(error)
     load_model(llama, STAGE_0)
+
+
+def test_a_configuration_in_which_the_dtype_has_its_other_name_loads(llama: str, tmp_path: Path) -> None:
+    """As transformers before and since 4.56 write it: the keyword of a load must not end up in the configuration."""
+    folder = tmp_path / "other"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    for name in ("dtype", "torch_dtype"):
+        (folder / "config.json").write_text(json.dumps({**config, name: "bfloat16"}))
+        model = load_model(str(folder), STAGE_0, auto_class="AutoModelForTokenClassification", num_labels=1)
+        assert model.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", [None, 7, ""])

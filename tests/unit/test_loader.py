@@ -22,7 +22,6 @@ from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.read.source import LocalFile
-from tests.dtype_keyword import HAS_DTYPE
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
@@ -128,11 +127,10 @@ def test_a_call_asks_for_the_loading_info_whatever_the_caller_did() -> None:
     def ordinary(cls: type, *args: object, **kwargs: object) -> object:
         return model, {"cls": cls, "args": args, **kwargs}
 
-    keyword = "dtype" if HAS_DTYPE else "torch_dtype"
     kwargs = {"output_loading_info": False, "dtype": "auto"}
     found, info = Call(ordinary, nn.Linear, ("folder",), kwargs).run()
     assert found is model
-    assert info == {"cls": nn.Linear, "args": ("folder",), "output_loading_info": True, keyword: "auto"}
+    assert info == {"cls": nn.Linear, "args": ("folder",), "output_loading_info": True, "dtype": "auto"}
     assert kwargs == {"output_loading_info": False, "dtype": "auto"}
 
 
