@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -155,7 +156,8 @@ def _torch(environment: Environment, python: str, log: Path) -> Path:
 
 def fingerprint(environment: Environment) -> str:
     """Returns what an environment is made of, as a digest: it is made again when this changes."""
-    made_of = [environment.python, environment.pins, TOOLS]
+    ours = [wanted for wanted in importlib.metadata.requires("lowmem-load") or [] if "extra ==" not in wanted]
+    made_of = [environment.python, environment.pins, TOOLS, sorted(ours)]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
 
 

@@ -21,7 +21,8 @@ def compare_pins(environment: Environment) -> dict[str, Any]:
     if not environment.framework:
         return {}
     wanted = Requirement(environment.framework)
-    report, error = _resolve(environment, [f"{wanted.name}{wanted.specifier}", "--no-deps"])
+    # what is installed already would not be in the report
+    report, error = _resolve(environment, [f"{wanted.name}{wanted.specifier}", "--no-deps", "--ignore-installed"])
     if report is None:
         return {"framework": environment.framework, "broken": [error], "resolves": "no"}
     (entry,) = report["install"]

@@ -104,6 +104,17 @@ def train_in_parts(script: str, switches: list[str], model: str, out: str) -> No
     assert losses["whole"][-1] < losses["whole"][0]
 
 
+def stock_fails_likewise(error: RankFailure, script: str, switches: list[str], model: str, out: str) -> bool:
+    """Returns whether a framework's own pins do not go together; with the releases of .venv they have to."""
+    if "COMPAT_RECORD" not in os.environ or script == LLAMAFACTORY:
+        return False
+    try:
+        run_ranks(train_in_parts, script, [*switches, "--stock"], model, out, timeout_s=TIMEOUT_S)
+    except RankFailure as of_stock:
+        return cause_of(of_stock) == cause_of(error)
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize(
@@ -119,7 +130,13 @@ def test_resume_goes_on_and_the_result_loads_elsewhere(
     script: str, lora: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = models["tiny"]
-    run_ranks(train_in_parts, script, ["--lora"] * lora, str(model), str(tmp_path), timeout_s=TIMEOUT_S)
+    switches = ["--lora"] * lora
+    try:
+        run_ranks(train_in_parts, script, switches, str(model), str(tmp_path), timeout_s=TIMEOUT_S)
+    except RankFailure as error:
+        if stock_fails_likewise(error, script, switches, str(model), str(tmp_path / "stock")):
+            pytest.skip(f"stock itself fails: {cause_of(error)}")
+        raise
     assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     assert_loads(tmp_path / "whole" / "final", model, lora)
 
