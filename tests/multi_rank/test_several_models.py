@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from tests import builders
 from tests.as_stock import round_as_stock
 from tests.parity import BF16, FP32, differences
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 TOKENS = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(1))
@@ -59,14 +60,37 @@ def train_together(path: str, names: list[str]) -> dict[str, list[float]]:
     return losses
 
 
+def train_lower_by_stock(path: str) -> None:
+    """Rank function."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIGS["lower"])
+    _steps(engine, 2)
+
+
+def trainable(path: str) -> list[str]:
+    """Returns the names of CONFIGS, but in the environments of tests/compat none that stock fails with."""
+    if "COMPAT_RECORD" in os.environ:
+        try:
+            run_ranks(train_lower_by_stock, path, world_size=2)
+        except RankFailure:  # deepspeed 0.18.9 on CPU ranks: a view of flat parameters is modified in place
+            return [name for name in CONFIGS if name != "lower"]
+    return list(CONFIGS)
+
+
 def test_engines_of_several_models_train_as_each_would_alone(checkpoints: Path) -> None:
     path = str(builders.tiny_llama(checkpoints))
-    together = run_ranks(train_together, path, list(CONFIGS), world_size=2)
-    for name in CONFIGS:
+    names = trainable(path)
+    together = run_ranks(train_together, path, names, world_size=2)
+    for name in names:
         alone = run_ranks(train_together, path, [name], world_size=2)
         for rank in range(2):
             assert together[rank][name] == alone[rank][name], name
             assert len(set(alone[rank][name])) == 4
+    if names != list(CONFIGS):
+        pytest.skip("the others passed; stock itself cannot train stage 1 on CPU ranks with these releases")
 
 
 class Groups:
