@@ -26,7 +26,7 @@ from torch import nn
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds import swapping
 from lowmem_load.ds.pinning import new_pinned
-from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent
+from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
@@ -282,6 +282,7 @@ class _Mpu:
 def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
     """Raise for what this DeepSpeed, or this accelerator, cannot do. What none can: `targets/zero3.py`."""
     refuse_what_is_absent(ds_config)
+    warn_of_deadlocks(ds_config)
     section = ds_config["zero_optimization"]
     quantized = [
         name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if section.get(name)

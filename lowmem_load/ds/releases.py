@@ -7,8 +7,11 @@ source. What a release does not have at all is refused by name: DeepSpeed itself
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from packaging.version import Version
 
 from lowmem_load.contract import Releases
 from lowmem_load.errors import UnsupportedError
@@ -42,6 +45,23 @@ def refuse_absent_fp32(setting: Any) -> None:
     """Raise UnsupportedError if data_types.keep_in_fp32_modules is a list that the installed DeepSpeed ignores."""
     if isinstance(setting, list) and setting and not has(KEEPS_FP32):
         raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
+
+
+def warn_of_deadlocks(ds_config: Mapping[str, Any]) -> None:
+    """Warn where reads and writes of the swapper may never end.
+
+    Source: `csrc/aio/py_lib/py_ds_aio.cpp`. To 0.17.6 `wait` keeps the interpreter's lock, for which the thread that
+    does the I/O may wait; 0.18.4 gives it back. Nothing that Python can see tells them apart but the version.
+    """
+    import deepspeed
+
+    device = (ds_config["zero_optimization"].get("offload_param") or {}).get("device")
+    if device == "nvme" and Version(deepspeed.__version__) < Version("0.18"):
+        warnings.warn(
+            f"deepspeed {deepspeed.__version__} may hang while it swaps parameters to or from nvme: it waits for its "
+            "own thread with the interpreter's lock held; deepspeed 0.18.4 does not",
+            stacklevel=2,
+        )
 
 
 def _absent(setting: str, lack: str, releases: str) -> UnsupportedError:

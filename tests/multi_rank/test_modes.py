@@ -12,9 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
+from packaging.version import Version
 
 from benchmarks.modes import MODES, Mode, ds_config
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -102,8 +104,9 @@ def skip_unless_compiled(names: Iterable[str]) -> None:
 
 
 def runs_here(name: str) -> bool:
-    """On the simulated device two trainings by stock from nvme differ."""
-    return all(map(is_compiled, extensions(name))) and not (IS_SIMULATED and "nvme" in name)
+    """On the simulated device two trainings by stock from nvme differ; before 0.18 stock may hang, see releases.py."""
+    not_nvme = IS_SIMULATED or Version(deepspeed.__version__) < Version("0.18")
+    return all(map(is_compiled, extensions(name))) and not (not_nvme and "nvme" in name)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import deepspeed
 import pytest
 
 from lowmem_load.ds import releases
-from lowmem_load.ds.releases import HAS_AUTOCAST, HAS_MICS, KEEPS_FP32, refuse_what_is_absent
+from lowmem_load.ds.releases import HAS_AUTOCAST, HAS_MICS, KEEPS_FP32, refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.errors import UnsupportedError
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -35,6 +37,21 @@ def test_what_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> 
     refuse_what_is_absent({"zero_optimization": {"stage": 3, "mics_shard_size": -1}})
     refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": {"enabled": False}, "data_types": {}})
     refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": None, "data_types": {"keep_in_fp32_modules": []}})
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "warned"),
+    [("0.17.6", "nvme", True), ("0.17.6", "cpu", False), ("0.18.4", "nvme", False), ("0.16.4+cpu", "nvme", True)],
+)
+def test_a_swapper_that_may_hang_is_warned_of(
+    version: str, device: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_deadlocks({"zero_optimization": {"stage": 3, "offload_param": {"device": device}}})
+        warn_of_deadlocks({"zero_optimization": {"stage": 3}})
+    assert [f"deepspeed {version} may hang" in str(one.message) for one in caught] == [True] * warned
 
 
 def test_a_module_is_found_without_its_import() -> None:
