@@ -30,7 +30,7 @@ VOCAB_SIZE = 40_000
 SMALL = {"reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000}
 ON_CPU = {name: mode for name, mode in MODES.items() if not mode.needs_gpu and mode.is_known}
 HAS_MICS = importlib.util.find_spec("deepspeed.runtime.zero.mics") is not None
-FILLS_SECONDARY = "has_been_updated=has_been_updated" in inspect.getsource(Init._partition)
+FILLS_SECONDARY = "_partition_param_sec(param)" not in inspect.getsource(Init._partition)
 """Before 0.18 stock leaves hpZ's second partitions as they were allocated, and losses are NaN."""
 
 
