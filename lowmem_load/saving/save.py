@@ -80,14 +80,14 @@ def save_model(
     """
     model = unwrapped(model)
     with intercept.in_turn(open_ended=False):
-        ranks = _ranks_of(model)
+        ranks = ranks_of(model)
         report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
         with ranks.together("save_model"):
             save = _Save(ranks, os.fspath(folder), report, progress)
             return save(model, dtype, max_shard_size, processors, save_pretrained_kwargs)
 
 
-def _ranks_of(model: nn.Module) -> RankGroup:
+def ranks_of(model: nn.Module) -> RankGroup:
     """Return the ranks that save a model together. Makes a group of one where there is none."""
     groups = groups_of(model)
     if len(groups) > 1:

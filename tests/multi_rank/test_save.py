@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 from tests import builders
@@ -80,7 +80,8 @@ def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any
     reports: dict[str, Any] = {}
     for way, (name, config, kwargs) in chosen.items():
         model = load_model(paths[name], config, **kwargs)
-        for size in (SHARD, "5GB") if way == "mixtral-fp32" else (SHARD,):
+        sizes = {"mixtral-fp32": (SHARD, "5GB"), "minilm-fp32": ("20MB",)}
+        for size in sizes.get(way, (SHARD,)):
             for _ in nothing_crosses_the_network():
                 report = save_model(model, f"{out}/{way}-{size}", max_shard_size=size, processors=[Processor()])
         reports[way] = report
@@ -200,17 +201,21 @@ def paths(checkpoints: Path) -> dict[str, str]:
     return {name: str(path) for name, path in made.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_folders_equal_those_of_the_whole_model(world_size: int, paths: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_folders_equal_those_of_the_whole_model(
+    world_size: int, paths: dict[str, str], minilm: Path, tmp_path: Path
+) -> None:
     """Byte for byte: weights, headers, index and configuration."""
     swap = str(tmp_path / "swap") if is_compiled("async_io") else None
-    if world_size != 2:
-        paths = {name: path for name, path in paths.items() if name != "large"}
+    if world_size == 1:
+        paths = {"minilm": str(minilm), "mixtral": paths["mixtral"]}
+    if world_size == 3:
+        paths = {name: path for name, path in paths.items() if name != "large"} | {"minilm": str(minilm)}
     out = tmp_path / "out"
     reports = run_ranks(save_all, paths, str(out), swap, world_size=world_size, timeout_s=240)
     for way in reports[0]:
         name, dtype = way.split("-")[0], torch.bfloat16 if way.endswith("bf16") else torch.float32
-        cls = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+        cls = {"bert": AutoModelForMaskedLM, "minilm": AutoModel}.get(name, AutoModelForCausalLM)
         model = cls.from_pretrained(paths[name], dtype=dtype)
         for folder in out.glob(f"{way}-*"):
             ordinary = tmp_path / "ordinary" / folder.name
