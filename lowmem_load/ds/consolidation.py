@@ -11,7 +11,13 @@ from lowmem_load.ds.releases import SUPPORTED
 
 _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit_weights_on_model_save"
 
-require(SUPPORTED, {"deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER)})
+
+def _check_contract() -> None:
+    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on."""
+    require(SUPPORTED, {"deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER)})
+
+
+_check_contract()
 
 
 @contextlib.contextmanager

@@ -186,9 +186,10 @@ class _Save:
             with self.ranks.agreed("reaching the folder", name=self.folder):
                 folders.check_seen(staging)
             yield staging
-        finally:
-            if made is not None and sys.exc_info()[0] is not None:
+        except BaseException:  # of any rank: all have stopped writing
+            if made is not None:
                 folders.discard(made)
+            raise
 
     def _write(self, planned: _Planned, staging: folders.Staging) -> None:
         report, total = self.report, total_bytes(planned.writes)
