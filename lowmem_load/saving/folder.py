@@ -70,7 +70,7 @@ def make_staging(folder: str | os.PathLike[str], needed_bytes: int) -> Staging:
         inside = target.is_dir() and not _can_be_renamed(target)
         place = target if inside else target.parent
         prefix = "." if inside else f".{target.name}."
-        _remove_what_is_left(place, prefix)
+        _finish_what_is_left(target, place, prefix)
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < needed_bytes:
             raise ConfigError(f"{folder}: needs {needed_bytes} bytes, but {free_bytes} are free; nothing was written")
@@ -132,7 +132,7 @@ def commit(staging: Staging, weights: Sequence[str]) -> None:
     try:
         for below, _, _ in os.walk(staging.path):
             _sync(Path(below))
-        stale = re.compile("|".join((re.escape(PROBE), *_stale_patterns(weights))))
+        stale = _stale(weights)
         if staging.is_inside:
             _replace_inside(staging, stale)
             return
@@ -152,15 +152,16 @@ def discard(staging: Staging) -> None:
         shutil.rmtree(staging.path, ignore_errors=True)
 
 
-def _remove_what_is_left(place: Path, prefix: str) -> None:
-    """Remove what saves have left that were killed, but nothing that may be the only copy of something."""
-    for probe in place.glob(f"{glob.escape(prefix + _SAVING)}*/{PROBE}"):
-        shutil.rmtree(probe.parent, ignore_errors=True)
+def _finish_what_is_left(target: Path, place: Path, prefix: str) -> None:
+    """Finish what saves to the target did not, which were killed; leave what may be the only copy of something."""
     for removed in place.glob(f"{glob.escape(prefix + _REMOVED)}*"):
         shutil.rmtree(removed, ignore_errors=True)
-    for empty in place.glob(f"{glob.escape(prefix + _SAVING)}*"):
-        with contextlib.suppress(OSError):
-            empty.rmdir()
+    for left in place.glob(f"{glob.escape(prefix + _SAVING)}*"):
+        if place == target and not (left / PROBE).exists() and any(left.iterdir()):
+            continue  # it has what the folder lacks; see `_replace_inside`
+        if not (left / PROBE).exists() and target.is_dir():  # the former folder, exchanged already
+            _move_over(left, target, _stale([path.name for path in target.glob("*.safetensors")]))
+        _remove(left, f"{prefix}{_REMOVED}{left.name.rpartition('-')[2]}")
 
 
 def _remove(folder: Path, name: str) -> None:
@@ -182,10 +183,12 @@ def _take_place(staging: Staging) -> Path | None:
         return None
     if _exchange(staging.path, staging.target):
         return staging.path
-    (staging.path / PROBE).unlink()  # from here on nothing may remove it as what a failed save has left
-    former = staging.target.with_name(f".{staging.target.name}.former-{staging.token}")
+    ready, former = (
+        staging.target.with_name(f".{staging.target.name}.{state}-{staging.token}") for state in ("ready", "former")
+    )
+    os.rename(staging.path, ready)  # from here on nothing may remove it as what a killed save has left
     os.rename(staging.target, former)
-    os.rename(staging.path, staging.target)
+    os.rename(ready, staging.target)
     return former
 
 
@@ -233,6 +236,11 @@ def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
 def _opens(name: str) -> bool:
     """Whether loaders begin with a file of this name."""
     return "safetensors" in name and re.search(r"-\d{5}-of-\d{5}", name) is None
+
+
+def _stale(weights: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern of the names of files that these weights take the place of."""
+    return re.compile("|".join((re.escape(PROBE), *_stale_patterns(weights))))
 
 
 def _stale_patterns(weights: Sequence[str]) -> Iterator[str]:

@@ -151,6 +151,8 @@ def test_a_crash_at_any_step_leaves_one_model_or_the_other(
             break
         save(target, "newer", sharded=sharded)
         assert loaded(target) == {"newer"}
+        if way == "exchanged":
+            assert (target / "README.md").read_text() == "mine" and beside(target) == []
     assert seen[0] == {"old"} and seen[-1] == {"new"}
     assert all(state in ({"old"}, {"new"}, None) for state in seen)
     if way == "exchanged":
