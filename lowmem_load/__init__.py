@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from lowmem_load.planning.load_plan import LoadPlan
     from lowmem_load.ranks.process_group import DistributedInterface
     from lowmem_load.report import LoadReport
+    from lowmem_load.saving.report import SaveReport
+    from lowmem_load.saving.save import save_model
 
 __all__ = [
     "CheckpointError",
@@ -52,6 +54,7 @@ __all__ = [
     "PartialEngine",
     "PlanError",
     "RankError",
+    "SaveReport",
     "UnsupportedError",
     "initialize",
     "install",
@@ -60,6 +63,7 @@ __all__ = [
     "model_digest",
     "partial_zero3",
     "plan",
+    "save_model",
     "streaming",
     "uninstall",
     "verify_checkpoint",
@@ -82,6 +86,8 @@ _HOMES = {
     "planning.load_plan": ("LoadPlan",),
     "ranks.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
+    "saving.report": ("SaveReport",),
+    "saving.save": ("save_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

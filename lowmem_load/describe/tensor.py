@@ -60,6 +60,20 @@ class _View:
     apply: Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """What savers ask of the memory of a tensor: where it is, and how many bytes it has."""
+
+    address: int
+    num_bytes: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.num_bytes
+
+
 class SymbolicTensor(torch.Tensor):
     """A tensor whose value is `expression`. Looks like an ordinary tensor on the CPU to code that inspects it.
 
@@ -123,6 +137,11 @@ class SymbolicTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Tell ties apart as addresses do: equal for two names of the same value (transformers 5.0 to 5.4 asks)."""
         return id(self.value)
+
+    def untyped_storage(self) -> Any:
+        """Tell what shares memory, and how large it is: views of one value do, as views of one tensor would."""
+        whole = self.value.expression
+        return _Storage(id(self.value), numel(whole) * whole.dtype.itemsize)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
         copied = SymbolicTensor(self.expression, self.read_now, self.twin)

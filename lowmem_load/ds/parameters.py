@@ -27,6 +27,7 @@ def _check_contract() -> None:
             "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
             "deepspeed.runtime.zero.partition_parameters": ("PartitionedParamStatus.AVAILABLE",),
             "deepspeed.runtime.zero.utils": ("is_zero_param",),
+            "deepspeed.utils": ("safe_get_local_fp32_param",),
             "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
                 *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
                 "synchronize_reads",
@@ -41,6 +42,7 @@ import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
+from deepspeed.utils import safe_get_local_fp32_param  # noqa: E402
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -73,6 +75,34 @@ def group_of(parameter: torch.Tensor) -> Any:
     """
     mics = getattr(parameter, "comm", None)
     return parameter.ds_process_group if mics is None else mics.param_shard_group
+
+
+def replicas_group_of(parameter: torch.Tensor) -> Any:
+    """Return the group of torch.distributed of all ranks that hold partitions of a ZeRO-3 parameter, its copies too."""
+    return parameter.ds_process_group
+
+
+def is_first_replica(parameter: torch.Tensor) -> bool:
+    """Return whether this rank holds the first of the copies of a ZeRO-3 parameter; there are several under MiCS."""
+    group, all_copies = group_of(parameter), replicas_group_of(parameter)
+    if group is all_copies:
+        return True
+    first = min(dist.get_all_ranks_from_group(all_copies))
+    return first in dist.get_all_ranks_from_group(group)
+
+
+def has_master(parameter: torch.Tensor) -> bool:
+    """Return whether an optimizer of DeepSpeed holds fp32 values of a ZeRO-3 parameter.
+
+    Source: deepspeed 0.19.8 `utils/tensor_fragment.py`, `safe_get_local_fp32_param`.
+    """
+    return getattr(parameter, "_z3_optimizer", None) is not None and parameter.requires_grad
+
+
+def master_partition(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values of this rank's partition of a ZeRO-3 parameter, flat, padding included."""
+    values: torch.Tensor = safe_get_local_fp32_param(parameter)
+    return values.detach().reshape(-1)
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -39,9 +39,9 @@ BITS: Mapping[str, int] = {
     **dict.fromkeys(("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
 }
-"""Bits of an element by dtype as the file spells it: all dtypes of safetensors 0.8.0 (`Dtype` in `tensor.rs`)."""
+"""Bits of an element by dtype as the file spells it: those of safetensors 0.8.0, in order (`Dtype` in `tensor.rs`)."""
 
 _CODES: Mapping[str, str] = {code: code for code in BITS}
 """Of equal strings always the same one."""

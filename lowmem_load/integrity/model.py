@@ -62,7 +62,7 @@ def model_digest(model: nn.Module, *, key: str = "") -> ModelDigest:
         UnsupportedError: names a parameter or buffer that has no values here, or that nvme has no buffer for.
         RankError: another rank failed.
     """
-    parts = [_Part(names, tensor) for names, tensor in _distinct(_unwrapped(model))]
+    parts = [_Part(names, tensor) for names, tensor in _distinct(unwrapped(model))]
     keys, groups = Keys(key), list(dict.fromkeys(part.group for part in parts if part.group is not None))
     with RankGroup(groups[0]).agreed("digesting the model") if groups else contextlib.nullcontext():
         for part in parts:
@@ -121,7 +121,7 @@ def _hex(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return what engines and DDP hold as their only child, `module`."""
     while [name for name, _ in model.named_children()] == ["module"] and not list(model.parameters(recurse=False)):
         (model,) = model.children()

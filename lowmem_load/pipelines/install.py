@@ -22,12 +22,18 @@ from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.load import following, why_left_to_stock
 from lowmem_load.pipelines.additions import cast_additions, config_of
+from lowmem_load.pipelines.saves import LedSaves
 from lowmem_load.report import OnLoad
 from lowmem_load.settings.ds_config import read_ds_config
 
 
 def install(
-    *, progress: bool | None = None, verify: bool = False, strict: bool = False, on_load: OnLoad | None = None
+    *,
+    progress: bool | None = None,
+    verify: bool = False,
+    strict: bool = False,
+    saves: bool = True,
+    on_load: OnLoad | None = None,
 ) -> None:
     """From now on every `from_pretrained` loads into ZeRO-3 partitions while ZeRO-3 is active in transformers.
 
@@ -49,6 +55,8 @@ def install(
         progress: as for `load_model`.
         verify: as for `load_model`. What cannot be streamed cannot be verified either, and is an error then.
         strict: whether a load that cannot be streamed is an error (an `UnsupportedError` as a rule).
+        saves: whether `Trainer.save_model` under ZeRO-3 writes the same files without gathering; see `save_model`. It
+            needs no stage3_gather_16bit_weights_on_model_save. (False: as transformers does it.)
         on_load: called with the `LoadReport` of each streamed load when it has ended, on every rank.
 
     Raises:
@@ -62,6 +70,8 @@ def install(
         stack.enter_context(following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict))
         _Installed.interception = intercept.innermost()
         stack.enter_context(hooked(cast_additions))
+        if saves:
+            stack.enter_context(hooked(stack.enter_context(LedSaves()).begin))
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
 

@@ -30,11 +30,12 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface
-from lowmem_load.ds import comm, parameters, releases, swapping
+from lowmem_load.ds import comm, consolidation, parameters, releases, swapping
 from lowmem_load.ds import engine as zero3_engine
 from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import loader as hf
+from lowmem_load.hf import saver
 from lowmem_load.partial import engine as partial_engine
 
 OF_DEEPSPEED = r"deepspeed \d\S* lacks .*{}.*; lowmem_load works with deepspeed 0\.16\.4 to \S+: install deepspeed==0\."
@@ -203,6 +204,20 @@ def test_a_transformers_without_a_name_is_refused(owner: object, name: str, monk
     monkeypatch.delattr(owner, name)
     with pytest.raises(IncompatibleVersionError, match=rf"lacks .*{name}.*; lowmem_load works with transformers "):
         hf._check_contract()
+
+
+def test_seams_of_saving_check_what_they_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(modeling_utils, "safe_save_file")
+        with pytest.raises(IncompatibleVersionError, match=r"lacks transformers\.modeling_utils\.safe_save_file;"):
+            saver._check_contract()
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "save_pretrained", lambda self, save_directory, state_dict: None)
+        with pytest.raises(IncompatibleVersionError, match=r"save_pretrained\(max_shard_size\)"):
+            saver._check_contract()
+    monkeypatch.delattr(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict")
+    with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format("_zero3_consolidated_16bit_state_dict")):
+        consolidation._check_contract()
 
 
 def test_from_pretrained_must_be_a_class_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,18 +32,32 @@ MODULES: dict[str, set[str]] = {
     "describe": {"context", "initialise", "operations", "quantized", "tensor"},
     "quantize": {"check", "four_bit"},
     "ds": {
-        *("comm", "engine", "extensions", "initialize_hook", "parameters", "partition", "pinning", "releases"),
+        *(
+            "comm",
+            "consolidation",
+            "engine",
+            "extensions",
+            "initialize_hook",
+            "parameters",
+            "partition",
+            "pinning",
+            "releases",
+        ),
         *("swapping", "zero_init"),
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
-    "hf": {"active", "first_load", "intercept", "loader", "names", "quantizers", "replaced", "symbolic_file"},
+    "hf": {
+        *("active", "first_load", "intercept", "loader", "names", "quantizers", "replaced", "saver", "symbolic_file"),
+        "trainer_saves",
+    },
     "ranks": {"environment", "group", "life", "line", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},
     "report": set(),
     "stages": {"checksums", "describe", "execute", "load", "plan", "room", "same_bytes"},
+    "saving": {"folder", "holdings", "layout", "plan", "report", "save", "writer"},
     "load": set(),
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},
-    "pipelines": {"additions", "arguments", "install", "model_engine"},
+    "pipelines": {"additions", "arguments", "install", "model_engine", "saves"},
     "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},
     "cli": {"main", "run"},
     "__main__": set(),
@@ -65,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize": {"contract", "describe", "errors", "planning", "settings"},
     "ds": {"contract", "errors", "planning"},
     "targets": {"errors", "planning", "settings"},
-    "hf": {"contract", "describe", "errors", "formats", "quantize"},
+    "hf": {"contract", "describe", "errors", "formats", "planning.expression", "quantize"},
     "ranks": {"errors"},
     "integrity": {"errors", "hf.names", "planning.ranges", "ranks.group", "read"},
     "report": {"differences", "planning"},
@@ -74,9 +88,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("read", "report"),
         *("settings", "targets"),
     },
+    "saving": {
+        *("errors", "fingerprint", "formats.safetensors", "hf", "integrity.model", "planning", "ranks"),
+        *("read.scatter", "report"),
+    },
     "load": {"errors", "hf", "planning", "ranks", "report", "settings", "stages", "targets"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
-    "pipelines": {"ds", "errors", "hf", "load", "ranks", "report", "settings"},
+    "pipelines": {"ds", "errors", "hf", "integrity.model", "load", "ranks", "report", "saving", "settings"},
     "startup": {"errors"},
     "cli": {"startup.environment"},
     "__main__": {"cli"},
@@ -93,6 +111,7 @@ ALSO: dict[str, set[str]] = {
 LAZILY: dict[str, set[str]] = {
     "integrity.model": {"ds.parameters"},
     "ranks.process_group": {"ds.comm"},
+    "saving.holdings": {"ds.parameters"},
     "startup.hook": {"hf.first_load"},
     "startup.switch_on": {"pipelines.install", "report"},
     "targets.zero3": {"ds.parameters", "ds.partition"},
@@ -105,6 +124,7 @@ LAZILY: dict[str, set[str]] = {
         "planning.load_plan",
         "ranks.process_group",
         "report",
+        "saving",
     },
 }
 
@@ -128,8 +148,8 @@ OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
 MAY_DO_IO: set[str] = {
-    *("ds.extensions", "formats", "partial.checkpoint", "pipelines.arguments", "ranks.life", "read.source", "report"),
-    "settings.ds_config",
+    *("ds.extensions", "formats", "hf.saver", "partial.checkpoint", "pipelines.arguments", "ranks.life"),
+    *("read.source", "report", "saving.folder", "saving.writer", "settings.ds_config"),
 }
 ANONYMOUS_MEMORY: set[str] = {"describe.initialise", "ds.pinning"}  # calls mmap.mmap, but maps no file
 IO_CALLS: set[str] = {
@@ -155,6 +175,8 @@ PURE: set[str] = {
     "formats.inert_pickle",
     "integrity.sums",
     "planning",
+    "saving.layout",
+    "saving.plan",
     "settings.auto",
     "settings.precision",
 }

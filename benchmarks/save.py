@@ -1,0 +1,183 @@
+"""Saving a partitioned model: stock consolidation, lowmem_load, and plain writes of the same bytes, in one run.
+
+    python -m benchmarks.save [--params 1.5e9] [--ranks 2 4] [--repeats 3]
+
+Each method writes to a fresh folder and deletes it again; before each, what others wrote has reached the disk. Stock
+is `engine._zero3_consolidated_16bit_state_dict()` followed by `save_pretrained` on rank 0, as `Trainer.save_model` does
+it; it does not wait for the disk, the other two do. The floor writes each rank's partitions, one after the other, to
+its place in one file. The files of weights that ours and stock's wrote are compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import checkpoint_of
+from benchmarks.launch import REPOSITORY, run_processes
+from benchmarks.measure import CollectiveCounter, MemorySampler
+from benchmarks.methods import zero3_config
+
+METHODS = ("stock", "lowmem", "floor")
+MIB = float(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What the parent asks a group of ranks to do; it travels as JSON."""
+
+    checkpoint: str
+    out: str
+    max_shard_size: str
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One save on one rank; bytes of memory above its start."""
+
+    method: str
+    seconds: float
+    peak_anon: int
+    peak_file: int
+    collective_bytes: int
+    digests: dict[str, str]
+
+
+def _stock(engine: Any, folder: Path, max_shard_size: str) -> None:
+    state = engine._zero3_consolidated_16bit_state_dict()
+    if os.environ["RANK"] == "0":
+        engine.module.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+
+
+def _lowmem(engine: Any, folder: Path, max_shard_size: str) -> None:
+    from lowmem_load import save_model
+
+    print(save_model(engine, folder, max_shard_size=max_shard_size), flush=True)
+
+
+def _floor(engine: Any, folder: Path, _: str) -> None:
+    """Write this rank's partitions beside each other, at its own place in one file."""
+    import torch
+
+    from lowmem_load.ds.parameters import held_range, partition_of
+
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "all", os.O_WRONLY | os.O_CREAT)
+    parameters = list(engine.module.parameters())
+    offset = int(os.environ["RANK"]) * sum(partition_of(parameter).nbytes for parameter in parameters)
+    for parameter in parameters:
+        partition = partition_of(parameter).detach()[: held_range(parameter).numel]
+        data = memoryview(partition.view(torch.uint8).numpy())
+        while data:
+            count = os.pwrite(descriptor, data[: 64 << 20], offset)
+            data, offset = data[count:], offset + count
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+SAVERS: dict[str, Callable[[Any, Path, str], None]] = {"stock": _stock, "lowmem": _lowmem, "floor": _floor}
+
+
+def _run_rank(spec: Spec) -> list[Result]:
+    collectives = CollectiveCounter()
+    collectives.install()
+    import deepspeed
+    import torch.distributed as dist
+
+    collectives.install_deepspeed()
+    from lowmem_load import load_model
+
+    config = zero3_config("bf16")
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine = deepspeed.initialize(model=load_model(spec.checkpoint, config), config=config)[0]
+    results = []
+    for turn in range(spec.repeats):
+        first = turn % len(METHODS)  # whose pages the system has to find anew changes from turn to turn
+        for method in METHODS[first:] + METHODS[:first]:
+            folder = Path(spec.out) / method
+            os.sync()
+            dist.barrier()
+            collectives.use.payload_bytes, collectives.active = 0, True
+            with MemorySampler() as memory:
+                start = time.perf_counter()
+                SAVERS[method](engine, folder, spec.max_shard_size)
+                seconds = time.perf_counter() - start
+            collectives.active = False
+            use = memory.use()
+            dist.barrier()
+            digests = {}
+            if os.environ["RANK"] == "0":
+                if method != "floor" and len(results) < len(METHODS):
+                    digests = {path.name: _digest(path) for path in sorted(folder.glob("*.safetensors"))}
+                shutil.rmtree(folder)
+            dist.barrier()
+            results.append(
+                Result(method, seconds, use.peak_anon, use.peak_file, collectives.use.payload_bytes, digests)
+            )
+    return results
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(8 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _line(world_size: int, method: str, ranks: list[list[Result]]) -> str:
+    """Return a row: medians over the repeats of the slowest rank, and the largest peak of all ranks."""
+    mine = [[result for result in results if result.method == method] for results in ranks]
+    seconds = statistics.median(max(each.seconds for each in turn) for turn in zip(*mine, strict=True))
+    every = [result for results in mine for result in results]
+    peak_anon, peak_file = max(r.peak_anon for r in every), max(r.peak_file for r in every)
+    network = max(r.collective_bytes for r in every)
+    cells = (f"{seconds:.1f}", f"{peak_anon / MIB:.0f}", f"{peak_file / MIB:.0f}", f"{network / MIB:.0f}")
+    return f"| {world_size} | {method} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Run all, print the table, and fail if what was written differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=1.5e9)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-shard-size", default="500MB")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save")
+    arguments = parser.parse_args()
+    cache = REPOSITORY / ".cache" / "benchmarks"
+    print("| ranks | method | seconds | peak anonymous, MiB | peak file-backed, MiB | in collectives, MiB |")
+    print("|---|---|---|---|---|---|", flush=True)
+    with checkpoint_of(int(arguments.params), cache, keep=False, log=lambda text: print(text, file=sys.stderr)) as path:
+        for world_size in arguments.ranks:
+            out = arguments.out / f"{world_size}-ranks"
+            spec = Spec(str(path), str(out), arguments.max_shard_size, arguments.repeats)
+            texts = run_processes("benchmarks.save", asdict(spec), out, world_size, on_gpu=False)
+            ranks = [[Result(**result) for result in json.loads(text)] for text in texts]
+            digests = {result.method: result.digests for result in ranks[0] if result.digests}
+            if digests["stock"] != digests["lowmem"]:
+                differing = sorted(k for k in digests["stock"] if digests["stock"][k] != digests["lowmem"].get(k))
+                raise SystemExit(f"{world_size} ranks: stock and lowmem_load wrote other files: {differing}")
+            for method in METHODS:
+                print(_line(world_size, method, ranks), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].endswith("spec.json"):
+        given = Spec(**json.loads(Path(sys.argv[1]).read_text()))
+        (Path(given.out) / f"rank{os.environ['RANK']}.json").write_text(
+            json.dumps([asdict(result) for result in _run_rank(given)])
+        )
+    else:
+        main()

@@ -1,0 +1,99 @@
+"""Trainer's saves, led elsewhere. Public names of transformers and PEFT only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.saver import OURS
+
+TrainerSave = Callable[[Any, Callable[[], None]], None]
+"""Gets the trainer, and what its own `save_model` would do."""
+
+
+class NotGathered(dict[str, Any]):
+    """Stands for a state dict whose weights stay where they are: it may be handed on, but not looked into."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedError(
+            "this code looks into the weights that Trainer.save_model hands to it, and lowmem_load does not gather "
+            "them; call lowmem_load.install(saves=False)"
+        )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse
+    items = keys = values = get = pop = copy = _refuse  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedSave:
+    """A call of `save_pretrained` with a `NotGathered`.
+
+    Attributes:
+        model: whose.
+        folder: where it is to go.
+        kwargs: further keywords, but for those that are decided by who saves.
+    """
+
+    model: nn.Module
+    folder: str
+    kwargs: dict[str, Any]
+
+
+@contextlib.contextmanager
+def noted_saves() -> Iterator[list[WantedSave]]:
+    """Inside, `save_pretrained` with a `NotGathered` writes nothing; each such call is in the list that is yielded."""
+    wanted: list[WantedSave] = []
+
+    def noting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(ordinary)
+
+        @functools.wraps(ordinary)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            given = {**bound.pop("kwargs", {}), **bound}
+            if not isinstance(given.get("state_dict"), NotGathered):
+                return ordinary(*args, **kwargs)
+            model, folder = given.pop("self"), str(given.pop("save_directory"))
+            wanted.append(WantedSave(model, folder, {k: v for k, v in given.items() if k not in OURS}))
+            return None
+
+        return save
+
+    classes = [PreTrainedModel]
+    if "peft.peft_model" in sys.modules:
+        classes.append(sys.modules["peft.peft_model"].PeftModel)
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            stack.enter_context(replaced(cls, "save_pretrained", noting(cls.save_pretrained)))
+        yield wanted
+
+
+def default_shard_size() -> int | str:
+    """Return how large shards are where a call of `save_pretrained` does not say: it depends on the release."""
+    size: int | str = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
+    return size
+
+
+@contextlib.contextmanager
+def trainer_saves(handler: TrainerSave) -> Iterator[None]:
+    """Inside, `Trainer.save_model` is handed to `handler`. Imports Trainer."""
+    from transformers import Trainer
+
+    ordinary = Trainer.save_model
+
+    @functools.wraps(ordinary)
+    def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        handler(self, functools.partial(ordinary, self, *args, **kwargs))
+
+    with replaced(Trainer, "save_model", save_model):
+        yield

@@ -1,0 +1,102 @@
+"""What this rank holds of a model that is saved, and which of it is its to write."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.planning.expression import Source
+from lowmem_load.planning.ranges import FlatRange
+
+NOTHING = FlatRange(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A parameter or buffer, as far as it is on this rank.
+
+    Attributes:
+        source: what stands for it in the plan: its first name, whole shape, and the dtype that its memory has.
+        tensor: itself.
+        mine: the elements that this rank writes; of all ranks together they are each element once.
+        is_partitioned: whether it is a ZeRO-3 parameter.
+        is_master: whether what is written are the optimizer's fp32 values of it.
+    """
+
+    source: Source
+    tensor: torch.Tensor
+    mine: FlatRange
+    is_partitioned: bool
+    is_master: bool
+
+    @contextlib.contextmanager
+    def memory(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield flat memory, and which element of the whole its first one is; from nvme it is read for the block.
+
+        Memory: none, but for a parameter that is whole and not contiguous, an optimizer's values on another device,
+            and a partition on nvme, which is read into one of the swapper's buffers.
+        """
+        if not self.is_partitioned:
+            yield self.tensor.detach().reshape(-1), 0
+            return
+        from lowmem_load.ds.parameters import master_partition, partition_in_memory
+
+        if self.is_master:
+            yield master_partition(self.tensor), self.mine.start
+            return
+        with partition_in_memory(self.tensor, self.source.name) as partition:
+            yield partition.detach(), self.mine.start
+
+
+def holdings_of(model: nn.Module, rank: int, *, master: bool) -> list[Holding]:
+    """Return each parameter and buffer of a model once.
+
+    What is partitioned is written by those who hold it. What is whole on every rank is written by rank 0: nothing says
+    that the others hold the same (buffers, adapters that each rank has drawn for itself), and a mixture of them would
+    be none of the models.
+
+    Args:
+        model: that is saved.
+        rank: of this process, among those that save it.
+        master: whether the optimizer's fp32 values of partitioned parameters are meant, where there are some.
+
+    Raises:
+        UnsupportedError: names a tensor that has no values here.
+    """
+    found: dict[int, Holding] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in found:
+            found[id(tensor)] = _holding(name, tensor, rank, master)
+    return list(found.values())
+
+
+def groups_of(model: nn.Module) -> Sequence[Any]:
+    """Return the groups of torch.distributed of which all ranks together hold the partitioned parameters of a model."""
+    if "deepspeed" not in sys.modules:  # else nothing can be partitioned
+        return []
+    from lowmem_load.ds.parameters import is_partitioned, replicas_group_of
+
+    return list(dict.fromkeys(replicas_group_of(p) for p in model.parameters() if is_partitioned(p)))
+
+
+def _holding(name: str, tensor: torch.Tensor, rank: int, master: bool) -> Holding:
+    if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
+        from lowmem_load.ds.parameters import has_master, held_range, is_first_replica, is_partitioned, whole_shape
+
+        if is_partitioned(tensor):
+            is_master = master and tensor.dtype != torch.float32 and has_master(tensor)
+            dtype = torch.float32 if is_master else tensor.dtype
+            mine = held_range(tensor) if is_first_replica(tensor) else NOTHING
+            return Holding(Source("", name, 0, whole_shape(tensor), dtype), tensor, mine, True, is_master)
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise UnsupportedError(f"{name}: is {state}, so that it has no values to save")
+    mine = FlatRange(0, tensor.numel()) if rank == 0 else NOTHING
+    return Holding(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)

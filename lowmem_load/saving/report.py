@@ -1,0 +1,78 @@
+"""What a save did on this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lowmem_load.report import Memory, host_memory
+
+
+@dataclass(slots=True)
+class SaveReport:
+    """What one save did on this rank.
+
+    Attributes:
+        folder: where the files are.
+        files: bytes of each file of weights, by its name.
+        rank, world_size: of the ranks that saved together.
+        written_bytes: bytes of weights that this rank wrote; those of all ranks add up to the data of the files.
+        num_writes: system calls that wrote them.
+        staged_bytes: of `written_bytes`, what went through a buffer of 8 MiB because it was cast, rearranged or on a
+            device; the rest was written straight from the partitions.
+        scattered: tensors that this rank writes piece by piece, because a conversion of transformers moves rows or
+            elements apart: how many pieces, and bytes of the largest, by the tensor's name in the files.
+        num_masters: parameters of which the optimizer's fp32 values were written.
+        seconds: wall seconds by phase: plan, write, sync, rename.
+        start_memory, peak_memory: resident host memory before the save and the most that was seen during it.
+    """
+
+    folder: str
+    files: dict[str, int] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    written_bytes: int = 0
+    num_writes: int = 0
+    staged_bytes: int = 0
+    scattered: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_masters: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    start_memory: Memory = field(default_factory=host_memory)
+    peak_memory: Memory = field(default_factory=host_memory)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall seconds of the block to `seconds[name]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.sample_memory()
+
+    def sample_memory(self) -> None:
+        """Raise the peak to the memory now where that is more."""
+        now = host_memory()
+        if now.total_bytes > self.peak_memory.total_bytes:
+            self.peak_memory = now
+
+    def __str__(self) -> str:
+        mib = float(1 << 20)
+        grown = (self.peak_memory.total_bytes - self.start_memory.total_bytes) / mib
+        lines = [
+            f"{self.folder}: {len(self.files)} files of weights, {sum(self.files.values()) / mib:.1f} MiB; rank "
+            f"{self.rank} of {self.world_size}",
+            f"  wrote {self.written_bytes / mib:.1f} MiB in {self.num_writes} writes, "
+            f"{self.staged_bytes / mib:.1f} MiB of it through a buffer",
+            f"  peak {grown:.1f} MiB above the start",
+            "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
+        ]
+        if self.num_masters:
+            lines.insert(2, f"  {self.num_masters} parameters as the optimizer's fp32 values")
+        for name, (count, largest) in list(self.scattered.items())[:5]:
+            lines.append(f"  in pieces: {name}: {count} of at most {largest} bytes")
+        if len(self.scattered) > 5:
+            lines.append(f"  in pieces: {len(self.scattered) - 5} more")
+        return "\n".join(lines)

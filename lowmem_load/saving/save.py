@@ -1,0 +1,242 @@
+"""save_model: describe, plan, agree, write, agree, rename. What each stage does: docs/saving.md."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from lowmem_load.errors import PlanError, UnsupportedError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.hf import intercept, saver
+from lowmem_load.integrity.model import unwrapped
+from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.life import Progress
+from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.saving import folder as folders
+from lowmem_load.saving.holdings import Holding, groups_of, holdings_of
+from lowmem_load.saving.layout import FileLayout, digest_of, lay_out
+from lowmem_load.saving.plan import Write, held_writes, plan_writes, strided, total_bytes
+from lowmem_load.saving.report import SaveReport
+from lowmem_load.saving.writer import Writer
+
+PROGRESS_DELAY_S = 3.0
+"""Seconds before the progress bar appears: short saves stay quiet."""
+
+MIB = float(1 << 20)
+
+
+def save_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    processors: Sequence[Any] = (),
+    progress: bool | None = None,
+    **save_pretrained_kwargs: Any,
+) -> SaveReport:
+    """Write a model as `save_pretrained` of the whole model would, each rank the bytes that it holds.
+
+    Every rank must call it, between steps. The files are ordinary Hugging Face ones: the same names, keys, shards and
+    bytes, with transformers' conversions turned back, tied and ignored weights left out. Of a PEFT model the adapters
+    are written. Works under ZeRO-3 whatever holds the partitions (offload to cpu or nvme, hpZ, MiCS, partial ZeRO-3,
+    frozen parts), under stages 0 to 2, and without DeepSpeed.
+
+    The folder appears all at once when all ranks are done; until then, and after any failure, what was there before is
+    there still. Files in it that a save does not write stay.
+
+    Args:
+        model: of transformers or PEFT, or what holds it: an engine of DeepSpeed's, DDP.
+        folder: on a file system that all ranks share. Made if it is not there.
+        max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
+        dtype: of floating-point tensors in the files; cast on the way. None: as the model has them. With
+            torch.float32, of parameters that an engine of ZeRO-3 trains in 16 bits, the optimizer's fp32 values are
+            written; `SaveReport.num_masters` counts them. (Under stages 0 to 2 it is the 16-bit values, cast.)
+        processors: tokenizers, processors and the like, whose `save_pretrained` writes into the folder too.
+        progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
+        **save_pretrained_kwargs: as the model's `save_pretrained` takes them: variant, save_original_format, ...
+
+    Returns:
+        What was done on this rank.
+
+    Collective: all ranks that hold partitions of the model, or all ranks. No weight crosses the network.
+    Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device.
+
+    Raises:
+        ConfigError: the folder cannot be used, is not shared by all ranks, or too small; or an argument.
+        UnsupportedError: names what cannot be saved without gathering it, and why.
+        CheckpointError: the system refuses a write: the disk is full.
+        RankError: another rank failed; the same error is raised on every rank.
+    """
+    model = unwrapped(model)
+    with intercept.in_turn(open_ended=False):
+        ranks = ranks_of(model)
+        report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
+        with ranks.together("save_model"):
+            save = _Save(ranks, os.fspath(folder), report, progress)
+            return save(model, dtype, max_shard_size, processors, save_pretrained_kwargs)
+
+
+def ranks_of(model: nn.Module) -> RankGroup:
+    """Return the ranks that save a model together. Makes a group of one where there is none."""
+    groups = groups_of(model)
+    if len(groups) > 1:
+        raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
+    return RankGroup(groups[0]) if groups else DistributedInterface()
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What is written, and by this rank."""
+
+    files: list[FileLayout]
+    holdings: dict[str, Holding]
+    writes: list[Write]
+    all_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """One save: see `save_model`."""
+
+    ranks: RankGroup
+    folder: str
+    report: SaveReport
+    progress: bool | None
+
+    def __call__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        max_shard_size: int | str,
+        processors: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> SaveReport:
+        with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name:
+            scratch = Path(name)
+            with self.ranks.agreed("planning the save", name=self.folder) as digest, self.report.phase("plan"):
+                arguments = f"{os.path.realpath(self.folder)} {max_shard_size!r} {dtype} {sorted(kwargs.items())}"
+                planned = self._plan(model, scratch, dtype, max_shard_size, kwargs)
+                digest.append(f"{fingerprint([arguments])}, files {digest_of(planned.files)}")
+            self._prove(planned)
+            with self._staging(planned) as staging:
+                self._write(planned, staging)
+                with self.ranks.agreed("renaming", name=self.folder), self.report.phase("rename"):
+                    if self.ranks.rank == 0:
+                        for processor in processors:
+                            processor.save_pretrained(scratch)
+                        folders.put_beside(staging, scratch)
+                        folders.commit(staging, [file.name for file in planned.files])
+        return self.report
+
+    def _plan(
+        self,
+        model: nn.Module,
+        scratch: Path,
+        dtype: torch.dtype | None,
+        max_shard_size: int | str,
+        kwargs: Mapping[str, Any],
+    ) -> _Planned:
+        holdings = holdings_of(model, self.ranks.rank, master=dtype == torch.float32)
+        sources = {id(holding.tensor): holding.source for holding in holdings}
+        saved = saver.describe_save(model, scratch, sources, dtype=dtype, max_shard_size=max_shard_size, kwargs=kwargs)
+        files = [
+            lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
+            for file in saved
+        ]
+        writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
+        mine = held_writes(writes, {holding.source.name: holding.mine for holding in holdings})
+        self.report.files = {file.name: file.nbytes for file in files}
+        self.report.scattered = strided(mine)
+        used = {write.parameter for write in writes}
+        self.report.num_masters = sum(one.is_master for one in holdings if one.source.name in used)
+        return _Planned(files, {one.source.name: one for one in holdings}, mine, total_bytes(writes))
+
+    def _prove(self, planned: _Planned) -> None:
+        """Raise unless the ranks together write as many bytes as there are. See [Note: the plan read backwards]."""
+        each = self.ranks.all_gather_object(total_bytes(planned.writes))
+        if sum(each) != planned.all_bytes:
+            raise PlanError(
+                f"{self.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
+                f"(by rank: {', '.join(map(str, each))}); were all ranks of the model called?"
+            )
+
+    @contextlib.contextmanager
+    def _staging(self, planned: _Planned) -> Iterator[folders.Staging]:
+        """Yield the folder that the files go to first: made by rank 0, seen by all; removed after a failure."""
+        made: folders.Staging | None = None
+        try:
+            with self.ranks.agreed("making the folder", name=self.folder):
+                if self.ranks.rank == 0:
+                    made = folders.make_staging(self.folder, sum(file.nbytes for file in planned.files))
+                    for file in planned.files:
+                        folders.make_file(made, file.name, file.header, file.nbytes)
+            staging = self.ranks.broadcast_object(made)
+            assert staging is not None  # as all ranks have agreed
+            with self.ranks.agreed("reaching the folder", name=self.folder):
+                folders.check_seen(staging)
+            yield staging
+        except BaseException:  # of any rank: all have stopped writing
+            if made is not None:
+                folders.discard(made)
+            raise
+
+    def _write(self, planned: _Planned, staging: folders.Staging) -> None:
+        report, total = self.report, total_bytes(planned.writes)
+        paths = [staging.path / file.name for file in planned.files]
+
+        def progress() -> Progress:
+            written = f"{writer.written_bytes / MIB:.1f} of {total / MIB:.1f} MiB written"
+            return Progress(writer.written_bytes + writer.num_synced, f"{written}, {writer.num_synced} files synced")
+
+        def on_bytes(num_bytes: int) -> None:
+            update(num_bytes)
+            self.ranks.stop_if_troubled()
+
+        with self._bar(total) as update, Writer(paths, on_bytes) as writer:
+            with self.ranks.agreed("writing", name=self.folder, progress=progress), report.phase("write"):
+                for name, writes in _by_parameter(planned.writes):
+                    with planned.holdings[name].memory() as (memory, first):
+                        for write in writes:
+                            writer.write(write, memory, first)
+                    report.sample_memory()
+            with self.ranks.agreed("syncing", name=self.folder, progress=progress), report.phase("sync"):
+                writer.sync()
+        report.written_bytes, report.num_writes = writer.written_bytes, writer.num_writes
+        report.staged_bytes = writer.staged_bytes
+
+    @contextlib.contextmanager
+    def _bar(self, total: int) -> Iterator[Callable[[int], object]]:
+        shown = self.progress if self.progress is not None else sys.stderr.isatty()
+        with tqdm(
+            total=total,
+            desc="Saving partitions",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not shown or self.ranks.rank != 0,
+            delay=0 if self.progress else PROGRESS_DELAY_S,
+        ) as bar:
+            yield bar.update
+
+
+def _by_parameter(writes: Sequence[Write]) -> Iterator[tuple[str, list[Write]]]:
+    """Yield each parameter with its writes, which lie beside each other."""
+    together: list[Write] = []
+    for write in writes:
+        if together and together[0].parameter != write.parameter:
+            yield together[0].parameter, together
+            together = []
+        together.append(write)
+    if together:
+        yield together[0].parameter, together

@@ -1,0 +1,324 @@
+"""save_model: what all ranks write together is what `save_pretrained` of the whole model writes, file by file."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from lowmem_load.errors import ConfigError, RankError, UnsupportedError
+from tests import builders
+from tests.multi_rank.test_modes import is_compiled
+from tests.ranks import RankFailure, run_ranks
+
+SHARD = "30KB"
+FP32: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+BF16: dict[str, Any] = {**FP32, "bf16": {"enabled": True}}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+
+
+def stage_3(**zero: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **zero}}
+
+
+class Processor:
+    """Stands for a tokenizer."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a file."""
+        Path(folder, "tokens.json").write_text("{}")
+
+
+def nothing_crosses_the_network() -> Iterator[None]:
+    """While it lasts, no collective of torch's may run."""
+    import torch.distributed as dist
+
+    names = ("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "broadcast", "send", "recv")
+    before = {name: getattr(dist, name) for name in names}
+    for name in names:
+        setattr(dist, name, lambda *_, **__: pytest.fail("a collective while saving"))
+    yield
+    for name, function in before.items():
+        setattr(dist, name, function)
+
+
+def ways(paths: dict[str, str], swap: str | None) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Return how each folder is made: checkpoint, ds_config, keywords of the load."""
+    found: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
+    for name in paths:
+        found[f"{name}-fp32"] = (name, FP32, {})
+        found[f"{name}-bf16"] = (name, BF16, {})
+    cpu = stage_3(offload_param={"device": "cpu", "pin_memory": False})
+    found["llama-cpu-fp32"] = ("llama", cpu, {})
+    found["llama-2-fp32"] = ("llama", {"zero_optimization": {"stage": 2}}, {})
+    found["llama-partial-fp32"] = ("llama", FP32, {"partition": ["model.layers"], "dtype": torch.float32})
+    found["llama-hpz-fp32"] = ("llama", stage_3(zero_hpz_partition_size=2), {})
+    if swap is not None:
+        offload = {"device": "nvme", "nvme_path": swap, "buffer_size": 1_400_000, "pin_memory": False}
+        found["large-nvme-fp32"] = ("large", stage_3(offload_param={**offload, "buffer_count": 4}), {})
+    return found
+
+
+def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any]:
+    """Rank function: saves each checkpoint as loaded in many ways; returns what the reports say."""
+    from lowmem_load import DistributedInterface, load_model, model_digest, save_model
+
+    world_size = DistributedInterface().world_size
+    chosen = ways(paths, swap)
+    if world_size != 2:  # the rest is the same for any number of ranks
+        chosen = {way: chosen[way] for way in chosen if way.removesuffix("-fp32") in paths}
+    reports: dict[str, Any] = {}
+    for way, (name, config, kwargs) in chosen.items():
+        model = load_model(paths[name], config, **kwargs)
+        sizes = {"mixtral-fp32": (SHARD, "5GB"), "minilm-fp32": ("20MB",)}
+        for size in sizes.get(way, (SHARD,)):
+            for _ in nothing_crosses_the_network():
+                report = save_model(model, f"{out}/{way}-{size}", max_shard_size=size, processors=[Processor()])
+        reports[way] = report
+        if way in ("mixtral-fp32", "tied-bf16", "large-nvme-fp32"):
+            again = load_model(f"{out}/{way}-{SHARD}", config if "nvme" not in way else FP32)
+            assert model_digest(again) == model_digest(model)
+            del again
+        if way == "llama-fp32":
+            report = save_model(model, f"{out}/cast-{SHARD}", max_shard_size=SHARD, dtype=torch.float16)
+            assert report.staged_bytes == report.written_bytes
+        del model
+        gc.collect()
+    if world_size == 2:
+        save_trained(paths["llama"], out)
+        save_adapter(paths["llama"], out)
+        fail_together(paths["llama"], out)
+    return {way: (report.written_bytes, report.staged_bytes, report.files) for way, report in reports.items()}
+
+
+def save_trained(path: str, out: str) -> None:
+    """Train a model of which part is frozen, and save it in both precisions."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from lowmem_load import load_model, model_digest, save_model
+
+    model = load_model(path, BF16)
+    model.model.embed_tokens.weight.requires_grad = False
+    engine = deepspeed.initialize(model=model, config={**BF16, **ADAM})[0]
+    tokens = torch.arange(8).view(1, 8) % 100
+    for _ in range(2):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters() if p.requires_grad}
+    report = save_model(engine, f"{out}/trained-fp32", dtype=torch.float32)
+    assert report.num_masters == len(masters)
+    saved = load_file(f"{out}/trained-fp32/model.safetensors")
+    for name, value in masters.items():
+        assert torch.equal(saved[name], value.cpu()), name
+    assert any((saved[name].bfloat16().float() != saved[name]).any() for name in masters)
+    report = save_model(engine, f"{out}/trained-bf16")
+    assert (report.num_masters, report.staged_bytes) == (0, 0)
+    assert model_digest(load_model(f"{out}/trained-bf16", BF16)) == model_digest(engine)
+
+
+def save_adapter(path: str, out: str) -> None:
+    from deepspeed import zero
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    from lowmem_load import load_model, save_model
+
+    model = get_peft_model(load_model(path, FP32), LoraConfig(target_modules=["q_proj", "up_proj"], r=2))
+    assert all(parameter.ds_shape for parameter in model.parameters() if not parameter.requires_grad)
+    save_model(model, f"{out}/adapter")
+    with zero.GatheredParameters(list(model.parameters())):
+        wanted = {name: value.clone() for name, value in get_peft_model_state_dict(model).items()}
+        if os.environ["RANK"] == "0":
+            model.save_pretrained(f"{out}/adapter-ordinary")
+    saved = load_file(f"{out}/adapter/adapter_model.safetensors")
+    assert saved.keys() == wanted.keys() and len(saved) == 8
+    if os.environ["RANK"] == "0":  # the adapter's parameters are whole, and each rank has drawn others
+        equal_folders(Path(out, "adapter"), Path(out, "adapter-ordinary"))
+
+
+def fail_together(path: str, out: str) -> None:
+    """Rank 1 fails in several ways: both raise, and what was there is there still."""
+    from lowmem_load import load_model, save_model
+    from lowmem_load.saving import folder as folders
+    from lowmem_load.saving import writer
+
+    model, rank = load_model(path, FP32), int(os.environ["RANK"])
+    target, before = f"{out}/llama-bf16-{SHARD}", sorted(os.listdir(out))
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    ordinary = writer.os.pwrite
+    if rank == 1:
+        writer.os.pwrite = full  # type: ignore[assignment]
+    with pytest.raises(RankError, match=r"rank 1: CheckpointError: .*No space left on device"):
+        save_model(model, target)
+    writer.os.pwrite = ordinary
+    if rank == 1:
+        folders.PROBE = "on another machine"
+    with pytest.raises(RankError, match=r"rank 1: ConfigError: .*does not see the folder that rank 0 made"):
+        save_model(model, target)
+    folders.PROBE = ".lowmem_load_probe"
+    with pytest.raises(RankError, match="planning the save failed on 1 rank"):
+        save_model(model, target, max_shard_size=f"{30 + rank}KB")
+    with pytest.raises(ConfigError, match="state_dict: not among the keywords"):
+        save_model(model, target, state_dict={})
+    with pytest.raises(UnsupportedError, match="Linear has no save_pretrained"):
+        save_model(torch.nn.Linear(2, 2), target)
+    assert sorted(os.listdir(out)) == before
+
+
+def equal_folders(ours: Path, ordinary: Path) -> None:
+    names = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in (ours, ordinary)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if (ours / name).is_file():
+            assert (ours / name).read_bytes() == (ordinary / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def paths(checkpoints: Path) -> dict[str, str]:
+    made = {
+        "llama": builders.tiny_llama(checkpoints, torch.float32),
+        "odd": builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES),
+        "tied": builders.tiny_qwen2_tied(checkpoints, torch.float32),
+        "mixtral": builders.tiny_mixtral(checkpoints, torch.float32),
+        "bert": builders.tiny_bert(checkpoints, torch.float32, **builders.ODD_BERT_SIZES),
+        "large": builders.tiny_llama(
+            checkpoints, torch.float32, hidden_size=1024, intermediate_size=2048, num_hidden_layers=1, vocab_size=2560
+        ),
+    }
+    return {name: str(path) for name, path in made.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_folders_equal_those_of_the_whole_model(
+    world_size: int, paths: dict[str, str], minilm: Path, tmp_path: Path
+) -> None:
+    """Byte for byte: weights, headers, index and configuration."""
+    swap = str(tmp_path / "swap") if is_compiled("async_io") else None
+    if world_size == 1:
+        paths = {"minilm": str(minilm), "mixtral": paths["mixtral"]}
+    if world_size == 3:
+        paths = {name: path for name, path in paths.items() if name != "large"} | {"minilm": str(minilm)}
+    out = tmp_path / "out"
+    reports = run_ranks(save_all, paths, str(out), swap, world_size=world_size, timeout_s=240)
+    for way in reports[0]:
+        name, dtype = way.split("-")[0], torch.bfloat16 if way.endswith("bf16") else torch.float32
+        cls = {"bert": AutoModelForMaskedLM, "minilm": AutoModel}.get(name, AutoModelForCausalLM)
+        model = cls.from_pretrained(paths[name], dtype=dtype)
+        for folder in out.glob(f"{way}-*"):
+            ordinary = tmp_path / "ordinary" / folder.name
+            model.save_pretrained(ordinary, max_shard_size=folder.name.split("-")[-1])
+            Processor().save_pretrained(ordinary)
+            equal_folders(folder, ordinary)
+        if way == "llama-fp32" and world_size == 2:
+            model.half().save_pretrained(tmp_path / "half", max_shard_size=SHARD)
+            equal_folders(out / f"cast-{SHARD}", tmp_path / "half")
+        written = [report[way] for report in reports]
+        numel = sum(value.numel() for value in model.state_dict().values())
+        assert sum(nbytes for nbytes, _, _ in written) <= numel * dtype.itemsize, "ties once"
+        assert not any(staged for _, staged, _ in written), "straight from the partitions"
+        whole = {"llama-2-fp32": 1.0, "llama-partial-fp32": 0.9}.get(way, 1 / world_size)
+        assert max(nbytes for nbytes, _, _ in written) <= 1.1 * whole * sum(nbytes for nbytes, _, _ in written), way
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+# -- a rank is killed ------------------------------------------------------------------------------------------------
+
+
+def scaled(folder: str, by: float) -> None:
+    """Make a copy of a checkpoint whose values are all others."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(by)
+    model.save_pretrained(f"{folder}-{by}", max_shard_size=SHARD)
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+def is_one_of(folder: Path, models: list[dict[str, torch.Tensor]]) -> int:
+    """Return which of the models a folder holds; fails if it is a mixture, or does not load."""
+    found = state_of(folder)
+    equal = [all(torch.equal(found[name], value) for name, value in model.items()) for model in models]
+    assert equal.count(True) == 1, folder
+    return equal.index(True)
+
+
+def save_and_be_killed(path: str, out: str, seed: int) -> list[int]:
+    """Rank function of a lone rank: children that save to the same folder are killed; returns what lay there then."""
+    from lowmem_load import load_model, save_model
+
+    draw, model = random.Random(seed), load_model(f"{path}-2.0", FP32)
+    target = Path(out, "model")
+    models = [state_of(Path(path)), state_of(Path(f"{path}-2.0"))]
+    former = load_model(path, FP32)
+    for _ in range(2):  # the first one imports
+        began = time.perf_counter()
+        save_model(former, target, max_shard_size=SHARD)
+        took = time.perf_counter() - began
+    seen = []
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            save_model(model, target, max_shard_size=SHARD)
+            os._exit(0)
+        time.sleep(draw.random() * 1.2 * took)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        seen.append(is_one_of(target, models))
+        if seen[-1]:
+            save_model(former, target, max_shard_size=SHARD)
+    save_model(model, target, max_shard_size=SHARD)
+    assert is_one_of(target, models) == 1
+    assert sorted(os.listdir(out)) == ["model"], "the last save has removed what the killed ones left"
+    return seen
+
+
+def test_a_save_that_is_killed_leaves_the_former_folder(checkpoints: Path, tmp_path: Path) -> None:
+    path = str(builders.tiny_llama(checkpoints, torch.float32))
+    scaled(path, 2.0)
+    (seen,) = run_ranks(save_and_be_killed, path, str(tmp_path), random.randrange(1 << 30), world_size=1)
+    assert len(seen) == 20 and 0 in seen
+    print("killed at random moments, 0 is the former model:", seen)
+
+
+def die_while_writing(path: str, target: str) -> None:
+    """Rank function: rank 1 is killed when it has written half of what is its to write."""
+    from lowmem_load import load_model, save_model
+    from lowmem_load.saving import writer
+
+    ordinary, count = writer.os.pwrite, [0]
+
+    def counted(*args: Any) -> int:
+        count[0] += 1
+        if count[0] == 10 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ordinary(*args)
+
+    writer.os.pwrite = counted  # type: ignore[assignment]
+    save_model(load_model(f"{path}-2.0", FP32), target, max_shard_size=SHARD)
+
+
+def test_a_rank_that_is_killed_leaves_the_former_folder(checkpoints: Path, tmp_path: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    if not Path(f"{path}-2.0").exists():
+        scaled(str(path), 2.0)
+    before = state_of(path)
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    with pytest.raises(RankFailure, match="rank 1"):
+        run_ranks(die_while_writing, str(path), str(tmp_path / "model"))
+    assert is_one_of(tmp_path / "model", [before]) == 0

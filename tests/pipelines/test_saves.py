@@ -1,0 +1,116 @@
+"""Trainer.save_model under install(): the files that stock writes, without gathering and the key that asks for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import builders
+from tests.multi_rank.test_save import equal_folders
+from tests.ranks import run_ranks
+
+ZERO_3: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+
+
+class Tokenizer:
+    """What a Trainer saves beside the model."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write a file."""
+        Path(folder, "tokens.json").write_text("{}")
+
+
+def make_trainer(path: str, out: Path, lora: bool = False, **zero: Any) -> Any:
+    from accelerate.state import AcceleratorState
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+
+    AcceleratorState._reset_state()  # it knows one configuration of DeepSpeed per process
+    config = {**ZERO_3, "zero_optimization": {"stage": 3, **zero}}
+    arguments = TrainingArguments(
+        str(out),
+        deepspeed=config,
+        per_device_train_batch_size=1,
+        max_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        learning_rate=1e-3,
+        report_to=[],
+        disable_tqdm=True,
+        accelerator_config={"use_configured_state": True},
+    )
+    model = AutoModelForCausalLM.from_pretrained(path)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        set_seed(7)
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    row = {"input_ids": list(range(8)), "labels": list(range(8))}
+    trainer = Trainer(model, arguments, train_dataset=[row] * 4)
+    trainer.processing_class = Tokenizer()
+    return trainer
+
+
+def save_twice(path: str, out: str) -> None:
+    """Rank function."""
+    import accelerate
+
+    import lowmem_load
+    from lowmem_load.errors import RankError
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    accelerate.PartialState(backend="gloo")
+    lowmem_load.install()
+    folder, rank = Path(out), os.environ["RANK"]
+    for name, lora in (("full", False), ("lora", True)):
+        trainer = make_trainer(path, folder / name / "run", lora)
+        trainer.train()
+        engine = trainer.deepspeed
+        assert not engine.zero_gather_16bit_weights_on_model_save()
+        trainer.save_model(folder / name / "ours")
+        assert "_zero3_consolidated_16bit_state_dict" not in vars(engine)
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if rank == "0":
+            trainer._save(folder / name / "stock", state_dict=state)
+    trainer.save_model(folder / "again")
+    trainer.save_model(folder / "again")
+
+    def look(output_dir: Any = None, state_dict: Any = None) -> None:
+        if rank == "0":
+            print(sorted(state_dict))
+
+    trainer._save = look
+    with pytest.raises(RankError, match=r"rank 0: UnsupportedError: this code looks into the weights .*saves=False"):
+        trainer.save_model(folder / "looked into")
+    lowmem_load.uninstall()
+    from transformers import Trainer
+
+    assert "wrapped" not in repr(Trainer.save_model) and not hasattr(Trainer.save_model, "__wrapped__")
+    torch.distributed.barrier()
+
+
+def test_trainer_saves_what_stock_saves(checkpoints: Path, tmp_path: Path) -> None:
+    path = builders.tiny_mixtral(checkpoints, torch.float32)
+    run_ranks(save_twice, str(path), str(tmp_path), timeout_s=240)
+    for name in ("full", "lora"):
+        for folder in ("ours", "stock"):
+            (tmp_path / name / folder / "training_args.bin").unlink()
+            assert (tmp_path / name / folder / "tokens.json").exists()
+        equal_folders(tmp_path / name / "ours", tmp_path / name / "stock")
+        checkpoint = tmp_path / name / "run" / "checkpoint-1"
+        equal_folders_of_weights(checkpoint, tmp_path / name / "ours")
+        assert (checkpoint / "latest").exists(), "the optimizer's part of the checkpoint is there as well"
+    assert {path.name for path in (tmp_path / "again").iterdir()} >= {"adapter_model.safetensors", "tokens.json"}
+
+
+def equal_folders_of_weights(ours: Path, other: Path) -> None:
+    names = [{path.name for path in folder.glob("*.safetensors")} for folder in (ours, other)]
+    assert names[0] == names[1] != set()
+    assert all((ours / name).read_bytes() == (other / name).read_bytes() for name in names[0])

@@ -1,0 +1,236 @@
+"""A folder that is saved appears all at once, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.saving import folder as folders
+from lowmem_load.saving.folder import PROBE, Staging
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = "model.safetensors.index.json"
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def stage(target: Path, text: str, *, sharded: bool = True) -> tuple[Staging, list[str]]:
+    """Stage a save whose every file says `text`."""
+    weights = SHARDS if sharded else ["model.safetensors"]
+    staging = folders.make_staging(target, 1)
+    for name in weights:
+        folders.make_file(staging, name, text.encode(), len(text))
+    scratch = target.parent / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    (scratch / "config.json").write_text(text)
+    if sharded:
+        (scratch / INDEX).write_text(json.dumps({"weights": SHARDS, "text": text}))
+    folders.put_beside(staging, scratch)
+    return staging, weights
+
+
+def save(target: Path, text: str, *, sharded: bool = True) -> None:
+    folders.commit(*stage(target, text, sharded=sharded))
+
+
+def loaded(target: Path) -> set[str] | None:
+    """What a loader would read there, as transformers chooses files; None if it finds none."""
+    if (target / "model.safetensors").exists():
+        return {(target / "model.safetensors").read_text()}
+    if (target / INDEX).exists():
+        index = json.loads((target / INDEX).read_text())
+        return {index["text"], *((target / name).read_text() for name in index["weights"])}
+    return None
+
+
+def beside(target: Path) -> list[str]:
+    return sorted(path.name for path in target.parent.iterdir() if path.name not in ("scratch", target.name))
+
+
+@pytest.fixture(params=["exchanged", "renamed twice", "inside"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "renamed twice":
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    if request.param == "inside":
+        monkeypatch.setattr(folders, "_can_be_renamed", lambda _: False)
+    return str(request.param)
+
+
+def test_a_new_folder_appears(tmp_path: Path, way: str) -> None:
+    target = tmp_path / "some" / "model"
+    save(target, "new")
+    assert sorted(path.name for path in target.iterdir()) == sorted([*SHARDS, INDEX, "config.json"])
+    assert loaded(target) == {"new"} and beside(target) == []
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+def test_a_folder_is_replaced_and_keeps_what_is_not_saved(tmp_path: Path, way: str, before: bool, after: bool) -> None:
+    target = tmp_path / "model"
+    save(target, "old", sharded=before)
+    (target / "README.md").write_text("mine")
+    (target / "checkpoint-1" / "global_step1").mkdir(parents=True)
+    (target / "checkpoint-1" / "global_step1" / "state.pt").write_text("mine")
+    (target / "model-00003-of-00003.safetensors").write_text("of a save with three shards")
+    (target / "adapter_model.safetensors").write_text("another's")
+    target.chmod(0o750)
+    save(target, "new", sharded=after)
+    assert loaded(target) == {"new"}
+    weights = {*SHARDS, INDEX} if after else {"model.safetensors"}
+    kept = {"README.md", "checkpoint-1", "adapter_model.safetensors"}
+    assert {path.name for path in target.iterdir()} == weights | kept | {"config.json"}
+    assert (target / "checkpoint-1" / "global_step1" / "state.pt").read_text() == "mine"
+    assert target.stat().st_mode & 0o777 == 0o750
+    assert beside(target) == []
+
+
+def test_what_is_inside_another_folder_goes_there(tmp_path: Path) -> None:
+    """Adapters of PEFT that are not the default one have folders of their own."""
+    target = tmp_path / "model"
+    for text in ("old", "new"):
+        staging = folders.make_staging(target, 1)
+        folders.make_file(staging, "second/adapter_model.safetensors", text.encode(), 3)
+        folders.commit(staging, ["second/adapter_model.safetensors"])
+        (target / "second" / "notes").write_text("mine")
+    assert (target / "second" / "adapter_model.safetensors").read_text() == "new"
+    assert (target / "second" / "notes").read_text() == "mine"
+
+
+def steps(monkeypatch: pytest.MonkeyPatch, crash_at: int) -> list[int]:
+    """Have the `crash_at`-th change to the file system end the process; return a list that counts them."""
+    counted = [0]
+
+    def ending(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[0] += 1
+            if counted[0] == crash_at:
+                raise Crash
+            return ordinary(*args, **kwargs)
+
+        return call
+
+    for owner, name in ((os, "rename"), (os, "unlink"), (os, "mkdir"), (os, "rmdir"), (folders, "_exchange")):
+        monkeypatch.setattr(owner, name, ending(getattr(owner, name)))
+    monkeypatch.setattr(folders.shutil, "rmtree", ending(shutil.rmtree))
+    return counted
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_crash_at_any_step_leaves_one_model_or_the_other(
+    tmp_path: Path, way: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for crash_at in range(1, 100):
+        target = tmp_path / str(crash_at) / "model"
+        save(target, "old", sharded=sharded)
+        (target / "README.md").write_text("mine")
+        staging, weights = stage(target, "new", sharded=sharded)
+        with monkeypatch.context() as patch:
+            counted = steps(patch, crash_at)
+            try:
+                folders.commit(staging, weights)
+            except Crash:
+                folders.discard(staging)  # at worst: a handler runs
+        seen.append(loaded(target))
+        everywhere = [path.read_text() for path in target.parent.rglob("*") if path.is_file()]
+        assert "mine" in everywhere
+        if seen[-1] is None:
+            assert everywhere.count("old") + everywhere.count("new") >= 2 * len(weights), "both are on the disk"
+        if counted[0] < crash_at:
+            break
+        save(target, "newer", sharded=sharded)
+        assert loaded(target) == {"newer"}
+        if way == "exchanged":
+            assert (target / "README.md").read_text() == "mine" and beside(target) == []
+    assert seen[0] == {"old"} and seen[-1] == {"new"}
+    assert all(state in ({"old"}, {"new"}, None) for state in seen)
+    if way == "exchanged":
+        assert None not in seen
+    print(way, ["-" if state is None else "".join(state) for state in seen])
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, way: str) -> None:
+    target = tmp_path / "model"
+    save(target, "old")
+    staging, _ = stage(target, "killed")
+    others = folders.make_staging(tmp_path / "model2", 1)
+    save(target, "new")
+    assert not staging.path.exists()
+    assert (others.path / PROBE).exists(), "another folder's is left alone"
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, way: str) -> None:
+    target = tmp_path / "model"
+    save(target, "old")
+    staging, _ = stage(target, "failed")
+    folders.discard(staging)
+    assert loaded(target) == {"old"} and beside(target) == []
+    assert not any(path.name.startswith(".") for path in target.iterdir())
+
+
+def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
+    staging, _ = stage(tmp_path / "model", "new")
+    folders.check_seen(staging)
+    for token in ("another", None):
+        if token is None:
+            (staging.path / PROBE).unlink()
+        else:
+            (staging.path / PROBE).write_text(token)
+        with pytest.raises(ConfigError, match="does not see the folder that rank 0 made"):
+            folders.check_seen(staging)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs \d+ bytes, but \d+ are free"):
+        folders.make_staging(tmp_path / "model", 1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
+        folders.make_staging(tmp_path / "model", 1)
+    with pytest.raises(ConfigError, match="cannot be saved to: "):
+        folders.make_staging(tmp_path / "model" / "below", 1)
+
+
+def test_the_working_directory_is_not_renamed_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model"
+    save(target, "old")
+    monkeypatch.chdir(target)
+    staging, weights = stage(target, "new")
+    assert staging.is_inside
+    folders.commit(staging, weights)
+    assert Path.cwd() == target and loaded(Path()) == {"new"}
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    save(tmp_path / "model", "old")
+    (tmp_path / "link").symlink_to("model")
+    save(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and loaded(tmp_path / "model") == {"new"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "index"),
+    [
+        ("model.fp16-00001-of-00002.safetensors", "model.safetensors.index.fp16.json"),
+        ("model.fp16.safetensors", "model.safetensors.index.fp16.json"),
+    ],
+)
+def test_variants_are_apart(weights: str, index: str) -> None:
+    stale = re.compile("|".join(folders._stale_patterns([weights])))
+    assert stale.fullmatch("model.fp16-00007-of-00009.safetensors") and stale.fullmatch("model.fp16.safetensors")
+    assert stale.fullmatch(index)
+    assert not any(map(stale.fullmatch, ("model.safetensors", "model-00001-of-00002.safetensors", INDEX)))

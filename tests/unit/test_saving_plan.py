@@ -1,0 +1,167 @@
+"""Which rank writes which bytes, against torch, for every rank of many worlds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowmem_load.describe.tensor import SymbolicTensor
+from lowmem_load.errors import CheckpointError, PlanError, UnsupportedError
+from lowmem_load.planning.copies import Copy
+from lowmem_load.planning.expression import Computed, Expression, Source
+from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.saving import writer as writer_module
+from lowmem_load.saving.layout import FileLayout, lay_out
+from lowmem_load.saving.plan import held_part, held_writes, plan_writes, run_of, strided, total_bytes
+from lowmem_load.saving.writer import Writer
+
+SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7,)}
+
+
+def layout_of(name: str, tensors: Mapping[str, Expression]) -> FileLayout:
+    return lay_out(name, {key: (part.dtype, part.shape) for key, part in tensors.items()}, {"format": "pt"})
+
+
+def converted(p: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a save may make of parameters, with torch's operations on real tensors or on symbolic ones."""
+    a, b = p["a"], p["b"]
+    gate, up = b.chunk(2, 0)
+    return {
+        "a": a,
+        "scalar": p["scalar"],
+        "empty": p["empty"],
+        "row as bf16": p["row"].to(torch.bfloat16),
+        "a as fp16, by way of bf16": a.to(torch.bfloat16).to(torch.float16),
+        "a transposed": a.t().contiguous(),
+        "b permuted": b.permute(2, 0, 1).contiguous(),
+        "gate transposed": gate.transpose(1, 2).contiguous(),
+        "up": up,
+        "interleaved": torch.stack([a[:3], a[3:]], 1).reshape(6, 10),
+        "every other": a[::2, 1::3],
+        "joined": torch.cat([a.reshape(12, 5), b.reshape(12, 5)], 1),
+    }
+
+
+def memory(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def described() -> dict[str, Expression]:
+    symbols = {
+        name: SymbolicTensor(Source("", name, 0, shape, torch.float32), pytest.fail) for name, shape in SHAPES.items()
+    }
+    return {name: value.expression for name, value in converted(symbols).items()}
+
+
+@pytest.mark.parametrize("staging_bytes", [8 << 20, 24, 1])
+def test_all_ranks_together_write_each_byte_once(
+    staging_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "STAGING_BYTES", max(staging_bytes, 4))
+    tensors, path = described(), tmp_path / "f"
+    layout = layout_of("f", tensors)
+    writes = plan_writes([(layout, tensors)])
+    assert total_bytes(writes) == layout.data_bytes
+    for world_size in (1, 2, 3, 4, 7, 8, 64, 97):
+        values = memory(world_size)
+        path.write_bytes(layout.header + bytes(layout.data_bytes))
+        written = 0
+        for rank in range(world_size):
+            held = {name: partition_range(value.numel(), rank, world_size) for name, value in values.items()}
+            with Writer([path], lambda _: None) as writer:
+                for write in held_writes(writes, held):
+                    mine = held[write.parameter]
+                    part = values[write.parameter].reshape(-1)[mine.start : mine.end].clone()  # nothing else is there
+                    writer.write(write, part, mine.start)
+                writer.sync()
+            written += writer.written_bytes
+        assert written == layout.data_bytes  # and each is right, so none was written twice
+        saved = load_file(path)
+        for name, value in converted(values).items():
+            assert saved[name].dtype == value.dtype and torch.equal(saved[name], value), (name, world_size)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 5, 24])
+def test_parts_of_ranks_are_disjoint_and_together_the_copy(numel: int) -> None:
+    """Of copies with up to three loops of any strides that do not run into each other."""
+    leaf = Source("", "p", 0, (1000,), torch.float32)
+    nests = [
+        ((4,), (1,), (1,)),
+        ((4,), (3,), (2,)),
+        ((3, 4), (1, 5), (4, 1)),
+        ((2, 3, 4), (20, 1, 4), (1, 8, 2)),
+        ((5, 2), (7, 0), (2, 1)),  # one element to two places
+    ]
+    for sizes, leaf_strides, strides in nests:
+        copy = Copy(leaf, 3, 11, sizes, leaf_strides, strides, ())
+        pairs = sorted(_pairs(copy))
+        found = []
+        for start in range(0, 48, numel):
+            part = FlatRange(start, start + numel)
+            for piece in held_part(copy, part):
+                mine = list(_pairs(piece))
+                assert all(part.start <= element < part.end for element, _ in mine)
+                found += mine
+                assert list(piece.destination_strides) == sorted(piece.destination_strides, reverse=True)
+        assert sorted(found) == pairs
+
+
+def _pairs(copy: Copy) -> list[tuple[int, int]]:
+    """Elements of the leaf with where they go, by brute force."""
+    pairs = [(copy.leaf_start, copy.destination_start)]
+    for size, leaf, destination in zip(copy.sizes, copy.leaf_strides, copy.destination_strides, strict=True):
+        pairs = [(at + t * leaf, to + t * destination) for at, to in pairs for t in range(size)]
+    return pairs
+
+
+def test_loops_that_run_into_each_other_are_refused() -> None:
+    leaf = Source("", "p", 0, (100,), torch.float32)
+    copy = Copy(leaf, 0, 0, (3, 4), (2, 1), (4, 1), ())
+    with pytest.raises(PlanError, match="run into each other"):
+        list(held_part(copy, FlatRange(2, 5)))
+
+
+def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
+    """No copy: a parameter that is saved as it is goes to the file in one call, straight from where it lies."""
+    leaf = Source("", "p", 0, (10, 10), torch.float32)
+    layout = layout_of("f", {"p": leaf})
+    (write,) = held_writes(plan_writes([(layout, {"p": leaf})]), {"p": FlatRange(34, 67)})
+    assert write.nbytes == 33 * 4 == run_of(write.copy) * 4
+    (tmp_path / "f").write_bytes(bytes(layout.nbytes))
+    with Writer([tmp_path / "f"], lambda _: None) as writer:
+        writer.write(write, torch.ones(34), 34)
+        assert (writer.num_writes, writer.written_bytes, writer.staged_bytes) == (1, 33 * 4, 0)
+
+
+def test_what_is_written_in_pieces_is_named() -> None:
+    tensors = described()
+    writes = held_writes(
+        plan_writes([(layout_of("f", tensors), tensors)]),
+        {name: partition_range(math.prod(shape), 0, 2) for name, shape in SHAPES.items()},
+    )
+    pieces = strided(writes)
+    assert pieces["a transposed"] == (10, 12)  # three rows of ten are ten columns of three
+    assert "a" not in pieces and "up" not in pieces and "row as bf16" not in pieces
+
+
+def test_what_must_be_computed_is_refused() -> None:
+    leaf = Source("", "p", 0, (4,), torch.float32)
+    product = Computed("aten.mul", lambda values: values[0] * 2, (leaf,), (4,), torch.float32)
+    with pytest.raises(UnsupportedError, match=r"f: x: is made by aten\.mul, for which whole parameters"):
+        plan_writes([(layout_of("f", {"x": product}), {"x": product})])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    leaf = Source("", "p", 0, (4,), torch.float32)
+    writes = plan_writes([(layout_of("f", {"p": leaf}), {"p": leaf})])
+    with (
+        Writer([tmp_path / "absent"], lambda _: None) as writer,
+        pytest.raises(CheckpointError, match=r"absent: cannot be written: .*No such file"),
+    ):
+        writer.write(writes[0], torch.ones(4), 0)
