@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 
 from lowmem_load.errors import ConfigError
@@ -13,6 +14,13 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 # Launchers that start several processes and set none of the above. Taking such a process for a lone one would make
 # every rank load the whole model, silently. SLURM_NTASKS is not among them: it is set in shells of salloc too.
 FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# How many processes a launcher has started on this machine: torchrun and accelerate launch, deepspeed, Open MPI, MPICH
+# and Intel MPI, srun (the last as a list of nodes, "4(x2),3"). The innermost launcher comes first.
+LOCAL_SIZES = (
+    *("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+)
 
 # Nobody listens there: a lone process needs no rendezvous, but DeepSpeed reads both names. 29500 is torch's default.
 _ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -73,6 +81,26 @@ def default_timeout() -> timedelta:
     """Of collectives, for a group made here: what DeepSpeed is told to take, else ours."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     return timedelta(minutes=integer("DEEPSPEED_TIMEOUT") if minutes else _DEFAULT_TIMEOUT_MIN)
+
+
+def local_world_size(world_size: int) -> int:
+    """Ranks on this machine, as its launcher says; all of `world_size` where none does. Of unequal nodes, the most."""
+    for name in LOCAL_SIZES:
+        if sizes := [int(size) for size in re.findall(r"(?:^|,)([0-9]+)", os.environ.get(name, ""))]:
+            return max(1, min(world_size, max(sizes)))
+    return world_size
+
+
+def cores(local_ranks: int) -> int:
+    """Cores for this rank, at least 1: its share of those that it may run on.
+
+    A mask that leaves room for as many others on the machine is taken for this rank's own, as Slurm and mpirun bind;
+    any other is one that all ranks of the machine share, as in a container.
+    """
+    machine = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    is_own = allowed < machine and allowed * local_ranks <= machine
+    return max(1, allowed if is_own else allowed // local_ranks)
 
 
 def integer(name: str) -> int:

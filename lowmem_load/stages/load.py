@@ -29,6 +29,7 @@ from lowmem_load.hf import loader, names
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.quantize import four_bit
 from lowmem_load.quantize.check import check_packed
+from lowmem_load.ranks import environment
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
@@ -262,9 +263,8 @@ class Load:
             execute(planned, described.target, executor, on_parameter)
 
     def _executor(self) -> Executor:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size))
-        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // max(1, local_ranks)))
-        return Executor(num_threads=num_threads, open_source=self.open_source)
+        cores = environment.cores(environment.local_world_size(self.ranks.world_size))
+        return Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source)
 
     @contextlib.contextmanager
     def _bar(self, total: int) -> Iterator[Callable[[int], object]]:

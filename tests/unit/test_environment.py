@@ -33,3 +33,42 @@ def test_what_was_set_here_is_removed_unless_somebody_has_changed_it(monkeypatch
     os.environ["CHANGED"] = "5"
     environment.unset(added)
     assert ("EMPTY" in os.environ, os.environ["CHANGED"]) == (False, "5")
+
+
+@pytest.mark.parametrize(
+    ("found", "local_ranks"),
+    [
+        ({}, 64),
+        ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1"}, 8),  # torchrun in a step of one task per node
+        ({"LOCAL_SIZE": "4"}, 4),  # deepspeed's launcher
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NTASKS_PER_NODE": "1"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "0"}, 1),
+        ({"LOCAL_SIZE": "128"}, 64),
+        ({"LOCAL_SIZE": "some"}, 64),
+    ],
+)
+def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], local_ranks: int) -> None:
+    for name in environment.LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    assert environment.local_world_size(64) == local_ranks
+
+
+@pytest.mark.parametrize(
+    ("allowed", "local_ranks", "cores"),
+    [
+        (64, 8, 8),  # no mask
+        (8, 8, 8),  # bound by the launcher, each to its own
+        (16, 8, 2),  # a container's, for all of its ranks
+        (4, 8, 4),
+        (2, 64, 1),
+        (64, 1, 64),
+    ],
+)
+def test_cores_of_a_rank(monkeypatch: pytest.MonkeyPatch, allowed: int, local_ranks: int, cores: int) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
+    assert environment.cores(local_ranks) == cores
