@@ -98,13 +98,16 @@ class Destination:
         region: elements of the target that it holds.
         numel: elements that are allocated, padding behind the region included.
         on_host: whether it is host memory.
-        fill: how the region is filled.
+        fill: how the region is filled; None where another destination of the target holds it as well.
+        copied_from: the number of that destination, and the first of its elements, from which the region is copied
+            once all is filled; None where there is a fill.
     """
 
     region: Region
     numel: int
     on_host: bool
-    fill: Fill
+    fill: Fill | None
+    copied_from: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ class TargetPlan:
     def fills(self) -> list[Fill]:
         """Everything that is filled for it on this rank."""
         of_companions = [companion.fill for companion in self.companions if companion.fill is not None]
-        return [destination.fill for destination in self.destinations] + of_companions
+        return [each.fill for each in self.destinations if each.fill is not None] + of_companions
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -32,14 +32,17 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
         _fill_buffer(buffer, planned, target, executor)
     uses = [plan.values_of(part.fills) for part in plan.targets]
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     restores: list[Callable[[], None]] = []
     for position, part in enumerate(plan.targets):
         parameter = planned.parameters.pop(part.name)
         made, memory = target.make(part, parameter, executor.finish)
         _check_dtypes(part, (made, *memory))
         for destination, tensor in zip(part.destinations, memory, strict=True):
-            fill = destination.fill
-            executor.fill(fill, tensor[: fill.numel], plan.values, planned.material)
+            if destination.fill is not None:
+                fill = destination.fill
+                executor.fill(fill, tensor[: fill.numel], plan.values, planned.material)
+        copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
             restores.append(_restore(part, parameter, made, planned, target, executor))
         for number in uses[position]:
@@ -53,9 +56,19 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
         sample()
     executor.finish()
     executor.check_unchanged()
+    for source, copy in copies:
+        copy.copy_(source)
     for restore in restores:
         restore()
     target.finish()
+
+
+def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what is copied within a target, as source and copy."""
+    for destination, tensor in zip(part.destinations, memory, strict=True):
+        if destination.copied_from is not None:
+            number, first = destination.copied_from
+            yield memory[number].narrow(0, first, destination.region.numel), tensor[: destination.region.numel]
 
 
 def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:

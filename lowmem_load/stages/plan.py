@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from lowmem_load.planning.load_plan import (
     TargetPlan,
 )
 from lowmem_load.planning.planner import Material, Planner
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read
 from lowmem_load.stages.describe import Described
 from lowmem_load.targets.target import Layout
@@ -128,12 +128,10 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
     if is_recast and isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
         expression = expression.part
     stored = cast(expression, layout.dtype)
-    destinations = tuple(
-        Destination(region, size, layout.on_host, planner.plan_fill(name, stored, region, on_host=layout.on_host))
-        for region, size in zip(layout.regions, layout.numels, strict=True)
-    )
+    destinations = tuple(_destinations(planner, name, stored, layout))
     found = leaves(expression)
-    slow_paths = tuple(_slow_paths(name, parameter, found, [destination.fill for destination in destinations]))
+    fills = [destination.fill for destination in destinations if destination.fill is not None]
+    slow_paths = tuple(_slow_paths(name, parameter, found, fills))
     return TargetPlan(
         names=tuple(names_),
         shape=tuple(parameter.shape),
@@ -146,6 +144,28 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
         fingerprint=whole,
         companions=tuple(_companions(planner, name, parameter)),
     )
+
+
+def _destinations(planner: Planner, name: str, stored: Expression, layout: Layout) -> Iterator[Destination]:
+    """Yield the plan of each piece of memory; what another one holds too is made once, and copied."""
+    for number, (region, size) in enumerate(zip(layout.regions, layout.numels, strict=True)):
+        copied_from = _holder(layout.regions, number)
+        fill = None
+        if copied_from is None:
+            fill = planner.plan_fill(name, stored, region, on_host=layout.on_host)
+        yield Destination(region, size, layout.on_host, fill, copied_from)
+
+
+def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:
+    """Return which other region holds all of this one, and from which of its elements on; of equal ones the first."""
+    this = regions[number]
+    for other_number, other in enumerate(regions):
+        is_copied = other.numel > this.numel or (other.numel == this.numel and other_number < number)
+        if not (is_copied and this.numel and isinstance(this, FlatRange) and isinstance(other, FlatRange)):
+            continue
+        if other.start <= this.start and this.end <= other.end:
+            return other_number, this.start - other.start
+    return None
 
 
 def _companions(planner: Planner, name: str, parameter: nn.Parameter) -> Iterator[CompanionPlan]:
@@ -224,8 +244,8 @@ def _gathered_bytes(step: object) -> int | None:
 
 def _first_byte(target: TargetPlan) -> tuple[str, int, str]:
     """Sort key: files are read front to back."""
-    for destination in target.destinations:
-        for step in destination.fill.steps:
+    for fill in target.fills:
+        for step in fill.steps:
             if isinstance(step, Read):
                 return step.tensor.path, step.tensor.start, target.name
     return "", 0, target.name

@@ -237,6 +237,38 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
     assert not result.material.tensors, "it is freed after its last use"
 
 
+@pytest.mark.parametrize(
+    ("regions", "numels", "read_numel"),
+    [
+        ((FlatRange(4, 8), FlatRange(2, 10)), (5, 8), 8),  # hpZ: the partition lies in the secondary one
+        ((FlatRange(2, 7), FlatRange(2, 7)), (5, 6), 5),  # of one node
+        ((FlatRange(0, 4), FlatRange(2, 10)), (4, 8), 12),  # of another node's rank
+        ((FlatRange(20, 20), FlatRange(16, 20)), (2, 4), 4),  # padding alone
+    ],
+)
+def test_what_two_pieces_hold_is_read_once(
+    file: Path, regions: tuple[FlatRange, FlatRange], numels: tuple[int, int], read_numel: int
+) -> None:
+    class TwoPieces(Whole):
+        def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+            return Layout("two", parameter.dtype, regions, numels, on_host=True)
+
+        def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
+            self.pieces = [torch.zeros(numel) for numel in numels]
+            return nn.Parameter(torch.empty(0)), self.pieces
+
+    target = TwoPieces(CPU)
+    found = described(file, lambda tensors, _: module(weight=tensors["x"]), lambda *_: target)
+    result = make_plan(found, 0)
+    assert result.plan.read_bytes == result.plan.needed_bytes == 4 * read_numel
+    with Executor() as executor:
+        execute(result, found.target, executor)
+        assert executor.stats.read_bytes == 4 * read_numel
+    for piece, region, numel in zip(target.pieces, regions, numels, strict=True):
+        padding = [0.0] * (numel - region.numel)
+        assert piece.tolist() == X.flatten()[region.start : region.end].tolist() + padding
+
+
 def test_a_held_value_is_there_for_values_computed_from_it(file: Path) -> None:
     def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
         held_back = tensors["x"][tensors["x"] > 3]  # read at once, held
