@@ -251,13 +251,18 @@ class Partitioner:
 
     @property
     def needs_room(self) -> bool:
-        """Whether the swapper has no free buffer for another partition."""
+        """Whether it is time to `swap_out`; see `Swapping.needs_room`."""
         return self._swapping is not None and self._swapping.needs_room
 
     def swap_out(self) -> None:
-        """Write the partitions that lie in the swapper's buffers to their files; see `Swapping.swap_out`."""
+        """Start writing the partitions that lie in the swapper's buffers to their files; see `Swapping.swap_out`."""
         if self._swapping is not None:
             self._swapping.swap_out()
+
+    def finish_swapping(self) -> None:
+        """Write all that lies in the swapper's buffers to its files; see `Swapping.finish`."""
+        if self._swapping is not None:
+            self._swapping.finish()
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         device = self._init.remote_device

@@ -11,7 +11,7 @@ import gc
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, ClassVar
 
 import deepspeed
@@ -40,9 +40,13 @@ def _check_contract() -> None:
                 "get_path",
                 "swap_out_and_release",
                 "swappable_tensor",
+                "synchronize_writes",
             ),
         },
-        arguments={f"{_SWAPPER}.swappable_tensor": ("numel",)},
+        arguments={
+            f"{_SWAPPER}.swappable_tensor": ("numel",),
+            f"{_SWAPPER}.swap_out_and_release": ("async_op", "force_buffer_release"),
+        },
     )
 
 
@@ -51,7 +55,10 @@ def _check_made(swapper: Any) -> None:
     require_attributes(
         SUPPORTED,
         swapper,
-        ("aio_read_handle", "buffers", "elements_per_buffer", "swap_element_size", "swap_folder", "use_gds"),
+        (
+            *("aio_read_handle", "aio_write_handle", "buffers", "elements_per_buffer", "param_buffer_count"),
+            *("swap_element_size", "swap_folder", "use_gds"),
+        ),
     )
 
 
@@ -94,6 +101,8 @@ def prepare(folder: Folder, ds_config: Mapping[str, Any], offload: Any) -> None:
 class Swapping:
     """Partitions that lie in the buffers of a swapper until they are written to its files.
 
+    Half of the buffers are written from while the others are read into.
+
     Args:
         swapper: that zero.Init has made; kept by it, and by the parameters.
         folder: of the swapper.
@@ -109,9 +118,10 @@ class Swapping:
     def __init__(self, swapper: Any, folder: Folder) -> None:
         _check_made(swapper)
         self._swapper = swapper
-        self._swapped: list[nn.Parameter] = []
+        self._filling: list[nn.Parameter] = []
+        self._writing: list[tuple[str, int]] = []  # paths, and bytes that each will have
         Swapping._live[folder] = swapper
-        _free_with_last_view(swapper)
+        _free_with_last_view(swapper, self._writing)
 
     @classmethod
     def refuse_held(cls, folder: Folder) -> None:
@@ -151,11 +161,11 @@ class Swapping:
                 f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, and deepspeed "
                 f"{deepspeed.__version__} does not fill a buffer: {error}; raise it"
             ) from error
-        self._swapped.append(parameter)
+        self._filling.append(parameter)
         return partition
 
     def files(self, numels: Iterable[int]) -> dict[str, int]:
-        """Return what `swap_out` will write of partitions of `numels` elements, in bytes, by folder.
+        """Return what will be written of partitions of `numels` elements, in bytes, by folder.
 
         Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `get_buffer`: a file is as long as the aligned buffer.
         """
@@ -165,23 +175,44 @@ class Swapping:
 
     @property
     def needs_room(self) -> bool:
-        """Whether there is no free buffer for another partition."""
-        return bool(self._swapper.available_swap_in_buffers() == 0)
+        """Whether it is time to `swap_out`: half of the buffers are filled, or none is free."""
+        is_half = 2 * len(self._filling) >= self._swapper.param_buffer_count
+        return is_half or bool(self._swapper.available_swap_in_buffers() == 0)
 
     def swap_out(self) -> None:
-        """Write the partitions that lie in the buffers to their files, and free the buffers.
+        """Start writing the partitions that lie in the buffers to their files; return when a buffer is free.
+
+        Raises: see `finish`.
+        """
+        self._await_writes()
+        if self._filling:
+            parameters, self._filling = self._filling, []
+            # The buffers are not released before the writes have ended, whatever the argument says.
+            self._swapper.swap_out_and_release(parameters, async_op=True, force_buffer_release=True)
+            for parameter in parameters:
+                partition = parameter.ds_tensor
+                nbytes = partition.ds_numel * partition.element_size()
+                self._writing.append((self._swapper.get_path(parameter, must_exist=True), nbytes))
+        if self._swapper.available_swap_in_buffers() == 0:
+            self._await_writes()
+
+    def finish(self) -> None:
+        """Write all that lies in the buffers to its files, and free the buffers.
 
         Raises:
             ConfigError: a file is shorter than what was written: DeepSpeed does not look, and would train on zeros.
         """
-        if not self._swapped:
+        self.swap_out()
+        self._await_writes()
+
+    def _await_writes(self) -> None:
+        """Wait for writes that were started, and free their buffers."""
+        if not self._writing:
             return
-        swapper = self._swapper
-        nbytes = [parameter.ds_tensor.ds_numel * parameter.ds_tensor.element_size() for parameter in self._swapped]
-        swapper.swap_out_and_release(self._swapped)
-        paths = [swapper.get_path(parameter, must_exist=True) for parameter in self._swapped]
-        self._swapped.clear()
-        for path, written in zip(paths, nbytes, strict=True):
+        self._swapper.synchronize_writes()
+        files = list(self._writing)
+        self._writing.clear()
+        for path, written in files:
             found = os.stat(path).st_size if os.path.exists(path) else 0
             if found < written:
                 free = shutil.disk_usage(os.path.dirname(path)).free
@@ -225,18 +256,22 @@ def _load_async_io(ds_config: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _free_with_last_view(swapper: Any) -> None:
+def _free_with_last_view(swapper: Any, writing: Sized) -> None:
     """Have the swapper's page-locked buffers freed once no tensor lies in them; DeepSpeed keeps them for ever.
 
-    They are GBs with DeepSpeed's defaults, and each load that fails would leave as much behind.
+    They are GBs with DeepSpeed's defaults, and each load that fails would leave as much behind. What one still writes
+    from, as `writing` says, is waited for.
 
     Source: deepspeed 0.19.8 `deepspeed_pin_tensor.cpp`, `alloc`: a process-wide table owns the memory.
     """
     if swapper.use_gds:
         return  # memory of the device, which torch owns
     storage = swapper.buffers.untyped_storage()
-    weakref.finalize(storage, _free_locked, swapper.aio_read_handle, storage.data_ptr()).atexit = False
+    handles = swapper.aio_read_handle, swapper.aio_write_handle
+    weakref.finalize(storage, _free_locked, *handles, storage.data_ptr(), writing).atexit = False
 
 
-def _free_locked(handle: Any, address: int) -> None:
+def _free_locked(handle: Any, write_handle: Any, address: int, writing: Sized) -> None:
+    if writing:
+        write_handle.wait()
     handle.free_cpu_locked_tensor(torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8))

@@ -120,7 +120,7 @@ class Zero3:
     def finish(self) -> None:
         """Write what lies in the swapper's buffers to its files."""
         if self._partitioner is not None:
-            self._partitioner.swap_out()
+            self._partitioner.finish_swapping()
 
     def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
         """See `Target`: those that are at most stage3_param_persistence_threshold elements large."""

@@ -33,10 +33,15 @@ class Op:
 
 
 class Handle:
-    """Stands for an aio_handle: notes whose memory was freed."""
+    """Stands for an aio_handle: notes whose memory was freed, and how often writes were waited for."""
 
     def __init__(self) -> None:
         self.freed: list[int] = []
+        self.waits = 0
+
+    def wait(self) -> int:
+        self.waits += 1
+        return 1
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
         self.freed.append(tensor.data_ptr())
@@ -55,8 +60,36 @@ class Swapper:
 
     use_gds = False
 
+    param_buffer_count = 5
+
     def __init__(self) -> None:
-        self.aio_read_handle, self.buffers = Handle(), torch.zeros(8)
+        self.aio_read_handle, self.aio_write_handle, self.buffers = Handle(), Handle(), torch.zeros(8)
+        self.folder, self.done = "", []  # type: ignore[var-annotated]
+        self.free, self.writing = list(range(self.param_buffer_count)), []  # type: ignore[var-annotated]
+
+    def available_swap_in_buffers(self) -> int:
+        return len(self.free)
+
+    def get_buffer(self, parameter: Any, numel: int) -> torch.Tensor:
+        parameter.buffer_id = self.free.pop()
+        return torch.zeros(numel)
+
+    def swap_out_and_release(self, parameters: list[Any], *, async_op: bool, force_buffer_release: bool) -> None:
+        assert async_op and force_buffer_release and not self.writing
+        self.writing = parameters
+        self.done.append(f"write {[parameter.ds_id for parameter in parameters]}")
+
+    def synchronize_writes(self) -> None:
+        for parameter in self.writing:
+            Path(self.get_path(parameter)).write_bytes(bytes(parameter.ds_tensor.nbytes - self.lost_bytes))
+        self.free += [parameter.buffer_id for parameter in self.writing]
+        self.done.append(f"written {[parameter.ds_id for parameter in self.writing]}")
+        self.writing = []
+
+    lost_bytes = 0
+
+    def get_path(self, parameter: Any, must_exist: bool = False) -> str:
+        return f"{self.folder}/{parameter.ds_id}.swp"
 
 
 class Init:
@@ -123,32 +156,56 @@ def test_a_folder_is_one_live_model_s(tmp_path: Path) -> None:
     Partitioner(nvme(tmp_path))
 
 
-@pytest.mark.parametrize("lost_bytes", [0, 1, 4000])
+def swapping_into(folder: Path) -> tuple[Partitioner, Swapper]:
+    partitioner = Partitioner(nvme(folder))
+    swapper: Swapper = partitioner._init.param_swapper
+    swapper.folder = str(folder)
+    return partitioner, swapper
+
+
+def fill(partitioner: Partitioner, ds_id: int) -> None:
+    """What becomes of a parameter under nvme, which `Partitioner.allocate` does on real ones."""
+    assert partitioner._swapping is not None
+    parameter: Any = SimpleNamespace(ds_id=ds_id, dtype=torch.float32)
+    parameter.ds_tensor = partitioner._swapping.buffer(parameter, 1)
+    parameter.ds_tensor.ds_numel = 1
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 5])
+def test_some_buffers_are_filled_while_others_are_written(
+    num_buffers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Swapper, "param_buffer_count", num_buffers)
+    partitioner, swapper = swapping_into(tmp_path)
+    meanwhile = 0
+    for ds_id in range(7):
+        if partitioner.needs_room:
+            partitioner.swap_out()
+        meanwhile += bool(swapper.writing)
+        fill(partitioner, ds_id)
+    partitioner.finish_swapping()
+    expected = {1: [[0], [1], [2], [3], [4], [5], [6]], 2: [[0], [1], [2], [3], [4], [5], [6]]}
+    batches = expected.get(num_buffers, [[0, 1, 2], [3, 4], [5, 6]])
+    assert [text for text in swapper.done if "write " in text] == [f"write {batch}" for batch in batches]
+    assert sorted(swapper.free) == list(range(num_buffers))
+    assert meanwhile == {1: 0, 2: 6, 5: 4}[num_buffers]
+
+
+@pytest.mark.parametrize("lost_bytes", [0, 1, 4])
 def test_a_swap_file_that_came_out_short_is_an_error(
     lost_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a full disk, where DeepSpeed reports success. The files are written here as its swapper writes them."""
-
-    def swap_out(self: Swapper, parameters: list[Any]) -> None:
-        for parameter in parameters:
-            Path(self.get_path(parameter)).write_bytes(bytes(parameter.ds_tensor.nbytes - lost_bytes))
-
-    def get_path(self: Swapper, parameter: Any, must_exist: bool = False) -> str:
-        return str(tmp_path / f"{parameter.ds_id}.swp")
-
-    monkeypatch.setattr(Swapper, "swap_out_and_release", swap_out, raising=False)
-    monkeypatch.setattr(Swapper, "get_path", get_path, raising=False)
-    partitioner = Partitioner(nvme(tmp_path))
-    values = torch.zeros(1000)
-    values.ds_numel = 1000  # type: ignore[attr-defined]
-    assert partitioner._swapping is not None
-    partitioner._swapping._swapped.append(SimpleNamespace(ds_id=7, ds_tensor=values))  # type: ignore[arg-type]
+    """As on a full disk, where DeepSpeed reports success."""
+    monkeypatch.setattr(Swapper, "lost_bytes", lost_bytes)
+    partitioner, swapper = swapping_into(tmp_path)
+    fill(partitioner, 7)
     if lost_bytes:
-        with pytest.raises(ConfigError, match=rf"7\.swp has {4000 - lost_bytes} bytes after 4000 were written to it"):
-            partitioner.swap_out()
+        with pytest.raises(ConfigError, match=rf"7\.swp has {4 - lost_bytes} bytes after 4 were written to it"):
+            partitioner.finish_swapping()
     else:
-        partitioner.swap_out()
-    partitioner.swap_out()  # nothing is left to be written
+        partitioner.finish_swapping()
+    partitioner.finish_swapping()  # nothing is left to be written
+    assert swapper.done == ["write [7]", "written [7]"]
 
 
 def test_what_will_be_swapped_is_known_before(tmp_path: Path) -> None:
@@ -206,22 +263,27 @@ def test_what_deepspeed_refuses_is_an_error_of_ours(
     assert caught.value.__cause__ is not None
 
 
-def test_locked_buffers_are_freed_once_no_tensor_lies_in_them() -> None:
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_locked_buffers_are_freed_once_no_tensor_lies_in_them(is_writing: bool) -> None:
     swapper = Swapper()
+    write_handle = swapper.aio_write_handle
     handle, address = swapper.aio_read_handle, swapper.buffers.data_ptr()
-    swapping._free_with_last_view(swapper)
+    writing: list[int] = []
+    swapping._free_with_last_view(swapper, writing)
     held = torch.empty(0)
     held.data = swapper.buffers.narrow(0, 4, 2).data
     del swapper
     assert handle.freed == []
+    if is_writing:
+        writing.append(1)
     held.data = torch.ones(1)
-    assert handle.freed == [address]
+    assert (handle.freed, write_handle.waits) == ([address], int(is_writing)), "writes end before"
 
 
 def test_buffers_on_the_device_are_torchs_to_free() -> None:
     swapper = Swapper()
     swapper.use_gds = True
     handle = swapper.aio_read_handle
-    swapping._free_with_last_view(swapper)
+    swapping._free_with_last_view(swapper, [])
     del swapper
     assert handle.freed == []
