@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.ranks import environment
+from lowmem_load.ranks.device import accelerator, choose_device, choose_devices, this_device
 from lowmem_load.ranks.group import RankGroup, require_live
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class _Meeting:
     group has its own prefix in it; torch lets others in this process open a store on the same port.
     """
 
-    address: tuple[str, ...]  # values of LAUNCHER_NAMES it belongs to
+    address: tuple[str, ...]  # values of LAUNCHER_NAMES it belongs to, but for LOCAL_RANK
     store: Store
     num_groups: int = 0
 
@@ -66,8 +67,9 @@ class DistributedInterface(RankGroup):
         names are gathered to derive it.
 
     Args:
-        backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "fake" is torch's fake
-            backend: any rank of any world size in one process, without communication.
+        backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "cpu:gloo,cuda:nccl" for
+            collectives of your own on host memory; loads use none. "fake" is torch's fake backend: any rank of any
+            world size in one process, without communication.
         timeout: Of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
             timeout of an adopted group is read from torch's backend object; where that has none (fake), it is not
             compared.
@@ -75,8 +77,10 @@ class DistributedInterface(RankGroup):
         rank: Of this process. Default: the launcher's.
 
     Raises:
-        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing; or the
-            group was live when this process was forked, and its threads stayed behind.
+        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing; this
+            process does not see the device of its LOCAL_RANK; or the group was live when this process was forked, and
+            its threads stayed behind.
+        RankError: Another rank does not see its device, when a group is made.
     """
 
     __slots__ = ()
@@ -104,7 +108,7 @@ class DistributedInterface(RankGroup):
             if DistributedInterface._record is None:
                 self._adopt()
         else:
-            backend = backend or str(_accelerator().communication_backend_name())
+            backend = backend or str(accelerator().communication_backend_name())
             self._make(backend, timeout or environment.default_timeout(), world_size, rank)
 
     @property
@@ -116,14 +120,14 @@ class DistributedInterface(RankGroup):
     @property
     def device(self) -> torch.device:
         """The accelerator's device of this rank; plain `cpu` on CPU."""
-        name = _accelerator().device_name()
-        return torch.device("cpu") if name == "cpu" else torch.device(name, self.local_rank)
+        require_live()
+        return this_device()
 
     @property
     def backend(self) -> str:
         """Backend that serves this rank's device, e.g. `nccl` where the group is `cpu:gloo,cuda:nccl`."""
         require_live()
-        return _backends_by_device().get(_accelerator().device_name(), dist.get_backend())
+        return _backends_by_device().get(accelerator().device_name(), dist.get_backend())
 
     def barrier(self) -> None:
         """Waits for all ranks. Collective."""
@@ -225,12 +229,7 @@ class DistributedInterface(RankGroup):
         wanted = (environment.alone if alone else environment.launched)(world_size, rank)
         env_set = environment.set_missing(wanted)
         try:
-            # Before NCCL starts, which would else put all ranks of a machine on its first device.
-            _accelerator().set_device(environment.integer("LOCAL_RANK"))
-            # A lone process, and a fake one, has nobody to meet: the store lives in this process.
-            lone = alone or backend == "fake"
-            store = dist.HashStore() if lone else self._meet(timeout)  # type: ignore[attr-defined]
-            _init_process_group(backend, timeout, store)
+            _init_process_group(backend, timeout, self._met(timeout, alone=alone or backend == "fake"))
             bring_up_comm(backend, timeout)
         except BaseException:
             if dist.is_initialized():
@@ -239,10 +238,21 @@ class DistributedInterface(RankGroup):
             raise
         self._remember(made=True, timeout=timeout, env_set=env_set)
 
+    @classmethod
+    def _met(cls, timeout: timedelta, *, alone: bool) -> Store:
+        """The store of the group to be made. All ranks have a device, or raise."""
+        if alone:  # a lone process, and a fake one, has nobody to meet: the store lives in this process
+            choose_device()
+            return dist.HashStore()  # type: ignore[attr-defined]
+        store = cls._meet(timeout)
+        if accelerator().device_name() != "cpu":
+            choose_devices(store, environment.integer("RANK"), environment.integer("WORLD_SIZE"), timeout)
+        return store
+
     @staticmethod
     def _meet(timeout: timedelta) -> Store:
         """The launcher's store, under a prefix of the group to be made. [Note: the store outlives the group]."""
-        address = tuple(os.environ[name] for name in environment.LAUNCHER_NAMES)
+        address = tuple(os.environ[name] for name in environment.LAUNCHER_NAMES if name != "LOCAL_RANK")
         meeting = DistributedInterface._meeting
         if meeting is None or meeting.address != address:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -259,15 +269,23 @@ class DistributedInterface(RankGroup):
         local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
         env_set = environment.set_missing({"LOCAL_RANK": local_rank})
         self._remember(made=False, timeout=None, env_set=env_set)
-        _accelerator().set_device(self.local_rank)
+        try:
+            choose_device()
+        except ConfigError as error:
+            self.leave("DistributedInterface", error, any_group=True)
+            raise
         bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 
     def _derive_local_rank(self) -> int:
-        """Number of lower ranks on this machine. Collective. The other ranks of a fake group are nowhere."""
+        """Number of lower ranks on this machine. Collective. The other ranks of a fake group are nowhere.
+
+        0 where this process sees one device: then so it is with all, and each has its own.
+        """
         if self.is_fake:
             return 0
         host = socket.gethostname()
-        return self.all_gather_object(host)[: self.rank].count(host)
+        lower = self.all_gather_object(host)[: self.rank].count(host)
+        return 0 if accelerator().device_name() != "cpu" and accelerator().device_count() == 1 else lower
 
 
 os.register_at_fork(after_in_child=DistributedInterface._note_fork)  # noqa: SLF001  this module's own
@@ -294,7 +312,7 @@ def _device_to_bind(world_size: int) -> torch.device | None:
     Source: deepspeed 0.19.8 comm/torch.py:264, whose rule this is (pytorch issue 153960; deepspeed issue 8248).
     """
     hangs = torch.__version__ > "2.6.0" and torch.__version__ < "2.7.1"
-    if _accelerator().device_name() != "cuda" or world_size == 1 or hangs:
+    if accelerator().device_name() != "cuda" or world_size == 1 or hangs:
         return None
     return torch.device("cuda", environment.integer("LOCAL_RANK"))
 
@@ -315,7 +333,7 @@ def _live_timeout() -> timedelta | None:
     Source: torch 2.13 ProcessGroup._get_backend, Backend.options._timeout. The fake backend has no options.
     """
     group = dist.group.WORLD
-    device = _accelerator().device_name()
+    device = accelerator().device_name()
     if group is not None and device in _backends_by_device():
         options = getattr(group._get_backend(torch.device(device)), "options", None)  # noqa: SLF001
         timeout = getattr(options, "_timeout", None)
@@ -327,10 +345,3 @@ def _backends_by_device() -> dict[str, str]:
     """Device type to backend of the live group: torch spells it `cpu:gloo,cuda:nccl`."""
     pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
     return {device: backend for device, _, backend in pairs}
-
-
-def _accelerator() -> Any:
-    # Imported late: DeepSpeed takes seconds, and decides on the accelerator when it is imported.
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()

@@ -50,7 +50,7 @@ MODULES: dict[str, set[str]] = {
         *("active", "first_load", "intercept", "loader", "names", "quantizers", "replaced", "saver", "symbolic_file"),
         "trainer_saves",
     },
-    "ranks": {"environment", "group", "life", "line", "process_group"},
+    "ranks": {"device", "environment", "group", "life", "line", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},
     "report": set(),
     "stages": {"checksums", "describe", "execute", "load", "plan", "room", "same_bytes"},
@@ -138,7 +138,7 @@ OWNERS: dict[str, set[str]] = {
 # Modules that may use public names of somebody else's, and which.
 GUESTS: dict[str, set[str]] = {
     "partial.replicated": {"deepspeed.comm"},
-    "ranks.process_group": {"deepspeed.accelerator"},
+    "ranks.device": {"deepspeed.accelerator"},
 }
 
 # Attributes that DeepSpeed puts on parameters, also as strings in getattr, hasattr, setattr and delattr.

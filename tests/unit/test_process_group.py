@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.ranks import environment
+from lowmem_load.ranks import environment, process_group
 from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
 
@@ -312,6 +315,24 @@ def test_arguments_that_contradict_the_launcher_are_named(no_launcher: pytest.Mo
         no_launcher.setenv(name, "0")
     text = error_text(lambda: DistributedInterface(rank=1, world_size=4))
     assert "rank: asked for 1, launcher set 0; world_size: asked for 4, launcher set 0" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "release", "bound"),
+    [
+        ("cuda", 2, "2.13.0", torch.device("cuda", 3)),
+        ("cuda", 1, "2.13.0", None),  # nobody to talk to
+        ("cuda", 2, "2.7.0", None),  # hangs
+        ("xpu", 2, "2.13.0", None),
+    ],
+)
+def test_nccl_is_told_its_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, world_size: int, release: str, bound: torch.device | None
+) -> None:
+    monkeypatch.setattr(process_group, "accelerator", lambda: SimpleNamespace(device_name=lambda: name))
+    monkeypatch.setattr(torch, "__version__", TorchVersion(release))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert process_group._device_to_bind(world_size) == bound
 
 
 def test_rank_outside_the_world_is_refused(no_launcher: pytest.MonkeyPatch) -> None:
