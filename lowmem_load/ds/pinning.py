@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -51,6 +52,13 @@ def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
         is_registered = False
     if not is_registered:
         return None
-    unregister, address = accelerator.unregister_host_memory, memory.data_ptr()
-    weakref.finalize(memory.untyped_storage(), unregister, address).atexit = False
+    device, address = accelerator.current_device(), memory.data_ptr()
+    weakref.finalize(memory.untyped_storage(), _unregister, accelerator, device, address).atexit = False
     return memory
+
+
+def _unregister(accelerator: Any, device: int, address: int) -> None:
+    """Give memory back that is about to go, once nothing copies from it: torch sees to that for its own blocks alone."""
+    with contextlib.suppress(RuntimeError):  # of the device, from earlier work; whoever did that hears of it
+        accelerator.synchronize(device)
+    accelerator.unregister_host_memory(address)

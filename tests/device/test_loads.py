@@ -132,6 +132,29 @@ def test_pinned_partitions_are_made_once(path: str) -> None:
     run_ranks(load_to_pinned_memory, path, env=SIMULATED)
 
 
+def free_pinned_memory_too_early(path: str) -> bool:
+    """Rank function: a partition goes while a copy of it is under way."""
+    from tests.device.simulated import set_speed
+
+    offload = {"offload_param": {"device": "cpu", "pin_memory": True}}
+    model = loaded(path, {**BF16, "zero_optimization": {"stage": 3, **offload}})
+    partition = model.lm_head.weight.ds_tensor
+    kept, there = partition.clone(), torch.empty(partition.numel(), dtype=partition.dtype, device="sim")
+    assert partition.nbytes >= MIN_REGISTERED_BYTES
+    torch.accelerator.synchronize()
+    set_speed(partition.nbytes / 0.5e9)  # half a second
+    there.copy_(partition, non_blocking=True)
+    del model, partition
+    gc.collect()
+    torch.accelerator.synchronize()
+    set_speed()
+    return torch.equal(there.cpu(), kept)
+
+
+def test_pinned_memory_outlives_copies_of_it(path: str) -> None:
+    assert run_ranks(free_pinned_memory_too_early, path, world_size=1, env=SIMULATED) == [True]
+
+
 def load_after_work_of_the_stream(path: str) -> None:
     """Rank function: memory that the load gets was freed by work of the caller's stream that is still to come."""
     from lowmem_load import DistributedInterface

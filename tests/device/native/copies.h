@@ -41,7 +41,8 @@ inline void copy_bytes(const at::Tensor& from, const at::Tensor& to, bool non_bl
   const void* source = to_device ? from.data_ptr() : reachable(from.data_ptr());
   Engine& engine = to_device ? device(index).to_device : device(index).to_host;
   Copy copy{kind, int64_t(to.nbytes()), 0, 0, this_thread(), current_stream_id(index), index};
-  c10::Storage held = host.storage();  // as torch's host allocator holds what copies still read
+  c10::Storage held;  // as torch's host allocator holds what copies still read, if it is its own
+  if (!pinned.is_registered(host.data_ptr())) held = host.storage();
   Stream& stream = current_stream(index);
   double issued = now();
   auto number = stream.push([=, &engine] {

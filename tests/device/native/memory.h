@@ -164,26 +164,33 @@ class DeviceMemory final : public c10::DeviceAllocator {
 };
 inline DeviceMemory device_memory;
 
-// Page-locked host memory. Nothing is locked; it is known to be pinned, which decides how it is copied.
+// Page-locked host memory. Nothing is locked; it is known to be pinned, which decides how it is copied. What was
+// registered is its owner's: nobody keeps it while a copy is under way.
 class PinnedRanges {
  public:
-  void add(const void* begin, size_t size) {
+  void add(const void* begin, size_t size, bool is_registered) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
-    ends_[static_cast<const char*>(begin)] = static_cast<const char*>(begin) + size;
+    ranges_[static_cast<const char*>(begin)] = {static_cast<const char*>(begin) + size, is_registered};
   }
   void remove(const void* begin) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
-    TORCH_CHECK(ends_.erase(static_cast<const char*>(begin)) == 1, "simulated device: that memory is not registered");
+    TORCH_CHECK(ranges_.erase(static_cast<const char*>(begin)) == 1, "simulated device: that memory is not registered");
   }
-  bool holds(const void* pointer) {
-    std::shared_lock<std::shared_mutex> lock(mutex_);
-    auto after = ends_.upper_bound(static_cast<const char*>(pointer));
-    return after != ends_.begin() && std::prev(after)->second > pointer;
-  }
+  bool holds(const void* pointer) { return find(pointer).end != nullptr; }
+  bool is_registered(const void* pointer) { return find(pointer).is_registered; }
 
  private:
+  struct Range {
+    const char* end = nullptr;
+    bool is_registered = false;
+  };
+  Range find(const void* pointer) {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    auto after = ranges_.upper_bound(static_cast<const char*>(pointer));
+    return after != ranges_.begin() && std::prev(after)->second.end > pointer ? std::prev(after)->second : Range{};
+  }
   std::shared_mutex mutex_;
-  std::map<const char*, const char*> ends_;  // by begin
+  std::map<const char*, Range> ranges_;  // by begin
 };
 inline PinnedRanges pinned;
 
@@ -204,7 +211,7 @@ struct PinnedMemory final : at::HostAllocator {
     }
     if (pointer == nullptr) {
       TORCH_CHECK(posix_memalign(&pointer, PAGE, size) == 0, "simulated device: no host memory");
-      pinned.add(pointer, size);
+      pinned.add(pointer, size, false);
       record.count("pinned memory made", int64_t(size));
     }
     return {pointer, new std::pair<void*, size_t>(pointer, size), &release, c10::Device(c10::kCPU)};

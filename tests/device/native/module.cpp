@@ -47,7 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::call_guard<py::gil_scoped_release>());
   m.def("register_host_memory", [](uintptr_t address, size_t bytes) {
     sim::record.count("host memory registered", int64_t(bytes));
-    sim::pinned.add(reinterpret_cast<void*>(address), bytes);
+    sim::pinned.add(reinterpret_cast<void*>(address), bytes, true);
   });
   m.def("unregister_host_memory", [](uintptr_t address) {
     sim::record.count("host memory given back");
