@@ -34,6 +34,9 @@ class SimulatedAccelerator(CPU_Accelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
+    def is_fp16_supported(self) -> bool:
+        return True
+
     def device_name(self, device_index: Any = None) -> str:
         return NAME if device_index is None else f"{NAME}:{device_index}"
 

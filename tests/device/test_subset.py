@@ -1,4 +1,4 @@
-"""Some of what `make test-device` runs on the simulated accelerator: parity of four checkpoints, and a training."""
+"""Some of what `make test-device` runs on the simulated accelerator: parity of four checkpoints, and two trainings."""
 
 from __future__ import annotations
 
@@ -25,4 +25,5 @@ def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path) -> 
 
 def test_training_equals_stock(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE)
-    run_ranks(compare_modes, str(path), ["offload_param cpu pinned"], str(tmp_path), timeout_s=180, env=SIMULATED)
+    modes = ["offload_param cpu pinned", "fp16"]
+    run_ranks(compare_modes, str(path), modes, str(tmp_path), timeout_s=180, env=SIMULATED)
