@@ -18,6 +18,7 @@ from lowmem_load.hf.active import active_zero3_config, deepspeed_config, was_dro
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.read.gds import chosen_source
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.settings.settings import Partition, Settings, read_settings
 from lowmem_load.stages.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load, plan_only
@@ -317,7 +318,8 @@ def _load(
     is_lenient: bool = False,
 ) -> Load:
     device = DistributedInterface().device
-    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), progress, verify, on_load, is_lenient)
+    make_target = target_maker(ranks.rank, device, ranks.group)
+    return Load(settings, ranks, make_target, progress, verify, on_load, is_lenient, chosen_source())
 
 
 def _zero3_is_active() -> bool:

@@ -19,10 +19,11 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
+from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
 from lowmem_load.read.source import LocalFile, Opener
-from lowmem_load.read.uploads import SLOT_BYTES, Put, Spans, Uploads
+from lowmem_load.read.uploads import SLOT_BYTES, Put, Spans, Uploads, is_run, work_before
 
 MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
@@ -76,6 +77,7 @@ class Executor:
 
     def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
         self.sources = OpenSources(open_source)
+        self._reads_to_device = open_source is GdsFile
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = int
         self.num_threads = num_threads
@@ -118,7 +120,7 @@ class Executor:
         if destination.device.type == "cpu":
             tasks = self._tasks(fill.steps, destination, known, material)
         else:
-            tasks = self._device_tasks(fill.steps, self._put_into(destination), known, material)
+            tasks = self._device_tasks(fill.steps, destination, known, material)
         for task in tasks:
             self._run(task)
 
@@ -219,22 +221,36 @@ class Executor:
         return self._uploads.into(destination)
 
     def _device_tasks(
-        self, steps: Sequence[Step], put: Put, known: Mapping[int, torch.Tensor], material: Material
+        self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
     ) -> Iterator[Task]:
-        """Yield what fills device memory by `put`."""
+        """Yield what fills device memory: through the ring, but for what a source brings there by itself."""
+        put = self._put_into(destination)
+        wait = work_before(destination) if self._reads_to_device else None
         for step in steps:
             if isinstance(step, Read):
                 for first, shift in step.each():
-                    yield self._device_read_task(step, first, shift, put)
+                    scatter = replace(step.scatter, destination_start=step.scatter.destination_start + shift)
+                    if wait is not None and is_run(scatter, step.numel, step.tensor.dtype, destination):
+                        yield self._straight_task(
+                            step, first, destination.narrow(0, scatter.destination_start, step.numel), wait
+                        )
+                    else:
+                        yield self._device_read_task(step, first, scatter, put)
             elif isinstance(step, Move):
                 yield from _move_tasks(step.scatter, known[step.value], put)
             else:
                 for piece in step.pieces:
                     yield self._device_apply_task(step, piece, put, known, material)
 
-    def _device_read_task(self, step: Read, first: int, shift: int, put: Put) -> Task:
-        scatter = replace(step.scatter, destination_start=step.scatter.destination_start + shift)
+    def _straight_task(self, step: Read, first: int, memory: torch.Tensor, wait: Callable[[], None]) -> Task:
+        def task() -> None:
+            wait()  # what reads does not know of streams
+            self._read(step.tensor, first, memory)
+            self.on_bytes(step.needed_bytes_each)
 
+        return task
+
+    def _device_read_task(self, step: Read, first: int, scatter: Scatter, put: Put) -> Task:
         def task() -> None:
             put(scatter, step.numel, step.tensor.dtype, lambda memory: self._read(step.tensor, first, memory))
             self.on_bytes(step.needed_bytes_each)
@@ -250,14 +266,19 @@ class Executor:
         return lambda: put(piece.scatter, piece.numel, step.dtype, write)
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
-        """Fill contiguous host memory with the elements of `tensor` from `first` on."""
+        """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can."""
         self.stats.path = tensor.path
         try:
-            start, content = tensor.start + first * tensor.dtype.itemsize, memory.view(torch.uint8).numpy().data
+            start, flat = tensor.start + first * tensor.dtype.itemsize, memory.view(torch.uint8)
+            content = flat.numpy().data if flat.device.type == "cpu" else flat
             with self.sources.reading(tensor.path) as source:
                 for done in range(0, memory.nbytes, PART_BYTES):
                     part = content[done : done + PART_BYTES]
-                    source.read_into(start + done, [part])
+                    if isinstance(part, torch.Tensor):
+                        assert isinstance(source, GdsFile)  # so it was asked for in __init__
+                        source.read_to_device(start + done, part)
+                    else:
+                        source.read_into(start + done, [part])
                     with self._lock:
                         self.stats.read_bytes += part.nbytes
         except TruncatedFileError as error:

@@ -98,13 +98,13 @@ class LocalFile:
         self._descriptor = -1
         with _our_errors(path):
             self._descriptor, found = self._retrying(_open_regular, path)
-        self.nbytes, self._opened_version = found.st_size, _version(found)
+        self.nbytes, self._opened_version = found.st_size, file_version(found)
 
     @property
     def version(self) -> str:
         """Device, inode, size and time of change of the open file."""
         with _our_errors(self.path):
-            return _version(self._retrying(os.fstat, self._descriptor))
+            return file_version(self._retrying(os.fstat, self._descriptor))
 
     @property
     def hole_bytes(self) -> int:
@@ -152,7 +152,7 @@ class LocalFile:
             return
         descriptor, found = _open_regular(self.path)
         try:
-            if _version(found) != self._opened_version:
+            if file_version(found) != self._opened_version:
                 raise CheckpointError(
                     f"{self.path}: was replaced or written to while it was read; load again once nobody writes to it"
                 )
@@ -193,7 +193,8 @@ def _seek(descriptor: int, position: int, what: int, nbytes: int) -> int:
         return nbytes  # there is no more of it, or the system does not know the question
 
 
-def _version(found: os.stat_result) -> str:
+def file_version(found: os.stat_result) -> str:
+    """Return what changes when the bytes of a file do: device, inode, size and time of change."""
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
 

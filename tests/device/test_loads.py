@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import mmap
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,47 @@ def path(checkpoints: Path) -> str:
 
 def test_memory_and_copies_are_as_stated(path: str) -> None:
     run_ranks(load_in_all_ways, path, env=SIMULATED)
+
+
+def do_everything_under_a_default_device(llama: str, bert: str, folder: str) -> None:
+    """Rank function, in an image without a compiler, and after the script has set a default device."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from lowmem_load import DistributedInterface, load_model, model_digest, plan, streaming, verify_checkpoint
+
+    os.environ |= {"PATH": folder, "CXX": f"{folder}/c++", "CC": f"{folder}/cc", "TORCH_EXTENSIONS_DIR": folder}
+    group = DistributedInterface()
+    torch.manual_seed(0)
+    made = AutoModelForSequenceClassification.from_pretrained(bert)  # some of it is drawn
+    whole = ordinary(llama, torch.bfloat16)
+    config = AutoConfig.from_pretrained(llama)
+    with streaming(FP32):
+        torch.manual_seed(3)
+        drawn = model_digest(AutoModelForCausalLM.from_config(config))
+    expected = plan(llama, BF16, rank=group.rank, world_size=group.world_size)
+    digest, files = model_digest(whole), verify_checkpoint(llama)
+
+    with default_device(f"sim:{group.rank}"):
+        assert plan(llama, BF16, rank=group.rank, world_size=group.world_size) == expected
+        model = load_model(llama, BF16)
+        assert model_digest(model) == digest
+        torch.manual_seed(group.rank)  # rank 0's counts
+        with_head = load_model(bert, FP32, auto_class="AutoModelForSequenceClassification")
+        with streaming(FP32):
+            torch.manual_seed(3)
+            assert model_digest(AutoModelForCausalLM.from_config(config)) == drawn
+        assert verify_checkpoint(llama) == files
+        assert torch.get_default_device() == torch.device("sim", group.rank)
+    assert differences(model, whole) == []
+    assert differences(with_head, made) == [], "drawn on the host, as without a default device"
+    assert os.listdir(folder) == [], "nothing was compiled"
+
+
+def test_all_entry_points_work_under_a_default_device_and_compile_nothing(
+    path: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    bert = str(builders.tiny_bert(checkpoints))
+    run_ranks(do_everything_under_a_default_device, path, bert, str(tmp_path), env=SIMULATED)
 
 
 def load_to_pinned_memory(path: str) -> None:
@@ -209,3 +252,26 @@ def run_out_of_memory(path: str) -> None:
 
 def test_a_rank_without_memory_fails_on_all(path: str) -> None:
     run_ranks(run_out_of_memory, path, env=SIMULATED)
+
+
+def load_by_direct_storage(path: str) -> tuple[int, int]:
+    """Rank function: bytes that the stand-in for kvikio read, and bytes of pinned copies, in a load that is right."""
+    from tests.device.simulated import counters
+    from tests.kvikio import CuFile, stand_in
+
+    made = stand_in()
+    sys.modules |= {"kvikio": made, "kvikio.cufile_driver": made.cufile_driver}
+    os.environ |= {"LOWMEM_LOAD_GDS": "1", "KVIKIO_COMPAT_MODE": "OFF"}
+    for ds_config, dtype in ((FP32, torch.float32), (BF16, torch.bfloat16)):
+        CuFile.preads.clear()
+        model = loaded(path, ds_config)  # the first is cast, so it comes through the ring
+        counted = counters()
+        assert differences(model, ordinary(path, dtype)) == []
+    assert CuFile.num_open == 0
+    return sum(CuFile.preads), counted.get("to device, pinned", (0, 0))[1]
+
+
+def test_direct_storage_brings_what_goes_as_it_lies_past_the_ring(path: str) -> None:
+    (direct, copied), _ = run_ranks(load_by_direct_storage, path, env=SIMULATED)
+    assert direct > 2 << 20, "the partitions"
+    assert copied < 1 << 12, "buffers, which are no tensors of the file"

@@ -27,7 +27,7 @@ MODULES: dict[str, set[str]] = {
     "differences": set(),
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
-    "read": {"executor", "hashing", "open_sources", "sample", "scatter", "source", "uploads", "whole"},
+    "read": {"executor", "gds", "hashing", "open_sources", "sample", "scatter", "source", "uploads", "whole"},
     "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {"context", "initialise", "operations", "quantized", "tensor"},
     "quantize": {"check", "four_bit"},
@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "fingerprint", "formats.safetensors", "hf", "integrity.model", "planning", "ranks"),
         *("read.scatter", "report"),
     },
-    "load": {"errors", "hf", "planning", "ranks", "report", "settings", "stages", "targets"},
+    "load": {"errors", "hf", "planning", "ranks", "read.gds", "report", "settings", "stages", "targets"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
     "pipelines": {"ds", "errors", "hf", "integrity.model", "load", "ranks", "report", "saving", "settings"},
     "startup": {"errors"},
@@ -131,6 +131,7 @@ LAZILY: dict[str, set[str]] = {
 # Third-party name, with all below it -> the units that may import it or reach it as an attribute.
 OWNERS: dict[str, set[str]] = {
     "bitsandbytes": {"quantize"},
+    "kvikio": {"read"},
     "transformers": {"hf"},
     "torch.distributed": {"ranks"},
     "deepspeed": {"ds"},
