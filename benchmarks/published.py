@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ITEM_NBYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1}
+ITEM_NBYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 class Tensor(NamedTuple):
@@ -207,6 +207,56 @@ _DEEPSEEK_V3_FP8 = {
 # The same, as fp8_cast_bf16.py of github.com/deepseek-ai/DeepSeek-V3 casts it
 _DEEPSEEK_V3_BF16 = {key: value for key, value in _DEEPSEEK_V3_FP8.items() if key != "quantization_config"}
 
+# openai/gpt-oss-120b
+_GPT_OSS_120B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
 MODELS: dict[str, Published] = {
     "llama-3.1-8b": Published(_LLAMA_8B, 291, 8_030_261_248),
     "llama-3.1-70b": Published(_LLAMA_70B, 723, 70_553_706_496),
@@ -214,6 +264,7 @@ MODELS: dict[str, Published] = {
     "qwen3-235b-a22b": Published(_QWEN3_235B, 36_945, 235_093_634_560, max_shard_bytes=4_000_000_000),
     "deepseek-v3-bf16": Published(_DEEPSEEK_V3_BF16, 46_183, 671_026_404_352),
     "deepseek-v3-fp8": Published(_DEEPSEEK_V3_FP8, 91_991, 671_026_404_352, max_shard_bytes=4_250_000_000),
+    "gpt-oss-120b": Published(_GPT_OSS_120B, 687, 116_829_156_672),
 }
 
 
@@ -233,6 +284,8 @@ def write(model: str, folder: str | os.PathLike[str], num_layers: int | None = N
     shards = list(_cut(tensors_of(config, num_layers), published.max_shard_bytes))
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:num_layers]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
@@ -292,7 +345,8 @@ def tensors_of(config: Mapping[str, Any], num_layers: int | None = None) -> Iter
     tensors += [_bf16("model.norm", hidden), _bf16("lm_head", vocab, hidden)]
     for layer in range(num_published, num_published + config.get("num_nextn_predict_layers", 0)):
         tensors += _multi_token_prediction(config, layer)
-    return _in_fp8(tensors, config["quantization_config"]) if "quantization_config" in config else iter(tensors)
+    quantization = config.get("quantization_config", {})
+    return _in_fp8(tensors, quantization) if quantization.get("quant_method") == "fp8" else iter(tensors)
 
 
 def _bf16(module: str, *shape: int) -> Tensor:
@@ -332,7 +386,29 @@ def _deepseek_v3_layer(config: Mapping[str, Any], layer: int) -> Iterator[Tensor
     yield from _layer_norms(config, prefix)
 
 
-_LAYERS = {"llama": _llama_layer, "qwen3_moe": _qwen3_moe_layer, "deepseek_v3": _deepseek_v3_layer}
+def _gpt_oss_layer(config: Mapping[str, Any], layer: int) -> Iterator[Tensor]:
+    prefix, hidden, width = f"model.layers.{layer}", config["hidden_size"], config["intermediate_size"]
+    num_experts, group = config["num_local_experts"], 32  # values that share a scale, two to a byte
+    for weight in _attention(config, prefix, config["head_dim"]):
+        yield weight
+        yield Tensor(weight.name.replace(".weight", ".bias"), "BF16", weight.shape[:1])
+    yield Tensor(f"{prefix}.self_attn.sinks", "BF16", (config["num_attention_heads"],))
+    yield _bf16(f"{prefix}.mlp.router", num_experts, hidden)
+    yield Tensor(f"{prefix}.mlp.router.bias", "BF16", (num_experts,))
+    for name, rows, columns in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        groups = columns // group
+        yield Tensor(f"{prefix}.mlp.experts.{name}_blocks", "U8", (num_experts, rows, groups, group // 2))
+        yield Tensor(f"{prefix}.mlp.experts.{name}_scales", "U8", (num_experts, rows, groups))
+        yield Tensor(f"{prefix}.mlp.experts.{name}_bias", "BF16", (num_experts, rows))
+    yield from _layer_norms(config, prefix)
+
+
+_LAYERS = {
+    "llama": _llama_layer,
+    "qwen3_moe": _qwen3_moe_layer,
+    "deepseek_v3": _deepseek_v3_layer,
+    "gpt_oss": _gpt_oss_layer,
+}
 
 
 def _multi_token_prediction(config: Mapping[str, Any], layer: int) -> Iterator[Tensor]:

@@ -33,6 +33,9 @@ DS_CONFIG = {
 # Read by the libraries when they are imported. Planning needs no accelerator, and the figures are those of one core.
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
+DEQUANTIZING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""transformers' class of quantization configs for each method that checkpoints of `MODELS` are stored in."""
+
 COLUMNS = (
     "model", "tensors", "rank/world", "describe s", "plan s", "wall s", "CPU s", "peak", "anon", "file", "targets",
     "reads", "needed", "read", "partition",
@@ -129,7 +132,8 @@ def measure(folder: Path, row: Row) -> Result:
     getattr(transformers, published.config["architectures"][0])  # imports the model's module
     keywords: dict[str, Any] = {}
     if "quantization_config" in published.config:
-        keywords["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+        method = DEQUANTIZING[published.config["quantization_config"]["quant_method"]]
+        keywords["quantization_config"] = getattr(transformers, method)(dequantize=True)
     with MemorySampler() as sampler:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         plan = lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)

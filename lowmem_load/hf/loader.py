@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lowmem_load.contract import Releases, require
+from lowmem_load.contract import require
 from lowmem_load.describe.context import Context
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
@@ -35,10 +35,9 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
+from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
-
-SUPPORTED = Releases("transformers", oldest="4.51.0", newest="5.23.0")
 
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"

@@ -216,12 +216,17 @@ def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
     fields = _fields(quantization)
     if fields.get("dequantize") is True:
         return
-    method = fields.get("quant_method", type(quantization).__name__)
     raise UnsupportedError(
-        f"quantization {str(getattr(method, 'value', method))!r} cannot be partitioned by ZeRO-3: every rank "
+        f"quantization {quantization_method(quantization)!r} cannot be partitioned by ZeRO-3: every rank "
         "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
         "dequantized checkpoint, use bitsandbytes in 4 bits, or use ZeRO stage 0, 1 or 2"
     )
+
+
+def quantization_method(quantization: Any) -> str:
+    """Return the method of a quantization config, an object or as in a config.json."""
+    method = _fields(quantization).get("quant_method", type(quantization).__name__)
+    return str(getattr(method, "value", method))
 
 
 def is_four_bit(quantization: Any) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import transformers.modeling_utils as modeling_utils
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
-from lowmem_load.hf.names import is_four_bit, refuse_quantized
+from lowmem_load.hf import mxfp4
+from lowmem_load.hf.names import is_four_bit, quantization_method, refuse_quantized
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.quantize import four_bit
 
@@ -18,33 +19,39 @@ _PLACING = ("caching_allocator_warmup", "dispatch_model")
 """What places a whole model on a device, which a quantizer asks for; 5.x dispatches only to several."""
 
 
+_Replacement = tuple[Any, str, Callable[..., Any]]
+
+_DEQUANTIZED: Mapping[str, Callable[[], list[_Replacement]]] = {"mxfp4": mxfp4.replacements}
+"""Methods whose dequantization is described in another way than by running it, and what stands in for it."""
+
+
 @contextlib.contextmanager
 def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
-    """Let a quantizer of 4-bit weights make described ones; bitsandbytes is imported then, and not before.
+    """Let quantizers make described weights; what a method needs is imported when a quantizer of it is made.
 
     Args:
         is_cut_up: whether parameters will be cut up, for which other quantized ones are refused.
     """
-    ordinary, is_described = AutoHfQuantizer.from_config, False
+    ordinary = AutoHfQuantizer.from_config
+    described: set[str] = set()
     with contextlib.ExitStack() as stack:
 
-        def describe_packing() -> None:
-            nonlocal is_described
-            if is_described:  # by the quantizer of a model that contains this one
-                return
-            for owner, name, function in _replacements():
-                stack.enter_context(replaced(owner, name, function))
-            for name in _PLACING:
-                if hasattr(modeling_utils, name):
-                    stack.enter_context(replaced(modeling_utils, name, _nothing))
-            is_described = True
+        def describe(method: str, replacements: Callable[[], list[_Replacement]]) -> None:
+            if method not in described:  # else by the quantizer of a model that contains this one
+                described.add(method)
+                for owner, name, function in replacements():
+                    stack.enter_context(replaced(owner, name, function))
 
         def from_config(*args: Any, **kwargs: Any) -> Any:
             quantizer = ordinary(*args, **kwargs)
+            method = quantization_method(quantizer.quantization_config)
             if is_four_bit(quantizer.quantization_config):
                 if four_bit.is_there():  # else it is about to say so
-                    describe_packing()
-            elif is_cut_up:
+                    describe(method, _packing)
+                return quantizer
+            if method in _DEQUANTIZED:
+                describe(method, _DEQUANTIZED[method])
+            if is_cut_up:
                 _refuse_when_checked(quantizer)
             return quantizer
 
@@ -52,16 +59,19 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
             yield
 
 
-def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return `four_bit.replacements`; of a bitsandbytes with which this cannot be streamed, stock may load it.
+def _packing() -> list[_Replacement]:
+    """Return `four_bit.replacements`, and nothing for what places a model.
+
+    With a bitsandbytes with which this cannot be streamed, stock may load it.
 
     Raises:
         UnsupportedError: names the release to install.
     """
     try:
-        return four_bit.replacements()
+        found = four_bit.replacements()
     except IncompatibleVersionError as error:
         raise UnsupportedError(str(error)) from error
+    return found + [(modeling_utils, name, _nothing) for name in _PLACING if hasattr(modeling_utils, name)]
 
 
 def _refuse_when_checked(quantizer: Any) -> None:

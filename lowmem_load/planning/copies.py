@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,11 +27,15 @@ import torch
 from lowmem_load.planning.expression import (
     Cast,
     Concat,
+    Elementwise,
     Expression,
     Leaf,
     Permute,
+    Pick,
     Reshape,
+    Shape,
     Slice,
+    reshape,
 )
 from lowmem_load.planning.ranges import FlatRange
 
@@ -170,7 +174,7 @@ def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]
 
 def _walk(node: Expression, nest: _Nest) -> Iterator[Copy]:
     if isinstance(node, Leaf):
-        yield _copy_of_leaf(node, nest)
+        yield _copy_of_leaf(node, node.shape, nest)
     elif isinstance(node, Cast):
         yield from _walk(node.part, replace(nest, casts=(node.dtype, *nest.casts)))
     elif isinstance(node, Slice):
@@ -179,36 +183,71 @@ def _walk(node: Expression, nest: _Nest) -> Iterator[Copy]:
             for i, start, step in zip(nest.index, node.starts, node.steps, strict=True)
         )
         yield from _walk(node.part, replace(nest, index=index))
+    elif isinstance(node, Pick):
+        index = tuple(
+            _combined(base, coefficients, nest.index, nest)
+            for base, coefficients in zip(node.bases, node.coefficients, strict=True)
+        )
+        yield from _walk(node.part, replace(nest, index=index))
     elif isinstance(node, Permute):
         order = sorted(range(len(node.dims)), key=lambda dim: node.dims[dim])
         yield from _walk(node.part, replace(nest, index=tuple(nest.index[dim] for dim in order)))
     elif isinstance(node, Concat):
         yield from _walk_concat(node, nest)
+    elif isinstance(node.part, Leaf):  # whose own rows need not be told apart
+        yield _copy_of_leaf(node.part, node.shape, nest)
     else:
         for piece in _regroup(nest, node.shape, node.part.shape):
             yield from _walk(node.part, piece)
 
 
-def _copy_of_leaf(leaf: Leaf, nest: _Nest) -> Copy:
-    strides = _row_major_strides(leaf.shape)
-    leaf_start = sum(i.base * stride for i, stride in zip(nest.index, strides, strict=True))
-    loops = [
-        (
-            size,
-            sum(i.coefficients[loop] * stride for i, stride in zip(nest.index, strides, strict=True)),
-            nest.strides[loop],
-        )
-        for loop, size in enumerate(nest.sizes)
-        if size > 1
-    ]
+def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], nest: _Nest) -> _Index:
+    """Return the index `base + sum(coefficient * index)`."""
+    terms = [(c, i) for c, i in zip(coefficients, index, strict=True) if c]
+    return _Index(
+        base + sum(c * i.base for c, i in terms),
+        tuple(sum(c * i.coefficients[loop] for c, i in terms) for loop in range(len(nest.sizes))),
+    )
+
+
+def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Nest) -> Copy:
+    """Return the copy of the elements of `leaf`, seen as of `shape`, that `nest` goes through."""
+    whole = _combined(0, _row_major_strides(shape), nest.index, nest)
+    loops = _merged(zip(nest.sizes, whole.coefficients, nest.strides, strict=True))
+    if isinstance(leaf, Elementwise) and [loop[1] for loop in loops] != [1]:
+        return _copy_of_picked(leaf, shape, nest, whole.coefficients)
+    return _copy(leaf, whole.base, nest, loops)
+
+
+def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Nest, leaf_strides: Sequence[int]) -> Copy:
+    """Return the copy of an operation, seen as of `shape`, that is done on the elements that `nest` goes through alone.
+
+    The picked elements are in the order of the leaf, so that what they are made of is read front to back.
+    """
+    order = sorted((loop for loop, stride in enumerate(leaf_strides) if stride), key=lambda loop: -leaf_strides[loop])
+    sizes = tuple(nest.sizes[loop] for loop in order)
+    bases = tuple(i.base for i in nest.index)
+    coefficients = tuple(tuple(i.coefficients[loop] for loop in order) for i in nest.index)
+    parts = tuple(Pick(reshape(part, shape), bases, coefficients, sizes, part.dtype) for part in leaf.parts)
+    strides = dict(zip(order, _row_major_strides(sizes), strict=True))
+    loops = ((size, strides.get(loop, 0), nest.strides[loop]) for loop, size in enumerate(nest.sizes))
+    return _copy(replace(leaf, parts=parts, shape=sizes), 0, nest, _merged(loops))
+
+
+def _merged(loops: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return loops of (size, leaf stride, destination stride) in the order of the destination, as few as possible."""
     merged: list[tuple[int, int, int]] = []
-    for size, leaf_stride, stride in sorted(loops, key=lambda loop: loop[2], reverse=True):
+    for size, leaf_stride, stride in sorted((loop for loop in loops if loop[0] > 1), key=lambda loop: -loop[2]):
         if merged and merged[-1][1] == size * leaf_stride and merged[-1][2] == size * stride:
             merged[-1] = (merged[-1][0] * size, leaf_stride, stride)
         else:
             merged.append((size, leaf_stride, stride))
-    sizes, leaf_strides, strides_out = zip(*merged, strict=True) if merged else ((1,), (1,), (1,))
-    return Copy(leaf, leaf_start, nest.start, sizes, leaf_strides, strides_out, nest.casts)
+    return merged or [(1, 1, 1)]
+
+
+def _copy(leaf: Leaf, leaf_start: int, nest: _Nest, loops: Sequence[tuple[int, int, int]]) -> Copy:
+    sizes, leaf_strides, strides = zip(*loops, strict=True)
+    return Copy(leaf, leaf_start, nest.start, sizes, leaf_strides, strides, nest.casts)
 
 
 def _walk_concat(node: Concat, nest: _Nest) -> Iterator[Copy]:
@@ -257,7 +296,8 @@ def _regroup(nest: _Nest, shape: tuple[int, ...], part_shape: tuple[int, ...]) -
         current = pending.pop()
         index: list[_Index] = []
         for dims, part_dims in groups:
-            linear = _linear([current.index[dim] for dim in dims], [shape[dim] for dim in dims], current)
+            strides = _row_major_strides([shape[dim] for dim in dims])
+            linear = _combined(0, strides, [current.index[dim] for dim in dims], current)
             outcome = _delinearize(current, linear, [part_shape[dim] for dim in part_dims])
             if not isinstance(outcome, tuple):
                 pending.extend(reversed(list(outcome)))
@@ -283,17 +323,6 @@ def _groups(shape: tuple[int, ...], part_shape: tuple[int, ...]) -> list[tuple[r
                 right, j = right * part_shape[j], j + 1
         groups.append((range(first_i, i), range(first_j, j)))
     return groups
-
-
-def _linear(index: list[_Index], shape: list[int], nest: _Nest) -> _Index:
-    strides = _row_major_strides(shape)
-    return _Index(
-        sum(i.base * stride for i, stride in zip(index, strides, strict=True)),
-        tuple(
-            sum(i.coefficients[loop] * stride for i, stride in zip(index, strides, strict=True))
-            for loop in range(len(nest.sizes))
-        ),
-    )
 
 
 def _delinearize(nest: _Nest, linear: _Index, shape: list[int]) -> tuple[_Index, ...] | Iterator[_Nest]:

@@ -2,8 +2,8 @@
 
 An expression is a tree. Its leaves are tensors in shard files (`Source`), values already in memory (`Held`) or the
 result of an operation that has no element-wise description (`Computed`); its inner nodes only move elements
-(`Concat`, `Slice`, `Permute`, `Reshape`) or cast them (`Cast`). All shapes are logical: row-major, whatever strides
-the torch tensor that the expression stands for would have had.
+(`Concat`, `Slice`, `Pick`, `Permute`, `Reshape`) or cast them (`Cast`). All shapes are logical: row-major, whatever
+strides the torch tensor that the expression stands for would have had.
 """
 
 from __future__ import annotations
@@ -106,6 +106,20 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Pick:
+    """The elements of `part` that a loop nest goes through, one dim for each loop.
+
+    Element `t` of the result has the index `bases[d] + sum(t * coefficients[d])` along each dim `d` of `part`.
+    """
+
+    part: Expression
+    bases: Shape
+    coefficients: tuple[Shape, ...]
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Permute:
     """Dim `i` of the result is dim `dims[i]` of `part`."""
 
@@ -137,7 +151,7 @@ class Cast:
 
 
 Leaf = Source | Held | Computed | Elementwise
-Expression = Leaf | Concat | Slice | Permute | Reshape | Cast
+Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast
 
 
 def held(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:

@@ -1,4 +1,4 @@
-"""Where checkpoints lie and how they are stored: folders, variants, surplus files, remote code, fp8, mismatches."""
+"""Where checkpoints lie and how they are stored: folders, variants, surplus files, remote code, block scales."""
 
 from __future__ import annotations
 
@@ -101,6 +101,30 @@ def with_fp8(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return folder, {"quantization": {**quantization, "dequantize": True}}
 
 
+def with_mxfp4(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Experts as 4-bit codes, two to a byte, with one scale for 32 of them, as gpt-oss stores them."""
+    try:
+        from transformers import GptOssConfig, GptOssForCausalLM
+    except ImportError:
+        pytest.skip("this transformers has no gpt-oss")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 101, "num_local_experts": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    folder, generator = tmp_path / "mxfp4", torch.Generator().manual_seed(0)
+    GptOssForCausalLM(GptOssConfig(**sizes, **heads, **special)).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(110, 140, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return folder, {"quantization": {**quantization, "dequantize": True}}
+
+
 def with_remote_code(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path / "remote"
     folder.mkdir()
@@ -121,14 +145,15 @@ def load_format(
     path: str, ds_config: dict[str, Any], options: dict[str, Any], slow: list[str], reads_are_exact: bool
 ) -> None:
     """Rank function."""
-    from transformers import FineGrainedFP8Config
+    import transformers
 
     options = {key: value for key, value in options.items() if key != "dtype"}
     auto_class = options.pop("auto_class", None)
     quantization = options.pop("quantization", None)
     if quantization is not None:
         fields = {key: value for key, value in quantization.items() if key != "quant_method"}
-        options["quantization_config"] = FineGrainedFP8Config(**fields)
+        config = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}[quantization["quant_method"]]
+        options["quantization_config"] = getattr(transformers, config)(**fields)
     dtype = torch.bfloat16 if "bf16" in ds_config else torch.float32
     report = assert_loads_alike(path, ds_config, auto_class, dtype, options)
     assert [path.name for path in report.slow_paths] == slow
@@ -144,6 +169,7 @@ def load_format(
         (with_surplus_files, BF16, []),
         (with_mismatch, FP32, ["bert.embeddings.token_type_embeddings.weight"]),
         (with_fp8, BF16, []),
+        (with_mxfp4, BF16, []),
         (with_remote_code, FP32, []),
     ],
 )
@@ -151,7 +177,7 @@ def test_loads_as_an_ordinary_load_does(
     build: Any, ds_config: dict[str, Any], slow: list[str], checkpoints: Path, tmp_path: Path
 ) -> None:
     folder, options = build(checkpoints, tmp_path)
-    exact = build is not with_fp8  # ranks share the scale of a block that their ranges cut
+    exact = build not in (with_fp8, with_mxfp4)  # ranks share the scale of a block that their ranges cut
     run_ranks(load_format, str(folder), ds_config, options, slow, exact)
 
 

@@ -90,8 +90,15 @@ def test_regrouping_costs_what_one_period_of_the_rows_costs(
     shape: tuple[int, int], other: tuple[int, int], most: int, factor: int
 ) -> None:
     """A transposed reshape takes as many copies of a large matrix as of a small one of the same proportions."""
-    node = ex.permute(ex.reshape(source("w", *(factor * n for n in shape)), tuple(factor * n for n in other)), (1, 0))
+    columns_first = ex.permute(source("w", factor * shape[1], factor * shape[0]), (1, 0))
+    node = ex.permute(ex.reshape(columns_first, tuple(factor * n for n in other)), (1, 0))
     assert len(copies_of(node, FlatRange(0, ex.numel(node)))) == most
+
+
+def test_a_tensor_of_a_file_has_no_rows_of_its_own() -> None:
+    node = ex.permute(ex.reshape(source("w", 5, 3), (3, 5)), (1, 0))
+    (copy,) = copies_of(node, FlatRange(0, 15))
+    assert (copy.sizes, copy.leaf_strides) == ((5, 3), (1, 5))
 
 
 def test_whole_rows_after_a_part_of_a_row_stay_together() -> None:

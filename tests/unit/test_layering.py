@@ -47,8 +47,8 @@ MODULES: dict[str, set[str]] = {
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
-        *("active", "first_load", "intercept", "loader", "names", "quantizers", "replaced", "saver", "symbolic_file"),
-        "trainer_saves",
+        *("active", "first_load", "intercept", "loader", "mxfp4", "names"),
+        *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
     "ranks": {"device", "environment", "group", "life", "line", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowmem_load.errors import PlanError
 from lowmem_load.planning import copies, planner
@@ -18,10 +20,11 @@ from lowmem_load.planning.load_plan import (
     HeldValue,
 )
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, Rectangle
+from lowmem_load.planning.ranges import FlatRange, Rectangle, partition_range
 from lowmem_load.planning.reads import Apply, Move, Read, ReadLimits
 from lowmem_load.read.executor import Executor
 from lowmem_load.testing.memory import MemorySource
+from tests.unit.test_copies import expressions, value_of
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 SOURCE = ex.Source("file", "w", 0, (24, 30), torch.float32)
@@ -108,6 +111,49 @@ def test_a_value_is_moved_from_what_is_kept(region: FlatRange | Rectangle) -> No
         assert torch.equal(found, whole[row : row + rows, column : column + columns].reshape(-1))
     else:
         assert torch.equal(found, whole.view(-1)[region.start : region.end])
+
+
+# -- elementwise operations ------------------------------------------------------------------------------------------
+
+
+def in_memory(node: ex.Expression, data: dict[str, torch.Tensor]) -> ex.Expression:
+    """Returns the expression with values in memory in place of tensors in files."""
+    if isinstance(node, ex.Source):
+        return ex.held(data[node.name])
+    if isinstance(node, ex.Concat):
+        return replace(node, parts=tuple(in_memory(part, data) for part in node.parts))
+    assert isinstance(node, ex.Slice | ex.Permute | ex.Reshape)
+    return replace(node, part=in_memory(node.part, data))
+
+
+@settings(max_examples=60, deadline=None)
+@given(expressions(), st.data())
+def test_an_operation_runs_on_the_elements_that_are_picked_of_it(
+    case: tuple[ex.Expression, dict[str, torch.Tensor]], more: st.DataObject
+) -> None:
+    """Whatever is done to a result (transposed, repeated, cut, stepped through) and however it is cut up."""
+    inner, ran = in_memory(*case), []
+
+    def tripled(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        ran.append(values[0].numel())
+        return values[0] * 3 + 1
+
+    node: ex.Expression = ex.Elementwise("tripled", tripled, (inner,), inner.shape, inner.dtype)
+    expected = value_of(*case) * 3 + 1
+    repeats = more.draw(st.integers(1, 3))
+    node, expected = ex.expand(node, (repeats, *node.shape)), expected.expand(repeats, *expected.shape)
+    dims = more.draw(st.permutations(range(len(node.shape))))
+    node, expected = ex.permute(node, dims), expected.permute(dims)
+    dim, step = more.draw(st.integers(0, len(dims) - 1)), more.draw(st.integers(1, 3))
+    size = -(-node.shape[dim] // step)
+    node = ex.slice_dim(node, dim, 0, step, size)
+    flat = expected[(slice(None),) * dim + (slice(None, None, step),)].reshape(-1)
+    for world_size in (1, 3):
+        for rank in range(world_size):
+            planner, span = Planner(ReadLimits(staging_bytes=64)), partition_range(len(flat), rank, world_size)
+            ran.clear()
+            assert torch.equal(filled(planner, planner.plan_fill("w", node, span)), flat[span.start : span.end])
+            assert sum(ran) <= span.numel
 
 
 # -- every fill is proved, nested ones too ---------------------------------------------------------------------------
