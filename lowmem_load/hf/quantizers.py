@@ -10,7 +10,7 @@ import transformers.modeling_utils as modeling_utils
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
-from lowmem_load.hf import mxfp4
+from lowmem_load.hf import fp8, mxfp4
 from lowmem_load.hf.names import is_four_bit, quantization_method, refuse_quantized
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.quantize import four_bit
@@ -21,7 +21,7 @@ _PLACING = ("caching_allocator_warmup", "dispatch_model")
 
 _Replacement = tuple[Any, str, Callable[..., Any]]
 
-_DEQUANTIZED: Mapping[str, Callable[[], list[_Replacement]]] = {"mxfp4": mxfp4.replacements}
+_DEQUANTIZED: Mapping[str, Callable[[], list[_Replacement]]] = {"fp8": fp8.replacements, "mxfp4": mxfp4.replacements}
 """Methods whose dequantization is described in another way than by running it, and what stands in for it."""
 
 

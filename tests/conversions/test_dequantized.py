@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.hf import mxfp4
+from lowmem_load.hf import fp8, mxfp4
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.read.executor import Executor
@@ -51,6 +52,64 @@ def symbolic(path: Path, executor: Executor) -> Symbolic:
 def random_bytes(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(shape))
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+# -- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+def by_blocks(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Dequantizes in fp32, element by element: its scale is that of the block that it lies in."""
+    rows, columns = (torch.arange(size) // each for size, each in zip(weight.shape[-2:], block, strict=True))
+    return (weight.float() * scales.float()[..., rows, :][..., columns]).to(BF16)
+
+
+@pytest.mark.parametrize("limits", [None, SMALL], ids=["default limits", "small limits"])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((9, 8), (2, 4)),  # as kv_a_proj: 4.5 blocks, so that 9 rows do not divide by 5 scales
+        ((6, 8), (4, 4)),  # 1.5 blocks, and yet 6 rows divide by 2 scales
+        ((8, 9), (4, 4)),
+        ((7, 5), (4, 3)),
+        ((1, 3), (4, 2)),  # less than a block
+        ((8, 6), (4, 3)),  # whole blocks
+        ((3, 7, 5), (4, 3)),  # experts
+    ],
+)
+def test_the_last_block_of_fp8_may_be_partial(
+    shape: tuple[int, ...], block: tuple[int, int], limits: ReadLimits | None, tmp_path: Path
+) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    if not hasattr(Fp8Dequantize, "_dequantize_one"):
+        pytest.skip("this transformers refuses weights whose blocks are not whole")
+    grid = [-(-size // each) for size, each in zip(shape[-2:], block, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
+    scales = torch.rand(*shape[:-2], *grid, generator=generator)
+    save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
+    operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block)))
+    with Executor() as executor, standing_in(fp8.replacements):
+        get = symbolic(tmp_path / "model.safetensors", executor)
+        described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
+    outcome = mappings.fill_all_ranks("w", described, by_blocks(weight, scales, block), None, limits=limits)
+    assert not outcome.computed
+
+
+def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weight = torch.arange(24.0).reshape(6, 4).to(torch.float8_e4m3fn)
+    tensors = {"weight": weight, "scales": torch.rand(3, 1), "odd": torch.rand(4, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(4, 4))))
+    with Executor() as executor, standing_in(fp8.replacements):
+        get = symbolic(tmp_path / "model.safetensors", executor)
+        described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
+        value = read_whole(executor, described.expression)
+        with pytest.raises(ValueError, match="not divisible by scale grid"):
+            operation._dequantize_one(get("weight"), get("odd"))
+    assert torch.equal(value, by_blocks(weight, tensors["scales"], (2, 4)))
 
 
 # -- mxfp4 -----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ MODULES: dict[str, set[str]] = {
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
-        *("active", "first_load", "intercept", "loader", "mxfp4", "names"),
+        *("active", "first_load", "fp8", "intercept", "loader", "mxfp4", "names"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
     "ranks": {"device", "environment", "group", "life", "line", "process_group"},

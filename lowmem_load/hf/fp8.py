@@ -1,0 +1,60 @@
+"""fp8 weights with a scale for each block, of which the last may be partial. Part of the transformers seam.
+
+A checkpoint in blocks of 128 rows has five scales for 576 rows (`kv_a_proj_with_mqa` of DeepSeek-V3): the last block is
+half a one. transformers divides the rows by the number of scales. Where that does not come out even it raises; where it
+does (192 rows, two scales), blocks of 96 rows would get each other's scales without an error. So a weight whose scales
+are as many as the blocks of its configuration is completed to whole blocks, dequantized by transformers' own
+function, and cut again. What completes it is never read: no element that remains is made of it.
+
+Source: transformers 5.23 `integrations/finegrained_fp8.py`, `Fp8Dequantize`; `_dequantize_one` since 5.8.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowmem_load.describe.tensor import SymbolicTensor
+
+MODULE = "transformers.integrations.finegrained_fp8"
+
+
+def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return what stands in for transformers' dequantization while a model is described: owner, name and function."""
+    owner = importlib.import_module(MODULE).Fp8Dequantize
+    ordinary: Callable[..., torch.Tensor] | None = getattr(owner, "_dequantize_one", None)
+    if ordinary is None:  # it refuses weights whose blocks are not whole, then
+        return []
+
+    def dequantize(operation: Any, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        missing = _missing(operation, quantized, scales) if isinstance(quantized, SymbolicTensor) else (0, 0)
+        for dim, size in zip((-2, -1), missing, strict=True):
+            if size:
+                quantized = torch.cat([quantized, _repeated_last(quantized, dim, size)], dim)
+        whole = ordinary(operation, quantized, scales, *args, **kwargs)
+        rows, columns = (size - lacking for size, lacking in zip(whole.shape[-2:], missing, strict=True))
+        return whole[..., :rows, :columns] if any(missing) else whole
+
+    return [(owner, "_dequantize_one", dequantize)]
+
+
+def _repeated_last(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return the last row, or column, `size` times; nothing is read of it in the end."""
+    sizes = list(tensor.shape)
+    sizes[dim] = size
+    return tensor.narrow(dim, tensor.shape[dim] - 1, 1).expand(sizes)
+
+
+def _missing(operation: Any, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
+    """Return how many rows and columns the last blocks of a weight lack; none where its scales are no such blocks'."""
+    block = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
+    if block is None or quantized.itemsize != 1 or not quantized.is_floating_point() or scales.dim() < 2:
+        return 0, 0
+    grid = tuple(-(-size // each) for size, each in zip(quantized.shape[-2:], block, strict=True))
+    if grid != tuple(scales.shape[-2:]):
+        return 0, 0
+    rows, columns = (-size % each for size, each in zip(quantized.shape[-2:], block, strict=True))
+    return rows, columns
