@@ -257,6 +257,40 @@ _GPT_OSS_120B = {
     "vocab_size": 201088,
 }
 
+# Qwen/Qwen3-VL-235B-A22B-Instruct
+_QWEN3_VL_235B = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **{key: value for key, value in _QWEN3_235B.items() if key not in ("architectures", "rope_scaling")},
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_moe_text",
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+    },
+    "tie_word_embeddings": False,
+    "video_token_id": 151656,
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_vl_moe",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
+
 MODELS: dict[str, Published] = {
     "llama-3.1-8b": Published(_LLAMA_8B, 291, 8_030_261_248),
     "llama-3.1-70b": Published(_LLAMA_70B, 723, 70_553_706_496),
@@ -264,6 +298,7 @@ MODELS: dict[str, Published] = {
     "qwen3-235b-a22b": Published(_QWEN3_235B, 36_945, 235_093_634_560, max_shard_bytes=4_000_000_000),
     "deepseek-v3-bf16": Published(_DEEPSEEK_V3_BF16, 46_183, 671_026_404_352),
     "deepseek-v3-fp8": Published(_DEEPSEEK_V3_FP8, 91_991, 671_026_404_352, max_shard_bytes=4_250_000_000),
+    "qwen3-vl-235b-a22b": Published(_QWEN3_VL_235B, 1_388, 235_670_022_896),
     "gpt-oss-120b": Published(_GPT_OSS_120B, 687, 116_829_156_672),
 }
 
@@ -283,9 +318,12 @@ def write(model: str, folder: str | os.PathLike[str], num_layers: int | None = N
     config = dict(published.config)
     shards = list(_cut(tensors_of(config, num_layers), published.max_shard_bytes))
     if num_layers is not None:
-        config["num_hidden_layers"] = num_layers
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][:num_layers]
+        text = config
+        if "text_config" in config:
+            text = config["text_config"] = dict(config["text_config"])
+        text["num_hidden_layers"] = num_layers
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:num_layers]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
@@ -336,6 +374,9 @@ def tensors_of(config: Mapping[str, Any], num_layers: int | None = None) -> Iter
         config: one of those in `MODELS`.
         num_layers: only the first layers, beside any multi-token prediction layers.
     """
+    if "vision_config" in config:
+        yield from _vision_language(config, num_layers)
+        return
     layers = _LAYERS[config["model_type"]]
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     num_published = config["num_hidden_layers"]
@@ -346,7 +387,7 @@ def tensors_of(config: Mapping[str, Any], num_layers: int | None = None) -> Iter
     for layer in range(num_published, num_published + config.get("num_nextn_predict_layers", 0)):
         tensors += _multi_token_prediction(config, layer)
     quantization = config.get("quantization_config", {})
-    return _in_fp8(tensors, quantization) if quantization.get("quant_method") == "fp8" else iter(tensors)
+    yield from _in_fp8(tensors, quantization) if quantization.get("quant_method") == "fp8" else tensors
 
 
 def _bf16(module: str, *shape: int) -> Tensor:
@@ -401,6 +442,46 @@ def _gpt_oss_layer(config: Mapping[str, Any], layer: int) -> Iterator[Tensor]:
         yield Tensor(f"{prefix}.mlp.experts.{name}_scales", "U8", (num_experts, rows, groups))
         yield Tensor(f"{prefix}.mlp.experts.{name}_bias", "BF16", (num_experts, rows))
     yield from _layer_norms(config, prefix)
+
+
+def _vision_language(config: Mapping[str, Any], num_layers: int | None) -> Iterator[Tensor]:
+    """Yield the tensors of a Qwen3-VL mixture of experts, whose experts are stacked and transposed in the file."""
+    text, vision = config["text_config"], config["vision_config"]
+    hidden, width, num_experts = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
+    yield _bf16("model.language_model.embed_tokens", text["vocab_size"], hidden)
+    for layer in range(text["num_hidden_layers"] if num_layers is None else num_layers):
+        prefix = f"model.language_model.layers.{layer}"
+        yield from _attention(text, prefix, text["head_dim"])
+        yield _bf16(f"{prefix}.self_attn.q_norm", text["head_dim"])
+        yield _bf16(f"{prefix}.self_attn.k_norm", text["head_dim"])
+        yield _bf16(f"{prefix}.mlp.gate", num_experts, hidden)
+        yield Tensor(f"{prefix}.mlp.experts.gate_up_proj", "BF16", (num_experts, hidden, 2 * width))
+        yield Tensor(f"{prefix}.mlp.experts.down_proj", "BF16", (num_experts, width, hidden))
+        yield from _layer_norms(text, prefix)
+    yield _bf16("model.language_model.norm", hidden)
+    yield _bf16("lm_head", text["vocab_size"], hidden)
+    size, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    pixels = (vision["in_channels"], vision["temporal_patch_size"], patch, patch)
+    yield from _with_bias("model.visual.patch_embed.proj", size, *pixels)
+    yield _bf16("model.visual.pos_embed", vision["num_position_embeddings"], size)
+    for layer in range(vision["depth"]):
+        prefix = f"model.visual.blocks.{layer}"
+        for name, *shape in (("norm1", size), ("norm2", size), ("attn.qkv", 3 * size, size), ("attn.proj", size, size)):
+            yield from _with_bias(f"{prefix}.{name}", *shape)
+        yield from _with_bias(f"{prefix}.mlp.linear_fc1", inner, size)
+        yield from _with_bias(f"{prefix}.mlp.linear_fc2", size, inner)
+    merged = size * vision["spatial_merge_size"] ** 2
+    mergers = [("model.visual.merger", size)]
+    mergers += [(f"model.visual.deepstack_merger_list.{i}", merged) for i in range(3)]
+    for prefix, normed in mergers:
+        yield from _with_bias(f"{prefix}.norm", normed)
+        yield from _with_bias(f"{prefix}.linear_fc1", merged, merged)
+        yield from _with_bias(f"{prefix}.linear_fc2", vision["out_hidden_size"], merged)
+
+
+def _with_bias(module: str, *shape: int) -> Iterator[Tensor]:
+    yield _bf16(module, *shape)
+    yield Tensor(f"{module}.bias", "BF16", shape[:1])
 
 
 _LAYERS = {

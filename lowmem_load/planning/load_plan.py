@@ -17,7 +17,7 @@ import torch
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.ranges import Region
-from lowmem_load.planning.reads import Fill
+from lowmem_load.planning.reads import Fill, ReadCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +232,7 @@ class LoadPlan:
             that each read; most loads have none.
         missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
         costs: of executing the plan.
+        read_cost: by which it was chosen what is read together.
         seconds: that describing and planning took on this machine; two plans that differ in them alone are equal.
     """
 
@@ -247,6 +248,7 @@ class LoadPlan:
     unexpected_keys: tuple[str, ...]
     mismatched_keys: tuple[Any, ...]
     costs: Costs
+    read_cost: ReadCost = field(default_factory=ReadCost)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -341,6 +343,8 @@ class LoadPlan:
             "num_reads": self.num_reads,
             "staging_bytes": self.staging_bytes,
             "largest_temporary_bytes": self.largest_temporary_bytes,
+            "read_call_s": self.read_cost.call_s,
+            "read_bytes_per_s": self.read_cost.bytes_per_s,
             "files": [{"path": file.path, "nbytes": file.nbytes, "digest": file.digest} for file in self.files],
             "read_to_describe": [list(entry) for entry in self.read_to_describe],
             "missing_keys": list(self.missing_keys),

@@ -40,6 +40,7 @@ from lowmem_load.stages.checksums import agree_on_checksums, warn_of_holes
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
+from lowmem_load.stages.read_cost import read_cost
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
 from lowmem_load.targets.make import TargetMaker
@@ -74,7 +75,7 @@ def plan_only(
         with zero_init.set_aside(), _on_host(), Executor(open_source=open_source) as executor:
             described = describe(call, settings, make_target, executor, holds_values=False)
             _check(described)
-            return make_plan(described, rank).plan
+            return make_plan(described, rank, read_cost()).plan
     finally:
         torch.set_rng_state(state)
 
@@ -216,7 +217,7 @@ class Load:
             _check(described)
             if described.settings.stage == 3:
                 _check_around(around, described)
-            planned = make_plan(described, self.ranks.rank)
+            planned = make_plan(described, self.ranks.rank, read_cost())
             digest.append(planned.plan.fingerprint)
         return planned
 

@@ -39,7 +39,7 @@ from lowmem_load.planning.load_plan import (
 )
 from lowmem_load.planning.planner import Material, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
-from lowmem_load.planning.reads import Fill, Read
+from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.stages.describe import Described
 from lowmem_load.targets.target import Layout
 
@@ -66,10 +66,17 @@ class Planned:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def make_plan(described: Described, rank: int) -> Planned:
-    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
-    start = time.perf_counter()
-    planner, model, target = Planner(), described.model, described.target
+def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> Planned:
+    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
+
+    Args:
+        described: the model.
+        rank: whose plan it is.
+        cost: of reading; the default of `ReadCost`.
+    """
+    start, cost = time.perf_counter(), cost or ReadCost()
+    planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
+    model, target = described.model, described.target
     parameters, places, names_of = _distinct(model, "named_parameters")
     targets = [
         _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
@@ -100,6 +107,7 @@ def make_plan(described: Described, rank: int) -> Planned:
         unexpected_keys=tuple(sorted(described.info["unexpected_keys"])),
         mismatched_keys=tuple(described.info["mismatched_keys"]),
         costs=costs,
+        read_cost=cost,
         seconds={"describe": described.seconds, "plan": time.perf_counter() - start},
     )
     return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers)

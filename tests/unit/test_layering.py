@@ -53,7 +53,7 @@ MODULES: dict[str, set[str]] = {
     "ranks": {"device", "environment", "group", "life", "line", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},
     "report": set(),
-    "stages": {"checksums", "describe", "execute", "load", "plan", "room", "same_bytes"},
+    "stages": {"checksums", "describe", "execute", "load", "plan", "read_cost", "room", "same_bytes"},
     "saving": {"folder", "holdings", "layout", "plan", "report", "save", "writer"},
     "load": set(),
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},

@@ -19,6 +19,7 @@ from lowmem_load.planning.reads import (
     Move,
     Piece,
     Read,
+    ReadCost,
     ReadLimits,
     Scatter,
     plan_pieces,
@@ -149,13 +150,23 @@ def test_pieces_that_lie_close_are_read_together() -> None:
     assert apart.read_bytes == 300 * ITEMSIZE
 
 
+def test_a_gap_is_read_along_where_that_costs_no_more_than_another_read() -> None:
+    """68 bytes at 4 bytes per second cost 17 s, as much as a call."""
+    rows = copy_of(0, 0, (100, 20, 3), (3, 1, 1))
+    for call_s, num_reads in ((17.0, 1), (16.9, 100)):
+        limits = ReadLimits(max_gap_bytes=ReadCost(call_s=call_s, bytes_per_s=4).max_gap_bytes)
+        (read,) = plan_reads(rows, SOURCE, limits, on_host=True)
+        assert read.num_reads == num_reads
+    assert ReadLimits().max_gap_bytes == 125_000  # 25 us at 5 GB/s
+
+
 def test_an_element_that_goes_to_many_places_is_needed_once() -> None:
     (read,) = plan_reads(copy_of(5, 0, (8, 0, 4), (4, 1, 1)), SOURCE, ReadLimits(), on_host=True)
     assert (read.num_reads, read.numel, read.needed_bytes_each) == (1, 4, 16)
 
 
 def test_a_million_reads_are_one_step() -> None:
-    (read,) = plan_reads(copy_of(0, 0, (1 << 20, 5000, 1)), SOURCE, ReadLimits(), on_host=True)
+    (read,) = plan_reads(copy_of(0, 0, (1 << 20, 5000, 1)), SOURCE, ReadLimits(max_gap_bytes=0), on_host=True)
     assert (read.num_reads, read.numel) == (1 << 20, 1)
 
 

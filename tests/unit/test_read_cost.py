@@ -1,0 +1,36 @@
+"""What reading costs is what the environment says of it, and a plan states by what it was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowmem_load import plan
+from lowmem_load.errors import ConfigError
+from lowmem_load.planning.reads import ReadCost
+from lowmem_load.stages.read_cost import read_cost
+from tests import builders
+from tests.parity import BF16
+
+
+def test_the_environment_comes_before_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_cost() == ReadCost()
+    monkeypatch.setenv("LOWMEM_LOAD_READ_CALL_US", "1000")
+    assert read_cost().call_s == 1e-3
+    monkeypatch.setenv("LOWMEM_LOAD_READ_MB_PER_S", "200")
+    assert read_cost().max_gap_bytes == 200_000
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "fast", "nan"])
+def test_what_is_no_positive_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWMEM_LOAD_READ_CALL_US", text)
+    with pytest.raises(ConfigError, match=f"LOWMEM_LOAD_READ_CALL_US: the environment has {text!r}"):
+        read_cost()
+
+
+def test_a_plan_goes_by_it_and_says_so(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWMEM_LOAD_READ_CALL_US", "7")
+    found = plan(builders.tiny_llama(checkpoints), BF16, rank=0, world_size=2)
+    assert found.read_cost == ReadCost(call_s=7e-6)
+    assert found.summary()["read_call_s"] == 7e-6
