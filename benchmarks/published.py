@@ -144,7 +144,7 @@ _QWEN3_235B = {
 }
 
 # deepseek-ai/DeepSeek-V3; without auto_map, whose code transformers does not need
-_DEEPSEEK_V3_FP8 = {
+_DEEPSEEK_V3_FP8: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -206,6 +206,25 @@ _DEEPSEEK_V3_FP8 = {
 
 # The same, as fp8_cast_bf16.py of github.com/deepseek-ai/DeepSeek-V3 casts it
 _DEEPSEEK_V3_BF16 = {key: value for key, value in _DEEPSEEK_V3_FP8.items() if key != "quantization_config"}
+
+# moonshotai/Kimi-K2-Instruct; its model type, which transformers lacks, as that of the architecture that it names
+_KIMI_K2 = {
+    **_DEEPSEEK_V3_FP8,
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**_DEEPSEEK_V3_FP8["rope_scaling"], "beta_fast": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
 
 # openai/gpt-oss-120b
 _GPT_OSS_120B = {
@@ -299,6 +318,7 @@ MODELS: dict[str, Published] = {
     "deepseek-v3-bf16": Published(_DEEPSEEK_V3_BF16, 46_183, 671_026_404_352),
     "deepseek-v3-fp8": Published(_DEEPSEEK_V3_FP8, 91_991, 671_026_404_352, max_shard_bytes=4_250_000_000),
     "qwen3-vl-235b-a22b": Published(_QWEN3_VL_235B, 1_388, 235_670_022_896),
+    "kimi-k2-fp8": Published(_KIMI_K2, 139_583, 1_026_408_209_408, max_shard_bytes=17_000_000_000),
     "gpt-oss-120b": Published(_GPT_OSS_120B, 687, 116_829_156_672),
 }
 

@@ -69,6 +69,11 @@ ROWS = (
     Row("llama-3.1-405b", 257, 512),
     Row("qwen3-235b-a22b", 517, 1024),
     Row("deepseek-v3-bf16", 517, 1024),
+    Row("deepseek-v3-fp8", 517, 1024),
+    Row("kimi-k2-fp8", 517, 1024),
+    Row("qwen3-vl-235b-a22b", 517, 1024),
+    Row("gpt-oss-120b", 33, 64),
+    Row("gpt-oss-120b", 517, 1024),
 )
 """What `--all` measures: ranks in the middle of each world, since the last one's partitions may be cut short."""
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
+from lowmem_load.describe.arguments import Template, tree_map, values_of
 from lowmem_load.describe.initialise import UNINITIALISED, Initialiser, ReadNow, SharedValue, with_random_state
 from lowmem_load.describe.operations import describe, is_described
+from lowmem_load.describe.twins import Twins
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
     Cast,
@@ -44,6 +45,9 @@ CPU = torch.device("cpu")
 
 EQUAL_NUMEL = 1 << 21
 """Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
+
+_TWINS = Twins()
+"""Shapes alone, and of any model: nothing that a load would have to forget."""
 
 _FACTORIES = {
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
@@ -98,7 +102,7 @@ class SymbolicTensor(torch.Tensor):
     ) -> SymbolicTensor:
         value = expression if isinstance(expression, SharedValue) else SharedValue(expression)
         if twin is None:
-            twin = torch.empty(value.expression.shape, dtype=value.expression.dtype, device="meta")
+            twin = _TWINS.of(value.expression.shape, value.expression.dtype)
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU, requires_grad=False
         )
@@ -163,9 +167,9 @@ class SymbolicTensor(torch.Tensor):
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
         if operation in _FACTORIES:
-            return func(_twin(args[0]), *args[1:], **{**kwargs, "device": CPU})
+            return func(args[0].twin, *args[1:], **{**kwargs, "device": CPU})
         try:
-            twins = func(*tree_map(_twin, args), **{key: _twin(v) for key, v in kwargs.items() if key != "device"})
+            twins = _TWINS.of_call(func, args, kwargs)
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
             return _run_now(func, args, kwargs)
         args, kwargs = tree_map(_snapshot, (args, kwargs))
@@ -212,7 +216,7 @@ def forget(tensor: SymbolicTensor) -> None:
 
 def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTensor:
     """Return a new value that was computed from `args`."""
-    sources = [value for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor)]
+    sources = [value for value in values_of(args) if isinstance(value, SymbolicTensor)]
     made = SymbolicTensor(expression, sources[0].read_now, twin)
     made.value.computed_from = next(
         (found for s in sources if (found := s.value.initialiser or s.value.computed_from)), None
@@ -230,32 +234,23 @@ def _expressed(value: Any) -> Any:
     return expression_of(value) if isinstance(value, torch.Tensor) else value
 
 
-def _twin(value: Any) -> Any:
-    if isinstance(value, SymbolicTensor):
-        return value.twin
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
 def _reader_of(args: Any) -> ReadNow:
-    return next(value.read_now for value in tree_flatten(args)[0] if isinstance(value, SymbolicTensor))
+    return next(value.read_now for value in values_of(args) if isinstance(value, SymbolicTensor))
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: Any) -> Expression | None:
     """Return an operation on each element by itself, such as a dequantizing product, as one on flat ranges."""
-    flat, spec = tree_flatten((args, kwargs))
-    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
     pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    # a scalar tensor takes part in type promotion in another way than a flat range of it would
     if not pointwise or is_described(func.overloadpacket) or not isinstance(twin, torch.Tensor):
         return None
+    tensors = [value for value in values_of((args, kwargs)) if isinstance(value, torch.Tensor)]
+    # a scalar tensor takes part in type promotion in another way than a flat range of it would
     if any(tensor.dim() == 0 for tensor in tensors):
         return None
-    shape = tuple(twin.shape)
+    shape, call = tuple(twin.shape), Template((args, kwargs))
 
     def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        supply = iter(values)
-        ranges = [next(supply) if isinstance(value, torch.Tensor) else value for value in flat]
-        real_args, real_kwargs = spec.unflatten(ranges)
+        real_args, real_kwargs = call.filled(values)
         result: torch.Tensor = func(*real_args, **real_kwargs)
         return result
 
@@ -298,7 +293,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place operation. See [Note: writes]."""
     positions = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
     named = [kwargs[name] for i in positions if (name := func._schema.arguments[i].name) in kwargs]
-    targets = tree_flatten([[args[i] for i in positions if i < len(args)], named])[0]
+    targets = values_of([[args[i] for i in positions if i < len(args)], named])
     if positions and not any(isinstance(target, SymbolicTensor) for target in targets):
         return _run_now(func, args, kwargs)
     if positions != [0] or not isinstance(args[0], SymbolicTensor):
@@ -337,16 +332,12 @@ def _on_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Expression, ...], Callable[[Sequence[torch.Tensor]], Any]]:
     """Return what `func` needs, and a function that runs it once that has been read."""
-    flat, spec = tree_flatten((args, kwargs))
-    tensors = [value for value in flat if isinstance(value, SymbolicTensor)]
-    strides = [tensor.stride() for tensor in tensors]
+    tensors = [value for value in values_of((args, kwargs)) if isinstance(value, SymbolicTensor)]
+    strides, call = [tensor.stride() for tensor in tensors], Template((args, kwargs), SymbolicTensor)
     writes = func._schema.is_mutable
 
     def run(values: Sequence[torch.Tensor]) -> Any:
-        supply = iter(values if writes else map(_with_strides, values, strides))
-        real_args, real_kwargs = spec.unflatten(
-            [next(supply) if isinstance(value, SymbolicTensor) else value for value in flat]
-        )
+        real_args, real_kwargs = call.filled(values if writes else map(_with_strides, values, strides))
         return func(*real_args, **real_kwargs)
 
     return tuple(tensor.expression for tensor in tensors), run
@@ -383,7 +374,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: An
 
     Run it now when it returns something else, or draws random numbers, which come in order.
     """
-    results, result_spec = tree_flatten(twins)
+    results = values_of(twins)
     draws = torch.Tag.nondeterministic_seeded in func.tags
     if draws or not all(isinstance(result, torch.Tensor) for result in results):
         return _run_now(func, args, kwargs)
@@ -391,12 +382,12 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: An
 
     def node(position: int, twin: torch.Tensor) -> SymbolicTensor:
         def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            result: torch.Tensor = tree_flatten(run(values))[0][position]
+            result: torch.Tensor = values_of(run(values))[position]
             return result
 
         return _made(Computed(str(func), compute, inputs, tuple(twin.shape), twin.dtype), (args, kwargs), twin)
 
-    return result_spec.unflatten([node(position, twin) for position, twin in enumerate(results)])
+    return Template(twins).filled([node(position, twin) for position, twin in enumerate(results)])
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lowmem_load.describe.patterns import Patterns
 from lowmem_load.describe.tensor import SymbolicTensor
 
 MODULE = "transformers.integrations.finegrained_fp8"
@@ -29,14 +30,22 @@ def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     if ordinary is None:  # it refuses weights whose blocks are not whole, then
         return []
 
-    def dequantize(operation: Any, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        missing = _missing(operation, quantized, scales) if isinstance(quantized, SymbolicTensor) else (0, 0)
-        for dim, size in zip((-2, -1), missing, strict=True):
-            if size:
-                quantized = torch.cat([quantized, _repeated_last(quantized, dim, size)], dim)
-        whole = ordinary(operation, quantized, scales, *args, **kwargs)
-        rows, columns = (size - lacking for size, lacking in zip(whole.shape[-2:], missing, strict=True))
-        return whole[..., :rows, :columns] if any(missing) else whole
+    patterns = Patterns()
+
+    def dequantize(operation: Any, quantized: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
+        if not (isinstance(quantized, SymbolicTensor) and isinstance(scales, SymbolicTensor)):
+            return ordinary(operation, quantized, scales, **kwargs)
+        missing = _missing(operation, quantized, scales)
+
+        def completed(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            for dim, size in zip((-2, -1), missing, strict=True):
+                if size:
+                    quantized = torch.cat([quantized, _repeated_last(quantized, dim, size)], dim)
+            whole = ordinary(operation, quantized, scales, **kwargs)
+            rows, columns = (size - lacking for size, lacking in zip(whole.shape[-2:], missing, strict=True))
+            return whole[..., :rows, :columns] if any(missing) else whole
+
+        return patterns.applied(completed, (quantized, scales), (missing, *sorted(kwargs.items())))
 
     return [(owner, "_dequantize_one", dequantize)]
 

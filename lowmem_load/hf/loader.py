@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from lowmem_load.contract import require
+from lowmem_load.describe.collector import collector_off
 from lowmem_load.describe.context import Context
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
@@ -33,6 +34,7 @@ from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.hf.collecting import described_collecting
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.releases import SUPPORTED
@@ -138,6 +140,8 @@ class Call:
         # Nothing is mapped, so there is nothing to disable.
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}
         with ordinary_path(), _quiet(), contextlib.ExitStack() as hooks:
+            hooks.enter_context(collector_off())
+            hooks.enter_context(described_collecting())
             hooks.enter_context(_symbolic_files(context))
             hooks.enter_context(_checked_indexes())
             hooks.enter_context(_initialised_in(context))

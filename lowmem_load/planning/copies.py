@@ -29,12 +29,14 @@ from lowmem_load.planning.expression import (
     Concat,
     Elementwise,
     Expression,
+    Instance,
     Leaf,
     Permute,
     Pick,
     Reshape,
     Shape,
     Slice,
+    Slot,
     reshape,
 )
 from lowmem_load.planning.ranges import FlatRange
@@ -155,7 +157,10 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
 def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
     """Yield the copies that fill a destination with `flat_range` of `expression`; what is made of them is proved."""
     casts: tuple[torch.dtype, ...] = ()
-    while isinstance(expression, Reshape | Cast):  # neither changes the flat order
+    while isinstance(expression, Reshape | Cast | Instance):  # none changes the flat order
+        if isinstance(expression, Instance):
+            expression = expression.expanded()
+            continue
         if isinstance(expression, Cast):
             casts = (expression.dtype, *casts)
         expression = expression.part
@@ -194,6 +199,10 @@ def _walk(node: Expression, nest: _Nest) -> Iterator[Copy]:
         yield from _walk(node.part, replace(nest, index=tuple(nest.index[dim] for dim in order)))
     elif isinstance(node, Concat):
         yield from _walk_concat(node, nest)
+    elif isinstance(node, Instance):
+        yield from _walk(node.expanded(), nest)
+    elif isinstance(node, Slot):
+        raise TypeError(f"{node} is no part of a pattern")
     elif isinstance(node.part, Leaf):  # whose own rows need not be told apart
         yield _copy_of_leaf(node.part, node.shape, nest)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -150,8 +150,52 @@ class Cast:
         object.__setattr__(self, "shape", self.part.shape)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Stands in a pattern for what each `Instance` of it has in its place."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """`pattern` with `inputs` in place of its `slots`: one of many expressions that differ in their leaves alone."""
+
+    pattern: Expression
+    slots: tuple[Slot, ...]
+    inputs: tuple[Expression, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """Of the pattern."""
+        return self.pattern.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the pattern."""
+        return self.pattern.dtype
+
+    def expanded(self) -> Expression:
+        """Return the expression that this stands for."""
+        return _substituted(self.pattern, dict(zip(map(id, self.slots), self.inputs, strict=True)))
+
+
+def _substituted(node: Expression, places: dict[int, Expression]) -> Expression:
+    if isinstance(node, Slot):
+        return places[id(node)]
+    if isinstance(node, Instance):
+        return replace(node, inputs=tuple(_substituted(part, places) for part in node.inputs))
+    parts = tuple(_substituted(part, places) for part in children(node))
+    if isinstance(node, Computed):
+        return replace(node, inputs=parts)
+    if isinstance(node, Concat | Elementwise):
+        return replace(node, parts=parts)
+    return replace(node, part=parts[0]) if parts and not isinstance(node, Source | Held) else node
+
+
 Leaf = Source | Held | Computed | Elementwise
-Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast
+Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast | Slot | Instance
 
 
 def held(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:
@@ -211,22 +255,28 @@ def numel(expression: Expression) -> int:
 
 def leaves(expression: Expression) -> list[Leaf]:
     """Return the distinct leaves in order of first appearance, with those that `Computed` and `Elementwise` need."""
-    found: dict[int, Leaf] = {}
+    found: list[Leaf] = []
+    seen: set[int] = set()
     stack: list[Expression] = [expression]
     while stack:
         node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
         if isinstance(node, Leaf):
-            found.setdefault(id(node), node)
+            found.append(node)
         stack.extend(reversed(children(node)))
-    return list(found.values())
+    return found
 
 
 def children(expression: Expression) -> tuple[Expression, ...]:
-    """Return the expressions that `expression` is directly made of."""
-    if isinstance(expression, Source | Held):
+    """Return the expressions that `expression` is directly made of; an `Instance` also of its pattern."""
+    if isinstance(expression, Source | Held | Slot):
         return ()
     if isinstance(expression, Computed):
         return expression.inputs
     if isinstance(expression, Concat | Elementwise):
         return expression.parts
+    if isinstance(expression, Instance):
+        return (*expression.inputs, expression.pattern)
     return (expression.part,)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_load.describe.collector import collector_off
 from lowmem_load.describe.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.describe.quantized import QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor, initialised_part
@@ -66,6 +67,7 @@ class Planned:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@collector_off()
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> Planned:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
 

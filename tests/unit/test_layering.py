@@ -29,7 +29,9 @@ MODULES: dict[str, set[str]] = {
     "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
     "read": {"executor", "gds", "hashing", "open_sources", "sample", "scatter", "source", "uploads", "whole"},
     "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
-    "describe": {"context", "initialise", "operations", "quantized", "tensor"},
+    "describe": {
+        *("arguments", "collector", "context", "initialise", "operations", "patterns", "quantized", "tensor", "twins"),
+    },
     "quantize": {"check", "four_bit"},
     "ds": {
         *(
@@ -47,7 +49,7 @@ MODULES: dict[str, set[str]] = {
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
-        *("active", "first_load", "fp8", "intercept", "loader", "mxfp4", "names"),
+        *("active", "collecting", "first_load", "fp8", "intercept", "loader", "mxfp4", "names"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
     "ranks": {"device", "environment", "group", "life", "line", "process_group"},
