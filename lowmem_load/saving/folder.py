@@ -4,9 +4,9 @@
 disk, the two are exchanged by one system call (`renameat2`; where the file system lacks it, by two renames), and what
 the former folder had besides is moved over. So whenever a save ends, also by a signal or with the machine, there is the
 former folder or the new one, and never a mixture of both, which would load wrongly without an error: their shards have
-the same names and shapes. A folder that cannot be renamed (a mount point, one that this process works in or whose
-parent it may not write) is changed inside: what would make it load is taken away first and comes back last, so that
-for the moment of these renames it loads not at all.
+the same names and shapes. A folder that cannot be renamed (one that is or has a mount point, that this process works
+in, whose parent it may not write, of a lower layer of overlayfs) is changed inside: what would make it load is taken
+away first and comes back last, so that for the moment of these renames it loads not at all.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ PROBE = ".lowmem_load_probe"
 _SAVING, _REMOVED = "saving-", "removed-"
 """What names of folders have in them: of those that are filled, and of those that are on their way out."""
 
+_FORMER = ".former"
+"""Folder, in one that is emptied into its target, for what the target had under the same names."""
+
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _AT_CWD = -100  # AT_FDCWD of linux/fcntl.h
 
@@ -54,6 +57,11 @@ class Staging:
         """Whether it lies in the folder itself, which cannot be renamed."""
         return self.path.parent == self.target
 
+    @property
+    def removed(self) -> str:
+        """Name of what nobody needs any more, by which the next save can tell if this one is killed."""
+        return self.path.name.replace(_SAVING + self.token, _REMOVED + self.token)
+
 
 def make_staging(folder: str | os.PathLike[str], needed_bytes: int) -> Staging:
     """Make an empty folder for a save; remove what earlier saves to the same place, which were killed, have left.
@@ -76,9 +84,13 @@ def make_staging(folder: str | os.PathLike[str], needed_bytes: int) -> Staging:
             raise ConfigError(f"{folder}: needs {needed_bytes} bytes, but {free_bytes} are free; nothing was written")
         path = place / f"{prefix}{_SAVING}{token}"
         path.mkdir()
-        if target.is_dir():
-            shutil.copymode(target, path)
-        (path / PROBE).write_text(token)
+        try:
+            (path / PROBE).write_text(token)
+            if target.is_dir():
+                shutil.copymode(target, path)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be saved to: {error}") from error
     return Staging(path, target, token)
@@ -136,12 +148,16 @@ def commit(staging: Staging, weights: Sequence[str]) -> None:
         if staging.is_inside:
             _replace_inside(staging, stale)
             return
-        former = _take_place(staging)
+        try:
+            former = _take_place(staging)
+        except OSError:  # EXDEV of overlayfs, EPERM below a sticky folder of somebody else's: files may be replaced
+            _replace_inside(staging, stale)
+            return
         (staging.target / PROBE).unlink(missing_ok=True)
         _sync(staging.target.parent)
         if former is not None:
             _move_over(former, staging.target, stale)
-            _remove(former, f".{staging.target.name}.{_REMOVED}{staging.token}")
+            _remove(former, staging.removed)
     except OSError as error:
         raise ConfigError(f"{staging.target}: what was saved cannot take its place: {error}") from error
 
@@ -157,15 +173,17 @@ def _finish_what_is_left(target: Path, place: Path, prefix: str) -> None:
     for removed in place.glob(f"{glob.escape(prefix + _REMOVED)}*"):
         shutil.rmtree(removed, ignore_errors=True)
     for left in place.glob(f"{glob.escape(prefix + _SAVING)}*"):
-        if place == target and not (left / PROBE).exists() and any(left.iterdir()):
+        if not (left / PROBE).exists() and (left / _FORMER).exists():
             continue  # it has what the folder lacks; see `_replace_inside`
         if not (left / PROBE).exists() and target.is_dir():  # the former folder, exchanged already
             _move_over(left, target, _stale([path.name for path in target.glob("*.safetensors")]))
         _remove(left, f"{prefix}{_REMOVED}{left.name.rpartition('-')[2]}")
+    # Of a save that was killed right after the exchange. It must not be in what the next exchange takes away.
+    (target / PROBE).unlink(missing_ok=True)
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder that nobody needs, under a name by which the next save can tell if this one is killed."""
+    """Remove a folder that nobody needs, under a name that says so; see `Staging.removed`."""
     removed = folder.with_name(name)
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
@@ -173,11 +191,16 @@ def _remove(folder: Path, name: str) -> None:
 
 def _can_be_renamed(folder: Path) -> bool:
     works_there = folder in (cwd := Path(os.path.realpath(os.getcwd())), *cwd.parents)
-    return not os.path.ismount(folder) and not works_there and os.access(folder.parent, os.W_OK | os.X_OK)
+    has_mounts = any(map(os.path.ismount, (folder, *folder.iterdir())))  # those could not be moved over
+    return not has_mounts and not works_there and os.access(folder.parent, os.W_OK | os.X_OK)
 
 
 def _take_place(staging: Staging) -> Path | None:
-    """Rename the staging folder to its target; return what the former folder is called now, if there was one."""
+    """Rename the staging folder to its target; return what the former folder is called now, if there was one.
+
+    Raises:
+        OSError: the target cannot be renamed. Nothing has changed.
+    """
     if not staging.target.exists() or not any(staging.target.iterdir()):
         os.rename(staging.path, staging.target)
         return None
@@ -187,7 +210,11 @@ def _take_place(staging: Staging) -> Path | None:
         staging.target.with_name(f".{staging.target.name}.{state}-{staging.token}") for state in ("ready", "former")
     )
     os.rename(staging.path, ready)  # from here on nothing may remove it as what a killed save has left
-    os.rename(staging.target, former)
+    try:
+        os.rename(staging.target, former)
+    except OSError:
+        os.rename(ready, staging.path)
+        raise
     os.rename(ready, staging.target)
     return former
 
@@ -216,9 +243,9 @@ def _move_over(former: Path, new: Path, stale: re.Pattern[str]) -> None:
 
 
 def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
-    (staging.path / PROBE).unlink()  # as in `_take_place`
-    former = staging.path / ".former"
+    former = staging.path / _FORMER
     former.mkdir()
+    (staging.path / PROBE).unlink()  # from here on nothing may remove it as what a killed save has left
     names = [path.relative_to(staging.path) for path in sorted(staging.path.rglob("*")) if path.is_file()]
     # Single files and indexes are what loaders look for: away first, and back last.
     names.sort(key=lambda name: (_opens(name.name), name))
@@ -230,7 +257,7 @@ def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
         (staging.target / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(staging.path / name, staging.target / name)
     _sync(staging.target)
-    _remove(staging.path, f".{_REMOVED}{staging.token}")
+    _remove(staging.path, staging.removed)
 
 
 def _opens(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -54,16 +55,22 @@ def loaded(target: Path) -> set[str] | None:
     return None
 
 
+def refused(*_: Any) -> bool:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
 def beside(target: Path) -> list[str]:
     return sorted(path.name for path in target.parent.iterdir() if path.name not in ("scratch", target.name))
 
 
-@pytest.fixture(params=["exchanged", "renamed twice", "inside"])
+@pytest.fixture(params=["exchanged", "renamed twice", "inside", "refused"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "renamed twice":
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
     if request.param == "inside":
         monkeypatch.setattr(folders, "_can_be_renamed", lambda _: False)
+    if request.param == "refused":  # as by overlayfs, of a folder of the image that a container was made of
+        monkeypatch.setattr(folders, "_exchange", refused)
     return str(request.param)
 
 
@@ -194,6 +201,59 @@ def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs \d+ bytes, but \d+ are free"):
         folders.make_staging(tmp_path / "model", 1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_killed_right_after_the_exchange_does_not_cost_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What marks an unfinished save is in the folder itself then, and the next save may fail or be killed as well."""
+    target = tmp_path / "model"
+    save(target, "old")
+    (target / "README.md").write_text("mine")
+    (target / PROBE).write_text("of the killed save")
+    staging, weights = stage(target, "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "_move_over", refused)
+        with pytest.raises(ConfigError, match="cannot take its place"):
+            folders.commit(staging, weights)
+    folders.discard(staging)
+    save(target, "newer")
+    assert loaded(target) == {"newer"} and (target / "README.md").read_text() == "mine"
+    assert beside(target) == [] and not (target / PROBE).exists()
+
+
+def test_two_renames_of_which_one_is_refused_fall_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ordinary = tmp_path / "model", os.rename
+    save(target, "old")
+    staging, weights = stage(target, "new")
+
+    def rename(source: Path, destination: Path) -> None:
+        if source == target:
+            refused()
+        ordinary(source, destination)
+
+    monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", rename)
+    folders.commit(staging, weights)
+    assert loaded(target) == {"new"} and beside(target) == []
+
+
+def test_a_folder_with_a_mount_point_is_not_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model"
+    save(target, "old")
+    (target / "checkpoints").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "checkpoints")
+    staging, weights = stage(target, "new")
+    assert staging.is_inside
+    folders.commit(staging, weights)
+    assert loaded(target) == {"new"} and (target / "checkpoints").is_dir()
+
+
+def test_a_folder_that_cannot_be_marked_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "write_text", refused)
+    with pytest.raises(ConfigError, match="cannot be saved to"):
+        folders.make_staging(tmp_path / "model", 1)
     assert list(tmp_path.iterdir()) == []
 
 
