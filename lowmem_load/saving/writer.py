@@ -22,6 +22,9 @@ STAGING_BYTES = 8 << 20
 DIRECT_BYTES = 64 << 20
 """Of one write straight from a partition: keeps the progress bar fed."""
 
+MAX_OPEN = 64
+"""Files that are open at a time: a process may often have 1024 descriptors, and models have had more shards."""
+
 
 class Writer:
     """Writes into files that are there, in full length. For one thread.
@@ -39,6 +42,7 @@ class Writer:
     def __init__(self, paths: Sequence[Path], on_bytes: Callable[[int], object]) -> None:
         self._paths, self._on_bytes = paths, on_bytes
         self._opened: dict[int, int] = {}
+        self._written: set[int] = set()
         self._staging: torch.Tensor | None = None
         self.num_writes = self.written_bytes = self.staged_bytes = self.num_synced = 0
 
@@ -65,7 +69,8 @@ class Writer:
         copy, itemsize = write.copy, write.dtype.itemsize
         start = copy.leaf_start - first
         is_run = run_of(copy) == copy.numel and (copy.numel == 1 or copy.leaf_strides == (1,))
-        if is_run and memory.dtype == write.dtype and memory.device.type == "cpu":
+        is_same = {memory.dtype, *copy.casts} == {write.dtype}
+        if is_run and is_same and memory.device.type == "cpu":
             at = write.start + copy.destination_start * itemsize
             self._put(write.file, memory[start : start + copy.numel], at)
             return
@@ -84,9 +89,9 @@ class Writer:
         Raises:
             CheckpointError: it does not.
         """
-        for number, descriptor in self._opened.items():
+        for number in sorted(self._written):
             with self._told(number):
-                os.fsync(descriptor)
+                os.fsync(self._descriptor(number))
             self.num_synced += 1
 
     def _stage(self, part: Scatter, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -114,6 +119,11 @@ class Writer:
 
     def _descriptor(self, number: int) -> int:
         if number not in self._opened:
+            if len(self._opened) == MAX_OPEN:
+                oldest = next(iter(self._opened))
+                with self._told(oldest):
+                    os.close(self._opened.pop(oldest))
+            self._written.add(number)
             self._opened[number] = os.open(self._paths[number], os.O_WRONLY | os.O_CLOEXEC)
         return self._opened[number]
 

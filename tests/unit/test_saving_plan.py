@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def converted(p: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         "empty": p["empty"],
         "row as bf16": p["row"].to(torch.bfloat16),
         "a as fp16, by way of bf16": a.to(torch.bfloat16).to(torch.float16),
+        "a as fp32, by way of bf16": a.to(torch.bfloat16).to(torch.float32),
         "a transposed": a.t().contiguous(),
         "b permuted": b.permute(2, 0, 1).contiguous(),
         "gate transposed": gate.transpose(1, 2).contiguous(),
@@ -137,6 +139,25 @@ def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     with Writer([tmp_path / "f"], lambda _: None) as writer:
         writer.write(write, torch.ones(34), 34)
         assert (writer.num_writes, writer.written_bytes, writer.staged_bytes) == (1, 33 * 4, 0)
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    """Of more files than a process may open; all reach the disk, also those that were closed meanwhile."""
+    leaf, number = Source("", "p", 0, (200,), torch.float32), 200
+    tensors: list[Mapping[str, Expression]] = [
+        {str(at): SymbolicTensor(leaf, pytest.fail)[at : at + 1].expression} for at in range(number)
+    ]
+    files = [(layout_of(f"{at}", part), part) for at, part in enumerate(tensors)]
+    paths, before, most = [tmp_path / layout.name for layout, _ in files], len(os.listdir("/proc/self/fd")), 0
+    for layout, _ in files:
+        (tmp_path / layout.name).write_bytes(layout.header + bytes(layout.data_bytes))
+    with Writer(paths, lambda _: None) as writer:
+        for write in plan_writes(files):
+            writer.write(write, torch.arange(200.0), 0)
+            most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        writer.sync()
+        assert most <= writer_module.MAX_OPEN < number and writer.num_synced == number
+    assert [load_file(path)[path.name].item() for path in paths] == list(range(number))
 
 
 def test_what_is_written_in_pieces_is_named() -> None:
