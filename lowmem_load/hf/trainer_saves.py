@@ -69,13 +69,23 @@ def noted_saves() -> Iterator[list[WantedSave]]:
 
         return save
 
-    classes = [PreTrainedModel]
-    if "peft.peft_model" in sys.modules:
-        classes.append(sys.modules["peft.peft_model"].PeftModel)
     with contextlib.ExitStack() as stack:
-        for cls in classes:
+        for cls in _classes():
             stack.enter_context(replaced(cls, "save_pretrained", noting(cls.save_pretrained)))
         yield wanted
+
+
+def is_saved_by_itself(model: nn.Module) -> bool:
+    """Return whether Trainer calls the model's `save_pretrained`; it writes the state dict of any other one itself.
+
+    Source: transformers 5.23 `trainer.py`, `Trainer._save`.
+    """
+    return isinstance(model, _classes())
+
+
+def _classes() -> tuple[type, ...]:
+    peft = sys.modules.get("peft.peft_model")
+    return (PreTrainedModel,) if peft is None else (PreTrainedModel, peft.PeftModel)
 
 
 def default_shard_size() -> int | str:

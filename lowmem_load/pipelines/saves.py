@@ -16,7 +16,13 @@ from typing import Any
 from lowmem_load.ds.consolidation import consolidates_to
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.trainer_saves import NotGathered, default_shard_size, noted_saves, trainer_saves
+from lowmem_load.hf.trainer_saves import (
+    NotGathered,
+    default_shard_size,
+    is_saved_by_itself,
+    noted_saves,
+    trainer_saves,
+)
 from lowmem_load.integrity.model import unwrapped
 from lowmem_load.saving.save import ranks_of, save_model
 
@@ -39,7 +45,8 @@ class LedSaves(contextlib.ExitStack):
 def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is.
 
-    Left as it is: models without partitions, `.bin` files, quantized models, and saves that end in a push to the Hub.
+    Left as it is: models without partitions, `.bin` files, quantized models, models of neither transformers nor PEFT,
+    and saves that end in a push to the Hub.
 
     Raises:
         UnsupportedError: code between looks into the weights, or saves another model.
@@ -67,4 +74,5 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
 def _is_plain(trainer: Any, model: Any) -> bool:
     arguments = trainer.args
     quantized = getattr(model, "hf_quantizer", None) is not None and not hasattr(model, "peft_config")
-    return getattr(arguments, "save_safetensors", True) and not arguments.push_to_hub and not quantized
+    as_safetensors = getattr(arguments, "save_safetensors", True)
+    return is_saved_by_itself(model) and as_safetensors and not arguments.push_to_hub and not quantized

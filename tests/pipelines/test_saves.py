@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import builders
 from tests.multi_rank.test_save import equal_folders
@@ -58,6 +59,14 @@ def make_trainer(path: str, out: Path, lora: bool = False, **zero: Any) -> Any:
     return trainer
 
 
+class Holder(torch.nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self, held: torch.nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+
 def save_twice(path: str, out: str) -> None:
     """Rank function."""
     import accelerate
@@ -86,6 +95,12 @@ def save_twice(path: str, out: str) -> None:
         if rank == "0":
             print(sorted(state_dict))
 
+    trainer.model = Holder(trainer.model)  # of neither transformers nor PEFT: Trainer writes its state dict itself
+    trainer.deepspeed.zero_gather_16bit_weights_on_model_save = lambda: True
+    trainer.save_model(folder / "plain")
+    trainer.model = trainer.model.held
+    del trainer.deepspeed.zero_gather_16bit_weights_on_model_save
+
     trainer._save = look
     with pytest.raises(RankError, match=r"rank 0: UnsupportedError: this code looks into the weights .*saves=False"):
         trainer.save_model(folder / "looked into")
@@ -107,6 +122,7 @@ def test_trainer_saves_what_stock_saves(checkpoints: Path, tmp_path: Path) -> No
         checkpoint = tmp_path / name / "run" / "checkpoint-1"
         equal_folders_of_weights(checkpoint, tmp_path / name / "ours")
         assert (checkpoint / "latest").exists(), "the optimizer's part of the checkpoint is there as well"
+    assert len(load_file(tmp_path / "plain" / "model.safetensors")) > 0
     assert {path.name for path in (tmp_path / "again").iterdir()} >= {"adapter_model.safetensors", "tokens.json"}
 
 
