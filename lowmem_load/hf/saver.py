@@ -43,6 +43,9 @@ _WHETHER_TO_WRITE = "should_save_on_this_rank"
 OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "distributed_checkpoint", "save_function")
 """Keywords of `save_pretrained` that are decided here."""
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""To which weights can be cast: integers and fp8 mean nothing without scales."""
+
 
 def _check_contract() -> None:
     """Raise IncompatibleVersionError unless transformers has what this module relies on."""
@@ -92,10 +95,10 @@ def describe_save(
         kwargs: further keywords of it.
 
     Raises:
-        ConfigError: a keyword that cannot be used here.
+        ConfigError: a keyword or dtype that cannot be used here.
         UnsupportedError: the model has no `save_pretrained`, is quantized, or saves what is none of its tensors.
     """
-    _refuse(model, kwargs)
+    _refuse(model, dtype, kwargs)
     files: list[SavedFile] = []
 
     def record(weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Any = None, **_: Any) -> None:
@@ -124,11 +127,13 @@ def describe_save(
     return files
 
 
-def _refuse(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:
     """Raise for what cannot be saved so."""
     wrong = sorted({*kwargs}.intersection(OURS))
     if wrong:
         raise ConfigError(f"save_model: {', '.join(wrong)}: not among the keywords that are passed on; drop it")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")
     if not hasattr(model, "save_pretrained"):
         raise UnsupportedError(f"{type(model).__name__} has no save_pretrained: it is no model of transformers or PEFT")
     if getattr(getattr(model, "config", None), "distributed_config", None) is not None:

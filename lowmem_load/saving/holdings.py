@@ -88,9 +88,20 @@ def groups_of(model: nn.Module) -> Sequence[Any]:
 
 def _holding(name: str, tensor: torch.Tensor, rank: int, master: bool) -> Holding:
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
-        from lowmem_load.ds.parameters import has_master, held_range, is_first_replica, is_partitioned, whole_shape
+        from lowmem_load.ds.parameters import (
+            has_master,
+            held_range,
+            is_first_replica,
+            is_partitioned,
+            partition_of,
+            whole_shape,
+        )
 
         if is_partitioned(tensor):
+            # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
+            stored = partition_of(tensor).dtype
+            if stored.is_floating_point != tensor.dtype.is_floating_point:
+                raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
             is_master = master and tensor.dtype != torch.float32 and has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
             mine = held_range(tensor) if is_first_replica(tensor) else NOTHING

@@ -47,7 +47,8 @@ def save_model(
 ) -> SaveReport:
     """Write a model as `save_pretrained` of the whole model would, each rank the bytes that it holds.
 
-    Every rank must call it, between steps. The files are ordinary Hugging Face ones: the same names, keys, shards and
+    Every rank must call it, between steps: not inside `GatheredParameters`, whose changes reach the partitions at its
+    end. The files are ordinary Hugging Face ones: the same names, keys, shards and
     bytes, with transformers' conversions turned back, tied and ignored weights left out. Of a PEFT model the adapters
     are written. Works under ZeRO-3 whatever holds the partitions (offload to cpu or nvme, hpZ, MiCS, partial ZeRO-3,
     frozen parts), under stages 0 to 2, and without DeepSpeed.
@@ -59,9 +60,10 @@ def save_model(
         model: of transformers or PEFT, or what holds it: an engine of DeepSpeed's, DDP.
         folder: on a file system that all ranks share. Made if it is not there.
         max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
-        dtype: of floating-point tensors in the files; cast on the way. None: as the model has them. With
-            torch.float32, of parameters that an engine of ZeRO-3 trains in 16 bits, the optimizer's fp32 values are
-            written; `SaveReport.num_masters` counts them. (Under stages 0 to 2 it is the 16-bit values, cast.)
+        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16; cast on the way. None: as the model
+            has them. With torch.float32, of parameters that an engine of ZeRO-3 trains in 16 bits, the optimizer's fp32
+            values are written; `SaveReport.num_masters` counts them. (Under stages 0 to 2 it is the 16-bit values,
+            cast.)
         processors: tokenizers, processors and the like, whose `save_pretrained` writes into the folder too.
         progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
         **save_pretrained_kwargs: as the model's `save_pretrained` takes them: variant, save_original_format, ...

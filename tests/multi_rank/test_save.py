@@ -175,6 +175,14 @@ def fail_together(path: str, out: str) -> None:
         save_model(model, target, state_dict={})
     with pytest.raises(UnsupportedError, match="Linear has no save_pretrained"):
         save_model(torch.nn.Linear(2, 2), target)
+    for dtype in (torch.int8, torch.float8_e4m3fn, "float32"):
+        with pytest.raises(ConfigError, match=r"dtype: .* would destroy the weights"):
+            save_model(model, target, dtype=dtype)  # type: ignore[arg-type]
+    partition = model.lm_head.weight.ds_tensor
+    ordinary_data, partition.data = partition.data, partition.data.to(torch.int8)  # as DeepSpeed keeps frozen ones
+    with pytest.raises(UnsupportedError, match=r"lm_head\.weight: is torch\.float32, .* hold torch\.int8, quantized"):
+        save_model(model, target)
+    partition.data = ordinary_data
     assert sorted(os.listdir(out)) == before
 
 
