@@ -1,8 +1,9 @@
 """What is done in each rank of a case, stock and ours alike: it is told that it is a CPU rank, and watched.
 
-Frameworks take a process without a GPU for a lone one, so accelerate is told the backend before they ask it; and before
-0.19.8 DeepSpeed gathers one parameter at a time (`benchmarks.methods.wait_for_all_gathers` says why). Neither has to do
-with how a model is loaded. What is watched: every loss that an engine is handed, and the memory of the process.
+Frameworks take a process without a GPU for a lone one, so accelerate is told the backend before they ask it; before
+0.19.8 DeepSpeed gathers one parameter at a time (`benchmarks.methods.wait_for_all_gathers` says why); an op that it
+would compile for minutes is left out; and torch is seeded at the first load. None of it takes part in loading a model.
+What is watched: every loss that an engine is handed, and the memory of the process.
 
 Runs in the environment of the framework. Nothing is imported before the framework imports it.
 """
@@ -79,8 +80,11 @@ class _Seen:
         @functools.wraps(ordinary)
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
             if self._sampler is None:
+                import torch
+
                 from benchmarks.measure import MemorySampler
 
+                torch.manual_seed(0)  # axolotl seeds after it has made adapters: they differ from run to run
                 self._sampler = MemorySampler()
                 self._sampler.__enter__()
                 atexit.register(self._write)

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 EXAMPLES = REPO / "examples"
 OUT = CACHE / "out"
 WAYS = ("stock", "ours")
-TIMEOUT_S, GRACE_S = 900, 60
+TIMEOUT_S, GRACE_S = 1800, 60
 """For a command, which takes about a minute, so that only a hang meets it; and to end then."""
 LOG, RANKS, OUTPUT = "log", "ranks", "output"
 """In the folder of a run: what it printed, what each rank has seen, and what it saved."""
