@@ -34,8 +34,8 @@ export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines compat compat-here zoo fuzz
-.PHONY: faults clean gpu-check
+.PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines frameworks compat
+.PHONY: compat-here zoo fuzz faults clean gpu-check
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -54,6 +54,7 @@ help:
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
 	@echo "make modes   compare each ZeRO-3 mode with stock"
 	@echo "make pipelines  compare Trainer, accelerate, TRL and LLaMA-Factory-style scripts with stock"
+	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others stock and with lowmem-load run (an hour, 8 GB)"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
 
 setup: $(STAMP) $(EXTENSIONS)
@@ -91,6 +92,11 @@ modes: $(EXTENSIONS)
 
 pipelines: $(SHM_COMM)
 	cd $(ROOT) && $(RUN) -m benchmarks.pipelines $(ARGS)
+
+# The cases of benchmarks/frameworks/cases.yaml, each framework in .cache/frameworks: ARGS="--only trl-sft-full". Their
+# Pythons and torches are those of compat, below.
+frameworks: $(STAMP)
+	cd $(ROOT) && $(RUN) -m benchmarks.frameworks $(ARGS)
 
 check: $(STAMP)
 	cd $(ROOT) && $(RUN) -m ruff format --check .

@@ -108,15 +108,7 @@ def install(environment: Environment) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = folder / "install.log"
-    python = find_python(environment.python)
-    torch = _torch(environment, python, log)
-    run([python, "-m", "venv", str(folder / "venv")], log)
-    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    (packages / "torch_of_compat.pth").write_text(f"{torch}\n")
-    _write_torchrun(python_of(environment))
-    pip = [str(python_of(environment)), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
-    # Older releases of DeepSpeed ask setuptools for pkg_resources, and 3.12 and later come without it.
-    run([*pip, "setuptools<81", "wheel"], log, tries=PIP_TRIES)
+    pip = make_venv(folder / "venv", environment.python, environment.torch, log)
     wanted = [f"{name}=={version}" for name, version in environment.pins.items()]
     run([*pip, *wanted, *TOOLS, "-e", str(REPO)], log, tries=PIP_TRIES)
     stamp.write_text(fingerprint(environment))
@@ -142,14 +134,32 @@ def compile_extensions(environment: Environment, names: Iterable[str]) -> None:
     run([str(python_of(environment)), "-m", "tests.build_extensions", *names], log, **variables(environment))
 
 
-def _torch(environment: Environment, python: str, log: Path) -> Path:
-    """Returns a folder with the torch of an environment and what it needs; those of equal torch and Python share it."""
-    folder = CACHE / f"torch-{environment.torch}-py{environment.python}"
+def make_venv(venv: Path, version: str, torch: str, log: Path) -> list[str]:
+    """Makes an environment of a Python such as "3.10" over the shared torch; returns its command to install packages.
+
+    Raises:
+        InstallError: there is no such Python, or no such torch for it.
+    """
+    python = find_python(version)
+    shared = _torch(python, version, torch, log)
+    run([python, "-m", "venv", str(venv)], log)
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    (packages / "torch_of_compat.pth").write_text(f"{shared}\n")
+    _write_torchrun(venv / "bin" / "python")
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
+    # Older releases of DeepSpeed ask setuptools for pkg_resources, and 3.12 and later come without it.
+    run([*pip, "setuptools<81", "wheel"], log, tries=PIP_TRIES)
+    return pip
+
+
+def _torch(python: str, version: str, torch: str, log: Path) -> Path:
+    """Returns a folder with a torch and what it needs; environments of equal torch and Python share it."""
+    folder = CACHE / f"torch-{torch}-py{version}"
     if not folder.is_dir():
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--target", str(part)]
-        run([*command, f"torch=={environment.torch}"], log, tries=PIP_TRIES)
+        run([*command, f"torch=={torch}"], log, tries=PIP_TRIES)
         part.rename(folder)
     return folder
 

@@ -1,0 +1,67 @@
+"""Runs frameworks as their users start them, stock and behind `lowmem-load run`: `python -m benchmarks.frameworks`.
+
+Each framework has an environment of its own under .cache/frameworks. The result of each case is kept as it comes, in
+results.json, and goes from there into the tables of docs/pipelines. A case that fails is a result, too. Ends with
+status 1 if a case has failed, or differs from stock where cases.yaml does not say why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.frameworks import page
+from benchmarks.frameworks.cases import Case, read_cases
+from benchmarks.frameworks.compare import compare, read_run
+from benchmarks.frameworks.install import CACHE, install, installed_versions
+from benchmarks.frameworks.results import as_expected, keep
+from benchmarks.frameworks.run import OUT, WAYS, RunError, run
+from benchmarks.pipeline_worker import import_example
+from tests.compat.install import InstallError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    cases = {case.name: case for case in read_cases()}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=cases, default=list(cases), metavar="CASE", help="instead of all")
+    parser.add_argument("--keep", action="store_true", help="leave what the runs have saved in .cache/frameworks/out")
+    options = parser.parse_args(arguments)
+    failed = []
+    for name in options.only:
+        result = measure(cases[name])
+        print(f"{name}: {page.verdict(result)}", flush=True)
+        keep(cases[name], result)
+        page.write()
+        if not as_expected(cases[name], result):
+            failed.append(name)
+        elif not options.keep:
+            shutil.rmtree(OUT / name)
+    if failed:
+        print(f"not as expected: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Return what a case came to, as data for JSON; {"error": ...} if it could not be run both ways."""
+    model = CACHE / f"model-{case.model}"
+    if not model.is_dir():  # an interrupted run leaves no half of it
+        part = model.with_suffix(".part")
+        import_example("make_model").main([str(part), "--size", case.model])
+        part.rename(model)
+    result: dict[str, Any] = {}
+    try:
+        install(case.environment)
+        result["versions"] = installed_versions(case.environment)
+        result.update(compare(*(read_run(run(case, way, model)) for way in WAYS)))
+    except (InstallError, RunError, FileNotFoundError, subprocess.SubprocessError) as error:
+        result["error"] = str(error)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What two runs of a case came to, side by side: losses, saved tensors, memory, and what lowmem_load said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from benchmarks.frameworks.run import LOG, OUTPUT, RANKS
+
+NUM_RANKS = 2
+STREAMED = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+ read .* in the files", re.MULTILINE)
+"""The line of a load that was streamed, see `LoadReport.savings`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What a rank has seen. Largest samples of memory above that at the first `from_pretrained`, in bytes.
+
+    Attributes:
+        losses: what engines were handed to go back from, in order.
+        load_anon_bytes: anonymous, up to the first engine, when everything is loaded.
+        load_bytes: resident, up to then: files that are mapped, too.
+        run_anon_bytes: anonymous, up to the end: training and saving too.
+    """
+
+    losses: list[float]
+    load_anon_bytes: int
+    load_bytes: int
+    run_anon_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run of a case left behind; ranks in order."""
+
+    ranks: list[RankResult]
+    saved: Mapping[str, str]
+    num_streamed: int
+
+
+def read_run(folder: Path) -> Run:
+    """Return what is in the folder of a run.
+
+    Raises:
+        FileNotFoundError: a rank has loaded nothing, or has not ended by itself.
+    """
+    texts = [(folder / RANKS / f"rank{rank}.json").read_text() for rank in range(NUM_RANKS)]
+    log = (folder / LOG).read_text(errors="replace")
+    ranks = [RankResult(**json.loads(text)) for text in texts]
+    return Run(ranks, saved_tensors(folder / OUTPUT), len(STREAMED.findall(log)))
+
+
+def saved_tensors(folder: Path) -> dict[str, str]:
+    """Return digests of all tensors in the safetensors and torch files under a folder, by file and name."""
+    found = {}
+    for path in sorted([*folder.rglob("*.safetensors"), *folder.rglob("*model*.bin")]):
+        for name, tensor in _tensors(path).items():
+            found[f"{path.relative_to(folder)}: {name}"] = _digest(tensor)
+    return found
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".bin":
+        loaded: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return loaded
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def compare(stock: Run, ours: Run) -> dict[str, Any]:
+    """Return what the results of a case say, as data for JSON."""
+    return {
+        "losses": {
+            "stock": stock.ranks[0].losses,
+            "first difference": first_difference(
+                [rank.losses for rank in stock.ranks], [rank.losses for rank in ours.ranks]
+            ),
+        },
+        "saved": {"tensors": len(stock.saved), "different": different(stock.saved, ours.saved)},
+        "streamed loads": ours.num_streamed,
+        "peaks": {
+            name: [_peak(run, field) for run in (stock, ours)]
+            for name, field in (
+                ("load", "load_bytes"),
+                ("load anon", "load_anon_bytes"),
+                ("run anon", "run_anon_bytes"),
+            )
+        },
+    }
+
+
+def first_difference(stock: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> str:
+    """Return where the losses of ranks first differ, "" if they are equal bit for bit.
+
+    Args:
+        stock, ours: losses by step, of each rank.
+    """
+    if not all(stock):
+        return "no engine went back from a loss"
+    for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
+        if len(expected) != len(found):
+            return f"rank {rank}: {len(found)} losses instead of {len(expected)}"
+        for step, (one, other) in enumerate(zip(expected, found, strict=True), 1):
+            if one != other:
+                return f"rank {rank}, step {step}: {other!r} instead of {one!r}"
+    return ""
+
+
+def different(stock: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """Return the saved tensors that are not equal, or that one run alone has saved, and how they differ."""
+    found = []
+    for name in sorted(stock.keys() | ours.keys()):
+        if stock.get(name) != ours.get(name):
+            one, other = stock.get(name, "nothing"), ours.get(name, "nothing")
+            found.append(f"{name}: {other} instead of {one}")
+    return found
+
+
+def _peak(run: Run, which: str) -> float:
+    return round(max(getattr(rank, which) for rank in run.ranks) / 2**20, 1)
+
+
+def is_equal(result: Mapping[str, Any]) -> bool:
+    """Whether a case was streamed, and has the losses and tensors of stock."""
+    if "error" in result:
+        return False
+    saved = result["saved"]
+    equal = not result["losses"]["first difference"] and not saved["different"]
+    return bool(equal and saved["tensors"] and result["streamed loads"])

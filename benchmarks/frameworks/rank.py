@@ -1,0 +1,158 @@
+"""What is done in each rank of a case, stock and ours alike: it is told that it is a CPU rank, and watched.
+
+Frameworks take a process without a GPU for a lone one, so accelerate is told the backend before they ask it; before
+0.19.8 DeepSpeed gathers one parameter at a time (`benchmarks.methods.wait_for_all_gathers` says why); an op that it
+would compile for minutes is left out; and torch is seeded at the first load. None of it takes part in loading a model.
+What is watched: every loss that an engine is handed, and the memory of the process.
+
+Runs in the environment of the framework. Nothing is imported before the framework imports it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.frameworks import stand_ins
+
+if TYPE_CHECKING:
+    from benchmarks.measure import MemorySampler
+
+FOLDER = "FRAMEWORKS_RANKS"
+"""The variable that names the folder for `rank<N>.json`; see `compare.RankResult`."""
+
+M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 64 * 1024  # malloc.h
+"""Larger blocks go back to the kernel when they are freed, as in `benchmarks.pipeline_worker`."""
+
+
+def watch() -> None:
+    """Have this process told and watched, if it is a rank; launchers are not."""
+    if "RANK" in os.environ:
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        seen = _Seen()
+        after = {
+            **stand_ins.hooks(),
+            "accelerate.state": _tell_the_backend,
+            "transformers.modeling_utils": seen.watch_loads,
+            "deepspeed.comm.torch": _without_shm_comm,
+            "deepspeed.runtime.engine": seen.watch_engines,
+        }
+        sys.meta_path.insert(0, _Finder(after))
+
+
+def _tell_the_backend(module: ModuleType) -> None:
+    """Have accelerate count CPU ranks: it does where it is told a backend, which no environment variable can."""
+    ordinary = module.PartialState.__init__
+
+    @functools.wraps(ordinary)
+    def make(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+        ordinary(state, cpu, **{**kwargs, "backend": kwargs.get("backend") or "gloo"})
+
+    module.PartialState.__init__ = make
+
+
+def _without_shm_comm(module: ModuleType) -> None:
+    """Leave out an op for all-reduces between CPU ranks, which would be compiled for each environment, in minutes."""
+    module.build_shm_op = lambda: None
+
+
+class _Seen:
+    """What this rank has seen; written when it ends."""
+
+    def __init__(self) -> None:
+        self._sampler: MemorySampler | None = None
+        self._engine_s: float | None = None
+        self._losses: list[float] = []
+
+    def watch_loads(self, module: ModuleType) -> None:
+        """Start to sample memory in the first `from_pretrained`."""
+        ordinary = module.PreTrainedModel.__dict__["from_pretrained"].__func__
+
+        @functools.wraps(ordinary)
+        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if self._sampler is None:
+                import torch
+
+                from benchmarks.measure import MemorySampler
+
+                torch.manual_seed(0)  # axolotl seeds after it has made adapters: they differ from run to run
+                self._sampler = MemorySampler()
+                self._sampler.__enter__()
+                atexit.register(self._write)
+            return ordinary(cls, *args, **kwargs)
+
+        module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+    def watch_engines(self, module: ModuleType) -> None:
+        """Note when the first engine is made, and what engines are handed to go back from."""
+        import time
+
+        from benchmarks.methods import wait_for_all_gathers
+
+        wait_for_all_gathers()
+        make, backward = module.DeepSpeedEngine.__init__, module.DeepSpeedEngine.backward
+
+        @functools.wraps(make)
+        def noted_make(engine: Any, *args: Any, **kwargs: Any) -> None:
+            if self._engine_s is None:
+                self._engine_s = time.perf_counter()
+            make(engine, *args, **kwargs)
+
+        @functools.wraps(backward)
+        def noted_backward(engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self._losses.append(float(loss.detach()))
+            return backward(engine, loss, *args, **kwargs)
+
+        module.DeepSpeedEngine.__init__, module.DeepSpeedEngine.backward = noted_make, noted_backward
+
+    def _write(self) -> None:
+        assert self._sampler is not None
+        self._sampler.__exit__(None, None, None)
+        start_s, use = self._sampler.start_s, self._sampler.use()
+        engine_s = float("inf") if self._engine_s is None else self._engine_s
+        loading = [(anon, anon + file) for time_s, anon, file in use.samples if time_s <= engine_s - start_s]
+        result = {
+            "losses": self._losses,
+            "load_anon_bytes": max(anon for anon, _ in loading),
+            "load_bytes": max(total for _, total in loading),
+            "run_anon_bytes": use.peak_anon,
+        }
+        Path(os.environ[FOLDER], f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+
+class _Finder:
+    """Finds modules as the finders behind it do, and calls a function after one of some names has been executed."""
+
+    def __init__(self, after: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._after = after
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name not in self._after:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._call_after(name, spec.loader)
+        return spec
+
+    def _call_after(self, name: str, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._after.pop(name)(module)
+
+        loader.exec_module = exec_module

@@ -1,0 +1,35 @@
+"""results.json: what the cases came to when they last ran. Written here, by nobody else."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frameworks.cases import Case, read_cases
+from benchmarks.frameworks.compare import is_equal
+
+FILE = Path(__file__).with_name("results.json")
+
+
+def read_results(path: Path = FILE) -> dict[str, dict[str, Any]]:
+    """Return the results by name of the case, in the order of cases.yaml."""
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return results
+
+
+def keep(case: Case, result: Mapping[str, Any], path: Path = FILE) -> None:
+    """Replace the result of a case; those of cases that cases.yaml no longer has go."""
+    results = read_results(path)
+    when = {"date": dt.datetime.now(dt.timezone.utc).date().isoformat()}
+    results[case.name] = {**when, "lowmem_load": importlib.metadata.version("lowmem-load"), **result}
+    kept = {one.name: results[one.name] for one in read_cases() if one.name in results}
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def as_expected(case: Case, result: Mapping[str, Any]) -> bool:
+    """Whether a case has run, and equals stock unless cases.yaml has a reason why it does not."""
+    return "error" not in result and (is_equal(result) or bool(case.differs))

@@ -1,0 +1,48 @@
+"""SentenceTransformerTrainer over mean-pooled states; `--lora` trains an adapter."""
+
+from __future__ import annotations
+
+import sys
+
+from datasets import load_dataset
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+    losses,
+    models,
+)
+
+
+def main() -> None:
+    """Train for four steps and save."""
+    args = SentenceTransformerTrainingArguments(  # before the model: it makes ZeRO-3 active
+        output_dir="output",
+        deepspeed="ds_z3.json",
+        per_device_train_batch_size=4,
+        max_steps=4,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    transformer = models.Transformer("./model")
+    model = SentenceTransformer(modules=[transformer, models.Pooling(transformer.get_word_embedding_dimension())])
+    if "--lora" in sys.argv:
+        from peft import LoraConfig, TaskType
+
+        model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type=TaskType.FEATURE_EXTRACTION))
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=args,
+        train_dataset=load_dataset("json", data_files="data/sft.jsonl", split="train"),
+        loss=losses.MultipleNegativesRankingLoss(model),
+    )
+    trainer.train()
+    trainer.save_model("output")
+
+
+if __name__ == "__main__":
+    main()
