@@ -11,12 +11,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+OPTIONAL = {"kvikio": "kvikio-cu12"}
+"""What is imported only where it is asked for, and the package of an extra that has it."""
+
+
 def test_what_is_imported_is_declared() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     assert section is not None
     declared = {name.lower().replace("_", "-") for name in re.findall(r'^\s*"([\w-]+)', section[1], re.MULTILINE)}
     assert "torch" in declared
+    assert all(re.search(rf'^\w+ = \["{package}', text, re.MULTILINE) for package in OPTIONAL.values())
     imported = set()
     for path in (ROOT / "lowmem_load").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -27,7 +32,7 @@ def test_what_is_imported_is_declared() -> None:
     distributions = packages_distributions()
     undeclared = {
         name
-        for name in imported - sys.stdlib_module_names - {"lowmem_load"}
+        for name in imported - sys.stdlib_module_names - {"lowmem_load", *OPTIONAL}
         if declared.isdisjoint(each.lower().replace("_", "-") for each in distributions.get(name, [name]))
     }
     assert undeclared == set()
