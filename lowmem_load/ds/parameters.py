@@ -50,6 +50,14 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return bool(is_zero_param(parameter))
 
 
+def is_sliced(parameter: torch.Tensor) -> bool:
+    """Return whether DeepSpeed's tensor parallelism (AutoTP) has left this rank a slice of `parameter`.
+
+    Source: deepspeed 0.19.8 `module_inject/layers.py:501`.
+    """
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
 def whole_numel(parameter: torch.Tensor) -> int:
     """Return how many elements `parameter` has in all, partitioned or not."""
     numel: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()

@@ -93,10 +93,15 @@ def _holding(name: str, tensor: torch.Tensor, rank: int, master: bool) -> Holdin
             held_range,
             is_first_replica,
             is_partitioned,
+            is_sliced,
             partition_of,
             whole_shape,
         )
 
+        if is_sliced(tensor):
+            raise UnsupportedError(
+                f"{name}: is cut by DeepSpeed's tensor parallelism; save with the engine's own methods"
+            )
         if is_partitioned(tensor):
             # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
             stored = partition_of(tensor).dtype
@@ -106,6 +111,8 @@ def _holding(name: str, tensor: torch.Tensor, rank: int, master: bool) -> Holdin
             dtype = torch.float32 if is_master else tensor.dtype
             mine = held_range(tensor) if is_first_replica(tensor) else NOTHING
             return Holding(Source("", name, 0, whole_shape(tensor), dtype), tensor, mine, True, is_master)
+    if hasattr(tensor, "device_mesh"):
+        raise UnsupportedError(f"{name}: is a DTensor, of which this rank may hold a shard; use `save_pretrained`")
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise UnsupportedError(f"{name}: is {state}, so that it has no values to save")
