@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.frameworks.cases import Environment
-from tests.compat.install import PIP_TRIES, clean_environ, make_venv, run
+from tests.compat.install import INSTALLED, PIP_TRIES, clean_environ, make_venv, run
 from tests.ranks import REPO
 
 CACHE = REPO / ".cache" / "frameworks"
@@ -105,17 +105,6 @@ def _requirements(pip: Sequence[str], framework: Requirement) -> list[str]:
 
 
 REPORTED = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets")
-INSTALLED = """
-import importlib.metadata, json, platform, sys
-names = json.loads(sys.argv[1])
-found = {"python": platform.python_version()}
-for name in names:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
 
 
 def installed_versions(environment: Environment) -> dict[str, str]:

@@ -30,6 +30,22 @@ _ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 _DEFAULT_TIMEOUT_MIN = 30
 
 
+def positive_number(name: str, default: float, unit: str) -> float:
+    """Return what a variable of the environment says, or the default.
+
+    Raises:
+        ConfigError: it holds no positive number.
+    """
+    text = os.environ.get(name) or str(default)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise ConfigError(f"{name}: the environment has {text!r}, expected a positive number of {unit}")
+    return number
+
+
 def alone(world_size: int | None, rank: int | None) -> dict[str, str]:
     """The variables a launcher would have set for a lone process (or one of the fake backend)."""
     size, rank = world_size or 1, rank or 0

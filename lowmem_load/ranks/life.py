@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem_load.errors import ConfigError
+from lowmem_load.ranks.environment import positive_number
 
 ANY_LINE = "*"
 """Stands for the name of a group that is not known: it could not be had."""
@@ -67,18 +67,8 @@ class Limits:
             ConfigError: a variable holds no positive number.
         """
         defaults = cls()
-        return cls(_seconds(SILENCE, defaults.silence_s), _seconds(GONE, defaults.gone_s), absence_s)
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name) or str(default)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise ConfigError(f"{name}: the environment has {text!r}, expected a positive number of seconds")
-    return seconds
+        silence_s = positive_number(SILENCE, defaults.silence_s, "seconds")
+        return cls(silence_s, positive_number(GONE, defaults.gone_s, "seconds"), absence_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from lowmem_load.errors import PlanError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import intercept, saver
 from lowmem_load.integrity.model import unwrapped
+from lowmem_load.progress import progress_bar
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress
 from lowmem_load.ranks.process_group import DistributedInterface
@@ -28,9 +27,6 @@ from lowmem_load.saving.layout import FileLayout, digest_of, lay_out
 from lowmem_load.saving.plan import Write, held_writes, plan_writes, strided, total_bytes
 from lowmem_load.saving.report import SaveReport
 from lowmem_load.saving.writer import Writer
-
-PROGRESS_DELAY_S = 3.0
-"""Seconds before the progress bar appears: short saves stay quiet."""
 
 MIB = float(1 << 20)
 
@@ -205,7 +201,8 @@ class _Save:
             update(num_bytes)
             self.ranks.stop_if_troubled()
 
-        with self._bar(total) as update, Writer(paths, on_bytes) as writer:
+        bar = progress_bar(total, "Saving partitions", self.progress, self.ranks.rank)
+        with bar as update, Writer(paths, on_bytes) as writer:
             with self.ranks.agreed("writing", name=self.folder, progress=progress), report.phase("write"):
                 for name, writes in _by_parameter(planned.writes):
                     with planned.holdings[name].memory() as (memory, first):
@@ -216,20 +213,6 @@ class _Save:
                 writer.sync()
         report.written_bytes, report.num_writes = writer.written_bytes, writer.num_writes
         report.staged_bytes = writer.staged_bytes
-
-    @contextlib.contextmanager
-    def _bar(self, total: int) -> Iterator[Callable[[int], object]]:
-        shown = self.progress if self.progress is not None else sys.stderr.isatty()
-        with tqdm(
-            total=total,
-            desc="Saving partitions",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            disable=not shown or self.ranks.rank != 0,
-            delay=0 if self.progress else PROGRESS_DELAY_S,
-        ) as bar:
-            yield bar.update
 
 
 def _by_parameter(writes: Sequence[Write]) -> Iterator[tuple[str, list[Write]]]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
@@ -27,6 +25,7 @@ from lowmem_load.errors import (
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.progress import progress_bar
 from lowmem_load.quantize import four_bit
 from lowmem_load.quantize.check import check_packed
 from lowmem_load.ranks import environment
@@ -53,9 +52,6 @@ REPORT_ATTRIBUTE = "lowmem_load_report"
 
 LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
 """Where a model that was left to stock ZeRO-3 keeps the reason, text."""
-
-PROGRESS_DELAY_S = 3.0
-"""Seconds before the progress bar appears: short loads stay quiet."""
 
 MIB = float(1 << 20)
 
@@ -257,7 +253,8 @@ class Load:
             self.ranks.stop_if_troubled()
 
         reading = self.ranks.agreed("reading", name=described.name, progress=progress)
-        with reading, report.phase("read"), self._bar(needed_bytes) as update:
+        bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
+        with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
             if self.ranks.rank == 0 and not self.verify:  # the others hold the same bytes
                 warn_of_holes(described.name, described.files, executor.sources)
@@ -266,20 +263,6 @@ class Load:
     def _executor(self) -> Executor:
         cores = environment.cores(environment.local_world_size(self.ranks.world_size))
         return Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source)
-
-    @contextlib.contextmanager
-    def _bar(self, total: int) -> Iterator[Callable[[int], object]]:
-        shown = self.progress if self.progress is not None else sys.stderr.isatty()
-        with tqdm(
-            total=total,
-            desc="Loading partitions",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            disable=not shown or self.ranks.rank != 0,
-            delay=0 if self.progress else PROGRESS_DELAY_S,
-        ) as bar:
-            yield bar.update
 
     @contextlib.contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
