@@ -21,11 +21,15 @@ TrainerSave = Callable[[Any, Callable[[], None]], None]
 """Gets the trainer, and what its own `save_model` would do."""
 
 
+class LookedIntoError(UnsupportedError):
+    """Code of a trainer needs the weights themselves."""
+
+
 class NotGathered(dict[str, Any]):
     """Stands for a state dict whose weights stay where they are: it may be handed on, but not looked into."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise UnsupportedError(
+        raise LookedIntoError(
             "this code looks into the weights that Trainer.save_model hands to it, and lowmem_load does not gather "
             "them; call lowmem_load.install(saves=False)"
         )

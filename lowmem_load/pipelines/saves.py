@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowmem_load.ds.consolidation import consolidates_to
 from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.trainer_saves import (
+    LookedIntoError,
     NotGathered,
+    WantedSave,
     default_shard_size,
     is_saved_by_itself,
     noted_saves,
@@ -46,10 +48,10 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is.
 
     Left as it is: models without partitions, `.bin` files, quantized models, models of neither transformers nor PEFT,
-    and saves that end in a push to the Hub.
+    and saves that end in a push to the Hub; with a warning, those in which code looks into the weights or saves another
+    model.
 
     Raises:
-        UnsupportedError: code between looks into the weights, or saves another model.
         RankError: another rank failed.
     """
     model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
@@ -57,16 +59,24 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
         run()
         return
     ranks = ranks_of(model)
+    wanted: list[WantedSave] = []
+    reason = ""
     with ranks.agreed("Trainer.save_model"):
         state = NotGathered() if ranks.rank == 0 else None
-        with consolidates_to(engine, state), noted_saves() as wanted:
-            run()
-        for save in wanted:
-            if save.model is not model:
-                raise UnsupportedError(
-                    f"Trainer.save_model saves a {type(save.model).__name__} that is not the model which is trained; "
-                    "call lowmem_load.install(saves=False)"
-                )
+        try:
+            with consolidates_to(engine, state), noted_saves() as wanted:
+                run()
+        except LookedIntoError as error:
+            reason = str(error)
+        others = [type(save.model).__name__ for save in wanted if save.model is not model]
+        if others and not reason:
+            reason = f"a {others[0]} is saved that is not the model which is trained"
+    reason = ranks.broadcast_object(reason)
+    if reason:
+        if ranks.rank == 0:
+            warnings.warn(f"Trainer.save_model is left to stock ZeRO-3: {reason}", stacklevel=4)
+        run()
+        return
     for folder, kwargs in ranks.broadcast_object([(save.folder, save.kwargs) for save in wanted]):
         save_model(model, folder, **{"max_shard_size": default_shard_size(), **kwargs})
 
