@@ -100,6 +100,7 @@ class LoadReport:
     Attributes:
         name: what was loaded.
         rank, world_size: of the partition group.
+        num_nodes: that its ranks run on; ranks in containers of their own count as nodes.
         ds_config: the configuration the model was partitioned for, every "auto" that loading reads resolved.
             `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto".
         dtype: storage dtype of floating-point parameters, as torch prints it.
@@ -138,6 +139,7 @@ class LoadReport:
     name: str
     rank: int = 0
     world_size: int = 1
+    num_nodes: int = 1
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = ""
     num_parameters: int = 0

@@ -31,6 +31,7 @@ from lowmem_load.quantize.check import check_packed
 from lowmem_load.ranks import environment
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
+from lowmem_load.ranks.nodes import meet
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory, host_memory
@@ -132,7 +133,10 @@ class Load:
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory, start_device=device_memory())
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
-        with zero_init.set_aside() as around, _on_host(), self._same_random_numbers(), self._executor() as executor:
+        nodes, random_states = meet(self.ranks, torch.get_rng_state() if report.rank == 0 else None)
+        report.num_nodes = nodes.num_nodes
+        same_random_numbers = _random_state(random_states[0])
+        with zero_init.set_aside() as around, _on_host(), same_random_numbers, self._executor() as executor:
             with self._streamable():
                 described = self._describe(call, executor, report)
                 planned = self._plan(described, around, report)
@@ -264,21 +268,6 @@ class Load:
         cores = environment.cores(environment.local_world_size(self.ranks.world_size))
         return Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source)
 
-    @contextlib.contextmanager
-    def _same_random_numbers(self) -> Iterator[None]:
-        """Give every rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
-        if self.ranks.world_size == 1:
-            yield
-            return
-        before = torch.get_rng_state()
-        common = self.ranks.broadcast_object(before, src=0)
-        torch.set_rng_state(common)
-        try:
-            yield
-        finally:
-            if not torch.equal(before, common):
-                torch.set_rng_state(before)
-
 
 class _NotStreamedError(Exception):
     """Ends a load that is left to transformers."""
@@ -307,6 +296,20 @@ def _on_host() -> Iterator[None]:
         return
     with torch.device("cpu"):
         yield
+
+
+@contextlib.contextmanager
+def _random_state(common: torch.Tensor | None) -> Iterator[None]:
+    """Give every rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
+    before = torch.get_rng_state()
+    if common is None or torch.equal(before, common):
+        yield
+        return
+    torch.set_rng_state(common)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 def _is_left_alone(call: loader.Call, settings: Settings) -> bool:

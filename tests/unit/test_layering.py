@@ -52,7 +52,7 @@ MODULES: dict[str, set[str]] = {
         *("active", "collecting", "first_load", "fp8", "intercept", "loader", "mxfp4", "names"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
-    "ranks": {"device", "environment", "group", "life", "line", "process_group"},
+    "ranks": {"device", "environment", "group", "life", "line", "nodes", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},
     "progress": set(),
     "report": set(),
