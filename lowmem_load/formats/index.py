@@ -44,11 +44,14 @@ def check_index(index: str, folder: str | None = None, subfolder: str = "") -> N
         raise CheckpointError(f"{index}: has no weight_map that gives the file of each tensor")
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f"{index}: has no metadata, which transformers reads; write an empty object")
+    of_file: dict[str, str] = {}
     for name, file in weight_map.items():
+        if isinstance(file, str) and file in of_file:
+            continue
         if not _is_file_name(file):
             what = f"{index}: tensor {name!r} is said to be in {_shown(file)}"
             raise CheckpointError(f"{what}, which is no name of a file")
-    of_file = {file: name for name, file in weight_map.items()}
+        of_file[file] = name
     for file, name in of_file.items():
         what = f"{index}: tensor {name!r} is said to be in {file!r}"
         if os.path.isabs(file) or ".." in Path(file).parts:

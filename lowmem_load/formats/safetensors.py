@@ -260,15 +260,48 @@ class Safetensors:
         prefix = read_bytes(source, 0, PREFIX_NBYTES)
         raw = read_bytes(source, PREFIX_NBYTES, header_nbytes(prefix, path, source.nbytes))
         header = parse_header(raw, path, source.nbytes)
-
-        def expression(name: str) -> Source:
-            entry = header.tensors[name]
-            return Source(path, name, entry.start, entry.shape, entry.dtype)
-
         digest = hashlib.sha256(raw).hexdigest()[:16]
-        return CheckpointFile(path, source.nbytes, digest, version, tuple(header.tensors), header.metadata, expression)
+        found = _Sources(path, header.tensors)
+        return CheckpointFile(path, source.nbytes, digest, version, found.names, header.metadata, found.source)
+
+
+class _Sources:
+    """The tensors of a file: of a hundred thousand, which stay as long as a model is described, as little as is needed.
+
+    Args:
+        path: of the file.
+        entries: of its header.
+    """
+
+    def __init__(self, path: str, entries: Mapping[str, TensorEntry]) -> None:
+        self.names = tuple(entries)
+        self._path = path
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._found = {name: self._kept(entry) for name, entry in entries.items()}
+
+    def source(self, name: str) -> Source:
+        """Return a tensor; always the same object.
+
+        Raises:
+            UnsupportedError: torch cannot hold it.
+        """
+        found = self._found[name]
+        return found if isinstance(found, Source) else self._source(found)
+
+    def _kept(self, entry: TensorEntry) -> Source | TensorEntry:
+        try:
+            return self._source(entry)
+        except UnsupportedError:
+            return entry
+
+    def _source(self, entry: TensorEntry) -> Source:
+        shape = entry.shape
+        return Source(self._path, entry.name, entry.start, self._shapes.setdefault(shape, shape), entry.dtype)
+
+
+_CODE_OF: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def code_of(dtype: torch.dtype) -> str:
     """Return the name that safetensors has for a dtype of torch, such as "BF16"."""
-    return next(code for code, known in DTYPES.items() if known == dtype)
+    return _CODE_OF[dtype]

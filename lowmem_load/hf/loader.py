@@ -143,7 +143,7 @@ class Call:
             hooks.enter_context(collector_off())
             hooks.enter_context(described_collecting())
             hooks.enter_context(_symbolic_files(context))
-            hooks.enter_context(_checked_indexes())
+            hooks.enter_context(_checked_indexes(keeps_names=self.kwargs.get("device_map") is not None))
             hooks.enter_context(_initialised_in(context))
             hooks.enter_context(_adapters(context.read_now))
             hooks.enter_context(described_quantizers(is_cut_up=is_cut_up))
@@ -298,13 +298,19 @@ def _symbolic_files(context: Context) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _checked_indexes() -> Iterator[None]:
-    """Check the index that transformers takes, which depends on the files, `variant` and `use_safetensors`."""
+def _checked_indexes(*, keeps_names: bool) -> Iterator[None]:
+    """Check the index that transformers takes, which depends on the files, `variant` and `use_safetensors`.
+
+    5.x holds its names to the end of the load, for a `device_map` that puts weights on the disk and for nothing else.
+    """
     ordinary = modeling_utils.get_checkpoint_shard_files
+    keeps_names = keeps_names or transformers.__version__.startswith("4.")
+    unused = () if keeps_names else ("all_checkpoint_keys", "weight_map")
 
     def checked(name: str, index: str, *args: Any, **kwargs: Any) -> Any:
         check_index(index, name if os.path.isdir(name) else None, kwargs.get("subfolder") or "")
-        return ordinary(name, index, *args, **kwargs)
+        files, metadata = ordinary(name, index, *args, **kwargs)
+        return files, {key: value for key, value in metadata.items() if key not in unused}
 
     with replaced(modeling_utils, "get_checkpoint_shard_files", checked):
         yield

@@ -14,6 +14,7 @@ from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import code_of
+from lowmem_load.planning.expression import Expression
 
 
 class SymbolicFile:
@@ -38,24 +39,30 @@ class SymbolicFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, symbolic."""
-        return SymbolicTensor(self._file.expression(name), self._read_now)
+        return SymbolicTensor(self.expression(name), self._read_now)
 
     def get_slice(self, name: str) -> _SymbolicSlice:
         """Return a tensor that may be cut before it is made."""
         return _SymbolicSlice(self, name)
 
+    def expression(self, name: str) -> Expression:
+        """Return what a tensor is made of."""
+        return self._file.expression(name)
+
 
 class _SymbolicSlice:
-    """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed."""
+    """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed. One for each tensor."""
+
+    __slots__ = ("_file", "_name")
 
     def __init__(self, file: SymbolicFile, name: str) -> None:
         self._file, self._name = file, name  # looked up when used: torch may lack the dtype of one that nobody uses
 
     def get_shape(self) -> list[int]:
-        return list(self._file.get_tensor(self._name).shape)
+        return list(self._file.expression(self._name).shape)
 
     def get_dtype(self) -> str:
-        return code_of(self._file.get_tensor(self._name).dtype)
+        return code_of(self._file.expression(self._name).dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._file.get_tensor(self._name)

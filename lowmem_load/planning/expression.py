@@ -263,9 +263,12 @@ def leaves(expression: Expression) -> list[Leaf]:
         if id(node) in seen:
             continue
         seen.add(id(node))
+        if isinstance(node, Source):  # most of them, and without children
+            found.append(node)
+            continue
         if isinstance(node, Leaf):
             found.append(node)
-        stack.extend(reversed(children(node)))
+        stack.extend(children(node)[::-1])
     return found
 
 

@@ -23,6 +23,7 @@ from lowmem_load.planning.expression import (
     Elementwise,
     Expression,
     Held,
+    Leaf,
     Source,
     cast,
     held,
@@ -134,12 +135,12 @@ def _distinct(model: nn.Module, listed: str) -> tuple[dict[str, Any], dict[str, 
 def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:
     name, expression = names_[0], _described(names_[0], parameter)
     is_recast = expression.dtype != layout.dtype
-    whole = fingerprint([_line(parameter, expression), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
+    found = leaves(expression)
+    whole = fingerprint([_line(parameter, found), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
     if is_recast and isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
         expression = expression.part
     stored = cast(expression, layout.dtype)
     destinations = tuple(_destinations(planner, name, stored, layout))
-    found = leaves(expression)
     fills = [destination.fill for destination in destinations if destination.fill is not None]
     slow_paths = tuple(_slow_paths(name, parameter, found, fills))
     return TargetPlan(
@@ -220,8 +221,9 @@ def _plan_buffer(
         whole_range = FlatRange(0, numel(expression))
         fill = planner.plan_fill(names_[0], cast(expression, dtype), whole_range, on_host=on_host)
     fills = [] if fill is None else [fill]
-    slow_paths = tuple(_slow_paths(names_[0], buffer, leaves(whole), fills))
-    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, whole)]))
+    found = leaves(whole)
+    slow_paths = tuple(_slow_paths(names_[0], buffer, found, fills))
+    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, found)]))
 
 
 def _slow_paths(name: str, parameter: torch.Tensor, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
@@ -261,14 +263,13 @@ def _first_byte(target: TargetPlan) -> tuple[str, int, str]:
     return "", 0, target.name
 
 
-def _line(tensor: torch.Tensor, expression: Expression) -> str:
-    """Describe all of a tensor, not this rank's part: ranks that differ here hold different files or arguments."""
+def _line(tensor: torch.Tensor, found: Sequence[Leaf]) -> str:
+    """Describe all of a tensor, given its leaves: ranks that differ here hold different files or arguments."""
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
-    found = leaves(expression)
     if isinstance(tensor, QuantizedTensor):
         parts.append(tensor.quantized.method)
         beside = [each.expression for each in tensor.quantized.companions.values() if each.expression is not None]
-        found += [leaf for part in beside for leaf in leaves(part)]
+        found = [*found, *(leaf for part in beside for leaf in leaves(part))]
     for leaf in found:
         parts.append(type(leaf).__name__)
         if isinstance(leaf, Source):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
+import torch
 
 from lowmem_load.hf.collecting import described_collecting
 
@@ -46,3 +48,41 @@ def test_jobs_are_given_back_and_nothing_stays() -> None:
         pool.shutdown(wait=False, cancel_futures=True)
     assert (loading.deepcopy, loading.ThreadPoolExecutor) == before
     assert loading.deepcopy is copy.deepcopy
+
+
+def test_names_are_sorted_as_ever_and_their_keys_share_parts() -> None:
+    kinds = ("layers", "layers2", "")
+    names = [f"model.{kind}.{layer}.w_{part}" for kind in kinds for layer in (10, 9) for part in (11, 2)]
+    expected = sorted(names, key=loading.dot_natural_key)
+    with described_collecting():
+        assert sorted(names, key=loading.dot_natural_key) == expected
+        one, other = loading.dot_natural_key("model.layers.3.up"), loading.dot_natural_key("model.layers.4.up")
+        assert one[1] is other[1]
+
+
+def test_names_that_are_sorted_by_something_else_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "dot_natural_key", lambda name: [len(name)])
+    with described_collecting():
+        assert sorted(["bb", "a"], key=loading.dot_natural_key) == ["a", "bb"]
+
+
+def test_a_job_makes_a_tensor_as_transformers_does_and_takes_little_memory() -> None:
+    tensor = torch.arange(3.0)
+    with described_collecting():
+        job = loading.spawn_materialize(None, tensor, "cpu", torch.bfloat16)
+        assert not hasattr(job, "__dict__")
+        assert torch.equal(job(), loading._materialize_copy(tensor, "cpu", torch.bfloat16))
+        assert job().dtype == torch.bfloat16
+
+
+def test_a_job_that_shards_is_left_to_transformers() -> None:
+    if "sharding_op" not in inspect.signature(loading.spawn_materialize).parameters:
+        pytest.skip("this transformers shards by another function")
+
+    class Halves:
+        def shard_tensor(self, tensor: torch.Tensor, **_: object) -> torch.Tensor:
+            return tensor[:1]
+
+    with described_collecting():
+        job = loading.spawn_materialize(None, torch.zeros(2), sharding_op=Halves())
+        assert job().shape == (1,)
