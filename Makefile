@@ -35,7 +35,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 
 .DEFAULT_GOAL := help
 .PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines frameworks compat
-.PHONY: compat-here zoo fuzz faults clean gpu-check
+.PHONY: compat-here zoo fuzz faults clean gpu-check docs
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -45,6 +45,7 @@ help:
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make gpu-check  parity, hazards, memory and speed on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
+	@echo "make docs    the documentation site, into build/site (half a minute the first time)"
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
 	@echo "make compat  ten sets of releases, each in an environment of its own (hours, 31 GB)"
 	@echo "make compat-here  two of them over the torch of .venv, fewer tests (about 7 minutes)"
@@ -102,6 +103,22 @@ check: $(STAMP)
 	cd $(ROOT) && $(RUN) -m ruff format --check .
 	cd $(ROOT) && $(RUN) -m ruff check .
 	cd $(ROOT) && $(RUN) -m mypy lowmem_load
+
+# The site has an environment of its own, with nothing in it but what the extra `docs` names; it needs Python 3.11.
+DOCS := $(ROOT)/.cache/docs
+SITE := $(ROOT)/build/site
+EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(DOCS)/installed.stamp: $(ROOT)/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python with venv and ensurepip found; pass PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	cd $(ROOT) && $(DOCS)/bin/python -m pip install --quiet $$($(DOCS)/bin/python -c '$(EXTRA)')
+	@touch $@
+
+# Everything is made anew, so that every warning of every page is seen. Warnings are errors.
+docs: $(DOCS)/installed.stamp
+	rm -rf $(SITE)
+	cd $(ROOT) && $(DOCS)/bin/python -m sphinx -E -W --keep-going -q -b html -d build/doctrees -c docs . $(SITE)
+	cd $(ROOT) && $(DOCS)/bin/python docs/check_site.py $(SITE)
 
 test: export HF_HUB_OFFLINE := 1
 test: check $(EXTENSIONS)

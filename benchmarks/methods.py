@@ -119,7 +119,11 @@ def load_lowmem(job: Job) -> Loaded:
     model = load_model(str(job.path), job.ds_config, dtype=DTYPES[job.dtype])
     report = load_report(model)
     return Loaded(
-        model=model, needed_bytes=report.needed_bytes, read_bytes=report.read_bytes, num_reads=report.num_reads
+        model=model,
+        phases_s=dict(report.seconds),
+        needed_bytes=report.needed_bytes,
+        read_bytes=report.read_bytes,
+        num_reads=report.num_reads,
     )
 
 

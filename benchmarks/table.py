@@ -26,6 +26,7 @@ anon, file largest sample of RssAnon, and of RssFile + RssShmem, every 5 ms; the
 partition  bytes of this rank's ZeRO-3 partitions, padding included. peak-part = peak - partition.
 HBM        torch.cuda.max_memory_allocated above the start; '-' where there is no GPU.
 seconds    this rank's wall time of the load, waiting for other ranks included. ordinary = from_pretrained + initialize.
+           lowmem: the phases that its LoadReport has (describe, plan, read, ...) follow in brackets.
            On the CPU from_pretrained leaves the parameters as views of the mapped files: ordinary reads in initialize.
 read calls bytes through read calls (rchar of /proc/self/io, without the sampler's own); page faults are not in it.
 mmap >=    for methods that map the shard files: the largest file-backed growth, a lower bound of the bytes faulted in.

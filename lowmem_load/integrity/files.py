@@ -71,7 +71,7 @@ def verify_checkpoint(
     """Compare the files of a checkpoint with what is known of them here: nothing is fetched.
 
     Known are the SHA-256 of weights, and git's SHA-1 of small files, that the Hub gave when they were downloaded (to
-    its cache or a local folder), and what `sha256sum` wrote to SHA256SUMS or *.sha256 in the folder. Files of weights
+    its cache or a local folder), and what `sha256sum` wrote to SHA256SUMS or `*.sha256` in the folder. Files of weights
     of which nothing is known are hashed and returned all the same, with `expected` None: look at `is_proven`.
 
     Local: a plain process, without ranks.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import lowmem_load
+from lowmem_load import errors
+from lowmem_load.errors import LowMemLoadError
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lowmem_load"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 README = ROOT / "README.md"
+REFERENCE = ROOT / "docs" / "reference"
 
 # A path ends in a slash or in the name of a file of ours; it may lie in the package or in the repository.
 PATH = re.compile(r"(?<![\w/.*:-])[\w.-]+(?:/[\w.-]+)*(?:/(?![\w*])|\.(?:py|md|toml|ya?ml)\b)")
@@ -80,6 +85,40 @@ def _is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
+def _errors() -> set[str]:
+    classes = inspect.getmembers(errors, inspect.isclass)
+    found = {name for name, cls in classes if cls.__module__ == errors.__name__}
+    return found - {LowMemLoadError.__name__}  # the base of the others
+
+
+def _variables(text: str) -> set[str]:
+    return set(re.findall(r"\bLOWMEM_LOAD_\w+", text))
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    named = re.findall(r"^\.\. public:: (\w+)$", _text(REFERENCE / "api.md"), re.MULTILINE)
+    assert sorted(named) == sorted(lowmem_load.__all__)
+
+
+def test_every_error_has_a_remedy() -> None:
+    section = _text(ROOT / "docs" / "troubleshooting.md").split("\n## By error class\n")[1].split("\n## ")[0]
+    remedies = dict(re.findall(r"^\| `(\w+)` .*\|\s*(\S[^|]*?)\s*\|$", section, re.MULTILINE))
+    assert remedies.keys() == _errors()
+    assert all(remedies.values())
+
+
+def test_every_variable_of_the_environment_is_in_the_table() -> None:
+    read = {name for path in PACKAGE.rglob("*.py") for name in _variables(_text(path))}
+    table = re.findall(r"^\| `(LOWMEM_LOAD_\w+)` \|", _text(REFERENCE / "environment.md"), re.MULTILINE)
+    assert "LOWMEM_LOAD_SILENCE_S" in read
+    assert sorted(table) == sorted(read)
+
+
+def test_the_first_script_is_the_example() -> None:
+    scripts = re.findall(r"```python\n(.*?)```", _text(ROOT / "docs" / "start.md"), re.DOTALL)
+    assert _text(ROOT / "examples" / "first_load.py") in scripts
+
+
 @pytest.mark.parametrize(
     "document", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"], ids=lambda path: path.name
 )
@@ -121,3 +160,18 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     names = "from lowmem_load import plan, nothing\n`lowmem_load.plan` `lowmem_load.ds.partition` `lowmem_load.gone`"
     assert _private_names(names) == {"ds.partition", "gone", "nothing"}
     assert _is_module("ds.partition") and not _is_module("gone")
+
+
+def test_a_site_with_dead_links_or_foreign_fonts_is_found(tmp_path: Path) -> None:
+    check_site = runpy.run_path(str(ROOT / "docs" / "check_site.py"))["problems"]
+    (tmp_path / "a.html").write_text(
+        '<link rel="stylesheet" href="https://fonts.example/x.css"><link rel="next" href="b.html">'
+        '<a href="b.html#here">b</a><a href="b.html#gone">b</a><a href="c.html">c</a><a href="https://x.example">x</a>'
+    )
+    (tmp_path / "b.html").write_text('<h1 id="here">b</h1><a href="#here">here</a><img src="b.svg">')
+    assert check_site(tmp_path) == [
+        "a.html: fetches https://fonts.example/x.css",
+        "a.html: b.html#gone has no such heading",
+        "a.html: c.html leads nowhere",
+        "b.html: b.svg leads nowhere",
+    ]
