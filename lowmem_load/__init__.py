@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lowmem_load.planning.load_plan import LoadPlan
     from lowmem_load.ranks.process_group import DistributedInterface
     from lowmem_load.report import LoadReport
+    from lowmem_load.resume.consolidate import consolidate
     from lowmem_load.saving.report import SaveReport
     from lowmem_load.saving.save import save_model
 
@@ -56,6 +57,7 @@ __all__ = [
     "RankError",
     "SaveReport",
     "UnsupportedError",
+    "consolidate",
     "initialize",
     "install",
     "load_model",
@@ -86,6 +88,7 @@ _HOMES = {
     "planning.load_plan": ("LoadPlan",),
     "ranks.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
+    "resume.consolidate": ("consolidate",),
     "saving.report": ("SaveReport",),
     "saving.save": ("save_model",),
 }

@@ -2,7 +2,8 @@
 
 [Note: inert unpickling] The pickle is untrusted. It is not given to Python's unpickler: `_Machine` knows the opcodes
 that torch writes, keeps globals as names, and knows by name the few functions that describe tensors. There is nothing
-on its stack that could be called, so a name that is not in its table can only be reported.
+on its stack that could be called, so a name that is not in its table can only be reported (`state_dict`), or described
+in its turn (`inert_objects.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Global:
+class Global:
     """The dotted name of a function or class; never the thing itself. See [Note: inert unpickling]."""
 
     name: str
@@ -83,21 +84,59 @@ class Tensor:
     strides: Shape
 
 
-class _OrderedDict(dict[Any, Any]):
+class OrderedNames(dict[Any, Any]):
     """Stands in for `collections.OrderedDict`, which alone can be given attributes."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
-    """Return the tensors by name that `pickled` describes."""
+class Dialect:
+    """What a pickle may hold besides descriptions of tensors: nothing, unless a subclass says so."""
+
+    opcodes: frozenset[str] = frozenset()
+    """Of `_OPERATIONS`, those that no state dict needs."""
+
+    def unknown(self, name: str, path: str) -> Any:
+        """Return what stands for a global that describes no tensor."""
+        raise CheckpointError(
+            f"{path}: its pickle names {name:.200}, which describes no tensor; nothing was run. If you trust "
+            "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
+        )
+
+    def result(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return what stands for the result of a call."""
+        if not isinstance(function, Global) or function.name not in CALLS:
+            raise TypeError(f"a {type(function).__name__} is called")
+        return CALLS[function.name](*arguments)
+
+    def set_attributes(self, owner: Any, attributes: Any) -> None:  # noqa: ARG002
+        """Drop the attributes of an OrderedDict: `_metadata`, which holds the versions of modules."""
+        if not isinstance(owner, OrderedNames):
+            raise TypeError("attributes are set on something else than an OrderedDict")
+
+    def drops_items(self, owner: Any) -> bool:  # noqa: ARG002
+        """Return whether what is put into `owner`, which is no container, does not matter."""
+        return False
+
+
+def described(pickled: bytes, path: str, dialect: Dialect) -> Any:
+    """Return what a pickle describes.
+
+    Raises:
+        CheckpointError: it is malformed, or holds what the dialect does not know.
+    """
     try:
-        found = _Machine(path).run(pickled)
+        return _Machine(path, dialect).run(pickled)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise CheckpointError(f"{path}: its pickle is malformed: {error}") from error
+
+
+def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
+    """Return the tensors by name that `pickled` describes."""
+    found = described(pickled, path, Dialect())
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a dict of tensors by name")
     for name, value in found.items():
@@ -113,8 +152,8 @@ def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
 class _Machine:
     """Executes the opcodes of one pickle. See [Note: inert unpickling]."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, dialect: Dialect) -> None:
+        self._path, self._dialect = path, dialect
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each mark
         self._memo: dict[int, Any] = {}
@@ -122,7 +161,7 @@ class _Machine:
     def run(self, pickled: bytes) -> Any:
         """Return the object that `pickled` describes."""
         num_objects = 0
-        for count, (name, argument, position) in enumerate(_opcodes(pickled, self._path)):
+        for count, (name, argument, position) in enumerate(_opcodes(pickled, self._path, self._dialect.opcodes)):
             if count > MAX_OPCODES:
                 raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
             num_objects += name in _MAKES
@@ -165,14 +204,19 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
+        if self._dialect.drops_items(target):
+            return
         if not isinstance(target, dict) or not all(map(_is_key, items[::2])):
             raise TypeError("items are set on something else than a dict with plain keys")
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def add_items(self, items: list[Any]) -> None:
-        if not isinstance(self._stack[-1], list):
+        target = self._stack[-1]
+        if self._dialect.drops_items(target):
+            return
+        if not isinstance(target, list):
             raise TypeError("items are added to something else than a list")
-        self._stack[-1].extend(items)
+        target.extend(items)
 
     def put(self, position: int) -> None:
         self._memo[position] = self._stack[-1]
@@ -185,29 +229,24 @@ class _Machine:
         full = f"{module}.{name}"
         if full in DTYPES:
             self._stack.append(DTYPES[full])
-        elif full in STORAGE_DTYPES or full in _CALLS:
-            self._stack.append(_Global(full))
+        elif full in STORAGE_DTYPES or full in CALLS:
+            self._stack.append(Global(full))
         else:
-            raise CheckpointError(
-                f"{self._path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
-                "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
-            )
+            self._stack.append(self._dialect.unknown(full, self._path))
 
     def call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
-        if not isinstance(function, _Global) or function.name not in _CALLS or not isinstance(arguments, tuple):
-            raise TypeError(f"a {type(function).__name__} is called")
-        self._stack.append(_CALLS[function.name](*arguments))
+        if not isinstance(arguments, tuple):
+            raise TypeError("something is called without a tuple of arguments")
+        self._stack.append(self._dialect.result(function, arguments))
 
     def build(self) -> None:
-        """Drop the attributes of an OrderedDict: `_metadata`, which holds the versions of modules."""
-        self._stack.pop()
-        if not isinstance(self._stack[-1], _OrderedDict):
-            raise TypeError("attributes are set on something else than an OrderedDict")
+        attributes = self._stack.pop()
+        self._dialect.set_attributes(self._stack[-1], attributes)
 
     def persistent(self) -> None:
         kind, storage, key, _, numel = self._stack.pop()
-        if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str) or not _is_size(numel):
+        if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not _is_size(numel):
             raise TypeError("a persistent id that is not a storage")
         self._stack.append(Storage(key, STORAGE_DTYPES[storage.name], numel))
 
@@ -222,7 +261,7 @@ _CONSTANTS: Mapping[str, Callable[[], Any]] = {
 }
 _LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
 _NO_OPERATIONS = {"PROTO", "STOP"}
-_MAKES = {"EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE"}
+_MAKES = {"EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ"}
 _OPERATIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "MARK": _Machine.mark,
     "TUPLE": lambda machine, _: machine.tuple_marked(),
@@ -239,13 +278,14 @@ _OPERATIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "LONG_BINGET": _Machine.get,
     "GLOBAL": lambda machine, names: machine.find(*names),
     "REDUCE": lambda machine, _: machine.call(),
+    "NEWOBJ": lambda machine, _: machine.call(),
     "BUILD": lambda machine, _: machine.build(),
     "BINPERSID": lambda machine, _: machine.persistent(),
 }
 """By opcode name (`pickletools`): pickle protocol 2, which torch.save uses, as torch.load(weights_only=True) has it."""
 
 
-_KNOWN = {*_CONSTANTS, *_LITERALS, *_NO_OPERATIONS, *_OPERATIONS}
+_KNOWN = {*_CONSTANTS, *_LITERALS, *_NO_OPERATIONS, *_OPERATIONS} - {"NEWOBJ"}
 _BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes}
 
 
@@ -265,7 +305,7 @@ class _Bytes:
         return self.read((end or len(self._data)) - self.position)
 
 
-def _opcodes(pickled: bytes, path: str) -> Iterator[tuple[str, Any, int]]:
+def _opcodes(pickled: bytes, path: str, also: frozenset[str]) -> Iterator[tuple[str, Any, int]]:
     """Yield name, argument and position of each opcode.
 
     `pickletools.genops` would decode the arguments also of opcodes that are refused, some with a warning.
@@ -278,7 +318,7 @@ def _opcodes(pickled: bytes, path: str) -> Iterator[tuple[str, Any, int]]:
         if opcode is None:
             raise ValueError(f"no opcode at byte {position} of {len(pickled)}")
         name = opcode.name
-        if name not in _KNOWN:
+        if name not in _KNOWN and name not in also:
             raise CheckpointError(f"{path}: its pickle uses {name}, which no state dict needs")
         if name == "GLOBAL":  # whose reader undoes escapes, with a warning about odd ones, as no unpickler does
             yield name, _names(source), position
@@ -364,8 +404,8 @@ def _device(_type: Any, _index: Any = None) -> None:
     """Stand in for `torch.device`: where a tensor was does not matter."""
 
 
-_CALLS: Mapping[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _OrderedDict,
+CALLS: Mapping[str, Callable[..., Any]] = {
+    "collections.OrderedDict": OrderedNames,
     "torch.Size": _shape,
     "torch.device": _device,
     "torch._utils._rebuild_tensor_v2": _tensor,

@@ -11,13 +11,15 @@ import hashlib
 import math
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
+from lowmem_load.formats.inert_objects import objects
 from lowmem_load.formats.inert_pickle import Tensor, state_dict
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 from lowmem_load.read.source import ByteSource, SourceFile, read_bytes
@@ -54,26 +56,47 @@ class TorchZip:
             TruncatedFileError: the file ends early.
         """
         path, version = source.path, source.version
-        refuse_git_lfs_pointer(source)
-        entries = _read_directory(source)
-        prefix = _prefix(entries, path)
-        byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)
-        if byte_order not in (b"", b"little"):
-            raise CheckpointError(f"{path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
-        pickled = _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES)
+        opened = _open(source)
         expressions: dict[str, Expression] = {}  # by text, since tensors could be made that all have one hash
         named: dict[str, Expression] = {}
-        for name, tensor in state_dict(pickled, path).items():
+        for name, tensor in state_dict(opened.pickled, path).items():
             view = repr(tensor)
             if view not in expressions:
-                entry = entries.get(f"{prefix}/data/{tensor.storage.key}")
-                expressions[view] = _expression(tensor, entry, path, name)
+                expressions[view] = _expression(tensor, opened.storage(tensor), path, name)
             named[name] = expressions[view]
-        digest = hashlib.sha256(pickled)
-        digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in entries.items())).encode())
-        return CheckpointFile(
-            path, source.nbytes, digest.hexdigest()[:16], version, tuple(named), None, named.__getitem__
-        )
+        return CheckpointFile(path, source.nbytes, opened.digest, version, tuple(named), None, named.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchObjects:
+    """A torch file that holds more than tensors: a checkpoint of a training job.
+
+    Attributes:
+        path, nbytes, digest, version: as of `CheckpointFile`.
+        tree: what it holds; see `inert_objects.objects`.
+        expression: gives what a tensor of the tree is made of, named in messages as told.
+    """
+
+    path: str
+    nbytes: int
+    digest: str
+    version: str
+    tree: Any
+    expression: Callable[[Tensor, str], Expression]
+
+
+def describe_objects(source: ByteSource) -> TorchObjects:
+    """Read the directory and `data.pkl` of a torch file of any content; no code of it is run.
+
+    Raises: as `TorchZip.describe`, but for content.
+    """
+    version, opened = source.version, _open(source)
+    tree = objects(opened.pickled, source.path)
+
+    def expression(tensor: Tensor, name: str) -> Expression:
+        return _expression(tensor, opened.storage(tensor), source.path, name)
+
+    return TorchObjects(source.path, source.nbytes, opened.digest, version, tree, expression)
 
 
 # -- the zip ---------------------------------------------------------------------------------------------------------
@@ -85,6 +108,36 @@ class _Entry:
 
     start: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A torch file: its entries by name, the folder inside it, and its pickle."""
+
+    entries: Mapping[str, _Entry]
+    prefix: str
+    pickled: bytes
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides what lies where."""
+        digest = hashlib.sha256(self.pickled)
+        digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in self.entries.items())).encode())
+        return digest.hexdigest()[:16]
+
+    def storage(self, tensor: Tensor) -> _Entry | None:
+        """Return the entry of the storage that a tensor views."""
+        return self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
+
+
+def _open(source: ByteSource) -> _Opened:
+    refuse_git_lfs_pointer(source)
+    entries = _read_directory(source)
+    prefix = _prefix(entries, source.path)
+    byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)
+    if byte_order not in (b"", b"little"):
+        raise CheckpointError(f"{source.path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
+    return _Opened(entries, prefix, _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES))
 
 
 def _read_directory(source: ByteSource) -> dict[str, _Entry]:

@@ -28,7 +28,7 @@ MODULES: dict[str, set[str]] = {
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
     "read": {"executor", "gds", "hashing", "open_sources", "sample", "scatter", "source", "uploads", "whole"},
-    "formats": {"format", "header_json", "index", "inert_pickle", "safetensors", "torch_zip"},
+    "formats": {"format", "header_json", "index", "inert_objects", "inert_pickle", "safetensors", "torch_zip"},
     "describe": {
         *("arguments", "collector", "context", "initialise", "operations", "patterns", "quantized", "tensor", "twins"),
     },
@@ -49,7 +49,7 @@ MODULES: dict[str, set[str]] = {
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
-        *("active", "collecting", "first_load", "fp8", "intercept", "loader", "mxfp4", "names"),
+        *("active", "collecting", "first_load", "fp8", "intercept", "loader", "mxfp4", "names", "of_config"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
     "ranks": {"device", "environment", "group", "life", "line", "nodes", "process_group"},
@@ -60,6 +60,7 @@ MODULES: dict[str, set[str]] = {
     "saving": {"folder", "holdings", "layout", "plan", "report", "save", "writer"},
     "load": set(),
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},
+    "resume": {"checkpoint", "consolidate", "copying", "layout"},
     "pipelines": {"additions", "arguments", "install", "model_engine", "saves"},
     "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},
     "cli": {"main", "run"},
@@ -98,6 +99,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "load": {"errors", "hf", "planning", "ranks", "read.gds", "report", "settings", "stages", "targets"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
+    "resume": {
+        *("errors", "fingerprint", "formats", "hf", "partial.checkpoint", "planning", "progress", "ranks", "read"),
+        *("report", "saving"),
+    },
     "pipelines": {"ds", "errors", "hf", "integrity.model", "load", "ranks", "report", "saving", "settings"},
     "startup": {"errors"},
     "cli": {"startup.environment"},
@@ -128,6 +133,7 @@ LAZILY: dict[str, set[str]] = {
         "planning.load_plan",
         "ranks.process_group",
         "report",
+        "resume",
         "saving",
     },
 }
@@ -154,7 +160,15 @@ OUR_DS_NAMES: set[str] = {"ds_config"}
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
 MAY_DO_IO: set[str] = {
     *("ds.extensions", "formats", "hf.saver", "partial.checkpoint", "pipelines.arguments", "ranks.life"),
-    *("read.source", "report", "saving.folder", "saving.writer", "settings.ds_config"),
+    *(
+        "hf.of_config",
+        "resume.checkpoint",
+        "read.source",
+        "report",
+        "saving.folder",
+        "saving.writer",
+        "settings.ds_config",
+    ),
 }
 ANONYMOUS_MEMORY: set[str] = {"describe.initialise", "ds.pinning"}  # calls mmap.mmap, but maps no file
 IO_CALLS: set[str] = {
@@ -177,9 +191,11 @@ PURE: set[str] = {
     "describe.operations",
     "errors",
     "fingerprint",
+    "formats.inert_objects",
     "formats.inert_pickle",
     "integrity.sums",
     "planning",
+    "resume.layout",
     "saving.layout",
     "saving.plan",
     "settings.auto",

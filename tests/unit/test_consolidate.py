@@ -1,0 +1,173 @@
+"""consolidate: what DeepSpeed's own script makes of a checkpoint, or an error that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lowmem_load import consolidate
+from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
+from lowmem_load.resume import copying
+from tests import builders
+from tests.zero3_checkpoint import save_zero3
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def saved_model(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """Save a model as ZeRO-3 checkpoint: its norms are frozen, all else is trained."""
+    names = {name: p.detach() for name, p in model.named_parameters()}
+    frozen = {name: value.bfloat16() for name, value in names.items() if "norm" in name}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(frozen.get(name, p))
+    trained = {name: value for name, value in names.items() if name not in frozen}
+    buffers = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    return save_zero3(folder, trained, frozen=frozen, buffers=buffers, **options)
+
+
+@pytest.fixture
+def llama(checkpoints: Path) -> PreTrainedModel:
+    path = builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_folder_is_what_save_pretrained_writes(
+    llama: PreTrainedModel, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 1000)
+    saved_model(llama, tmp_path / "saved", world_size=world_size, sub_group_size=700)
+    llama.config.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    report = consolidate(tmp_path / "saved", tmp_path / "made", max_shard_size="30KB")
+    llama.save_pretrained(tmp_path / "expected", max_shard_size="30KB")
+    expected, made = tmp_path / "expected", tmp_path / "made"
+    assert {path.name for path in made.iterdir()} == {path.name for path in expected.iterdir()} | {"tokenizer.json"}
+    for path in expected.glob("*.safetensors"):
+        assert path.read_bytes() == (made / path.name).read_bytes()
+    index = "model.safetensors.index.json"
+    assert json.loads((made / index).read_text()) == json.loads((expected / index).read_text())
+    assert report.num_masters == len(llama.state_dict()) - 5
+    assert report.written_bytes == sum(p.numel() * 4 for p in llama.parameters())
+    AutoModelForCausalLM.from_pretrained(made)
+
+
+def test_conversions_are_turned_back(checkpoints: Path, tmp_path: Path) -> None:
+    path = builders.tiny_mixtral(checkpoints, torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    saved_model(model, tmp_path / "saved", world_size=2)
+    consolidate(tmp_path / "saved", tmp_path / "made", dtype=torch.bfloat16, config=path)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "expected")
+    made, expected = tensors_in(tmp_path / "made"), tensors_in(tmp_path / "expected")
+    assert made.keys() == expected.keys()
+    assert [name for name in made if not torch.equal(made[name], expected[name])] == []
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_without_a_configuration_names_stay(tmp_path: Path) -> None:
+    trained = {"a.weight": torch.randn(5, 3), "b": torch.randn(7)}
+    buffers = {"steps": torch.tensor(3), "mean": torch.randn(2).bfloat16()}
+    shared = {"head.weight": "a.weight"}
+    save_zero3(tmp_path / "saved", trained, world_size=2, buffers=buffers, shared=shared)
+    consolidate(tmp_path / "saved", tmp_path / "made", processes=2)
+    made = tensors_in(tmp_path / "made")
+    assert made.keys() == {"a.weight", "b", "steps", "mean", "head.weight"}
+    assert torch.equal(made["head.weight"], trained["a.weight"]) and torch.equal(made["b"], trained["b"])
+    assert made["steps"].dtype == torch.int64 and made["mean"].dtype == torch.float32
+    assert {path.name for path in (tmp_path / "made").iterdir()} == {"model.safetensors"}
+
+
+class Mine:
+    """A user's own class."""
+
+
+def broken(how: str, place: Path) -> None:
+    model = place / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    optim = place / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    if how == "missing":
+        optim.unlink()
+    elif how == "hole":
+        (place / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    elif how == "truncated":
+        optim.write_bytes(optim.read_bytes()[:-300])
+    elif how == "pickled":
+        optim.write_bytes(pickle.dumps({"a": 1}))
+    elif how == "another model":
+        state = torch.load(model, weights_only=False)
+        state["param_shapes"][0]["b"] = torch.Size((9,))
+        torch.save(state, model)
+    elif how == "another save":
+        for file in (model, optim):
+            file.rename(file.with_name(file.name.replace("rank_1_", "rank_2_")))
+            file.write_bytes(file.with_name(file.name.replace("rank_1_", "rank_2_")).read_bytes())
+    elif how == "both precisions":
+        optim.with_name(optim.name.removeprefix("bf16_")).write_bytes(optim.read_bytes())
+    elif how == "pipeline":
+        (place / "layer_00-model_states.pt").write_bytes(b"")
+    elif how == "latest":
+        (place.parent / "latest").write_text("global_step9")
+    elif how == "no latest":
+        (place.parent / "latest").unlink()
+    elif how == "escaping":
+        (place.parent / "latest").write_text("../saved/global_step3")
+    elif how == "stage 2":
+        state = torch.load(optim, weights_only=False)
+        state["optimizer_state_dict"]["zero_stage"] = 2
+        torch.save(state, optim)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("missing", CheckpointError, "saved by 2 ranks, but there are 2 files of model states and 1 of optimizer"),
+        ("hole", CheckpointError, r"no optim states of rank\(s\) 0"),
+        ("truncated", TruncatedFileError, "rank_1_mp_rank_00_optim_states.pt: no zip directory at its end"),
+        ("pickled", CheckpointError, "old torch format"),
+        ("another model", CheckpointError, "rank_1_.* has other parameters than zero_pp_rank_0"),
+        ("another save", CheckpointError, "was saved by 2 ranks, but there are 3 files"),
+        ("both precisions", CheckpointError, "are both of rank 1: two jobs"),
+        ("pipeline", UnsupportedError, "layer_00-model_states.pt: is of another ZeRO stage"),
+        ("latest", CheckpointError, "no checkpoint 'global_step9', which 'latest' names; there are: global_step3"),
+        ("no latest", CheckpointError, "no file 'latest'"),
+        ("escaping", CheckpointError, "no checkpoint '../saved/global_step3'"),
+        ("stage 2", UnsupportedError, "saved under ZeRO stage 2, expected 3"),
+    ],
+)
+def test_a_broken_checkpoint_is_named(how: str, error: type[Exception], text: str, tmp_path: Path) -> None:
+    place = save_zero3(tmp_path / "saved", {"a": torch.randn(9, 2), "b": torch.randn(5)}, world_size=2)
+    broken(how, place)
+    with pytest.raises(error, match=text):
+        consolidate(tmp_path / "saved", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
+    saved_model(llama, tmp_path / "saved", world_size=2)
+    llama.config.vocab_size += 1
+    llama.config.num_hidden_layers += 1
+    llama.config.save_pretrained(tmp_path / "config")
+    with pytest.raises(CheckpointError, match=r"missing: model.layers.2.* shape: model.embed_tokens.weight is \(101"):
+        consolidate(tmp_path / "saved", tmp_path / "made", config=tmp_path / "config")
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    save_zero3(tmp_path, {"a": torch.zeros(3)}, world_size=1)
+    with pytest.raises(ConfigError, match="processes=0"):
+        consolidate(tmp_path, tmp_path / "made", processes=0)
+    with pytest.raises(ConfigError, match="int8"):
+        consolidate(tmp_path, tmp_path / "made", dtype=torch.int8)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        consolidate(tmp_path, tmp_path / "made", config=tmp_path / "nowhere")

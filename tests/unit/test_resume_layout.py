@@ -1,0 +1,79 @@
+"""resume/layout.py: any range of any parameter is found in the files of any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from lowmem_load.planning.copies import plan_copies
+from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.proof import prove_coverage
+from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.resume.layout import FP32, group_numels, place_fragments, place_groups
+from tests.zero3_checkpoint import partitions, sub_groups
+
+SHAPES = {"a": (5, 7), "b": (1,), "scalar": (), "c": (13,), "d": (4, 3, 2), "e": (2,), "f": (64,)}
+HEADER = 16
+"""Bytes before the tensors in each file."""
+
+
+def evaluated(expression: Expression, size: int, files: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return what the copies of an expression take of the files."""
+    made = torch.full((size,), math.nan)
+    copies = list(plan_copies(expression, FlatRange(0, size)))
+    prove_coverage("a part", copies, size)
+    for copy in copies:
+        assert isinstance(copy.leaf, Source) and copy.is_contiguous
+        first = (copy.leaf.start - HEADER) // 4 + copy.leaf_start
+        made[copy.destination_start : copy.destination_start + copy.numel] = files[copy.leaf.path][
+            first : first + copy.numel
+        ]
+    return made
+
+
+@pytest.mark.parametrize("sub_group_size", [1, 20, 1000])
+@pytest.mark.parametrize("saved_by", range(1, 9))
+def test_partitions_of_any_world_are_found(saved_by: int, sub_group_size: int) -> None:
+    torch.manual_seed(saved_by)
+    values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    shapes = {name: value.shape for name, value in values.items()}
+    groups = sub_groups(shapes, saved_by, sub_group_size)
+    files: dict[str, torch.Tensor] = {}
+    flats: list[list[Source]] = []
+    for rank in range(saved_by):
+        pieces = [[partitions(values[name], saved_by)[rank] for name in group] for group in groups]
+        files[f"r{rank}"] = torch.cat([piece for group in pieces for piece in group])
+        start, mine = HEADER, []
+        for group in pieces:
+            mine.append(Source(f"r{rank}", "flat", start, (sum(map(len, group)),), torch.float32))
+            start += 4 * mine[-1].shape[0]
+        assert [source.shape[0] for source in mine] == group_numels(groups, saved_by)
+        flats.append(mine)
+    found = place_groups(groups, {FP32: flats}, [{"step": number} for number in range(len(groups))])
+    assert list(found) == list(SHAPES)
+    for name, value in values.items():
+        saved = found[name]
+        assert saved.shape == SHAPES[name] and name in groups[saved.scalars["step"]]
+        for world_size in range(1, 10):
+            for rank in range(world_size):
+                wanted = partition_range(saved.numel, rank, world_size)
+                part = evaluated(saved.pieces[FP32].part(wanted), wanted.numel, files)
+                assert torch.equal(part, value.reshape(-1)[wanted.start : wanted.end])
+
+
+def test_a_fragment_may_be_empty() -> None:
+    source = Source("f", "empty", 0, (0,), torch.float32)
+    saved = place_fragments("empty", (0, 4), [source])
+    assert saved.numel == 0
+    assert evaluated(saved.pieces[FP32].part(FlatRange(0, 0)), 0, {}).numel() == 0
+
+
+def test_only_the_ranks_that_hold_something_are_read() -> None:
+    flats = [[Source(f"r{rank}", "flat", 0, (25,), torch.float32)] for rank in range(4)]
+    groups = [OrderedDict(a=torch.Size((10, 10)))]
+    pieces = place_groups(groups, {FP32: flats}, [{}])["a"].pieces[FP32]
+    paths = [copy.leaf.path for copy in plan_copies(pieces.part(FlatRange(30, 60)), FlatRange(0, 30))]
+    assert paths == ["r1", "r2"]

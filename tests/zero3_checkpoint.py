@@ -1,0 +1,121 @@
+"""A checkpoint as DeepSpeed's `save_checkpoint` writes it under ZeRO-3, made without ranks: of any number of them.
+
+Written from what DeepSpeed 0.19.8 saves (`tests/multi_rank/test_resume.py` compares with the real thing): each rank's
+partition of a parameter is one of `world_size` equal chunks of it, padded; a sub-group is the concatenation of those.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class LossScaler:
+    """Stands for DeepSpeed's own class: an object that no inert reader makes."""
+
+    def __init__(self) -> None:
+        self.cur_scale = 1.0
+        self.dynamic = False
+
+
+def partitions(values: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Return the padded flat pieces of a tensor; the padding is not zero, as DeepSpeed does not clear it."""
+    flat = values.reshape(-1)
+    padding = torch.full((-flat.numel() % world_size,), 7.0, dtype=flat.dtype)
+    return list(torch.cat([flat, padding]).view(world_size, -1))
+
+
+def sub_groups(shapes: dict[str, torch.Size], world_size: int, sub_group_size: int) -> list[OrderedDict[str, Any]]:
+    """Return the names and shapes of each sub-group: one ends as soon as it has `sub_group_size` elements of a rank."""
+    groups: list[OrderedDict[str, Any]] = [OrderedDict()]
+    held = 0
+    for number, (name, shape) in enumerate(shapes.items()):
+        groups[-1][name] = shape
+        held += -(-shape.numel() // world_size)
+        if held >= sub_group_size and number + 1 < len(shapes):
+            groups.append(OrderedDict())
+            held = 0
+    return groups
+
+
+def save_zero3(
+    folder: Path,
+    trained: dict[str, torch.Tensor],
+    *,
+    world_size: int,
+    sub_group_size: int = 1 << 40,
+    frozen: dict[str, torch.Tensor] | None = None,
+    buffers: dict[str, torch.Tensor] | None = None,
+    shared: dict[str, str] | None = None,
+    moments: dict[str, dict[str, torch.Tensor]] | None = None,
+    client_state: dict[str, Any] | None = None,
+    tag: str = "global_step3",
+) -> Path:
+    """Write the files of all ranks; return the folder of the tag.
+
+    Args:
+        folder: gets the folder of the tag, and `latest`.
+        trained: fp32 values by name.
+        world_size: ranks.
+        sub_group_size: elements of a rank.
+        frozen, buffers: values by name.
+        shared: names that stand for another.
+        moments: values by key of the optimizer's state and name; none are made if it is None.
+        client_state: further entries.
+        tag: name of the folder.
+    """
+    frozen, moments = frozen or {}, moments or {}
+    place = folder / tag
+    place.mkdir(parents=True)
+    groups = sub_groups({name: value.shape for name, value in trained.items()}, world_size, sub_group_size)
+    for rank in range(world_size):
+
+        def flat(values: dict[str, torch.Tensor], group: OrderedDict[str, Any], rank: int = rank) -> torch.Tensor:
+            return torch.cat([partitions(values[name], world_size)[rank] for name in group])
+
+        fragments = {name: partitions(value, world_size)[rank].clone() for name, value in frozen.items()}
+        module = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in (*trained, *frozen))
+        model_states = {
+            "module": OrderedDict({**module, **(buffers or {})}),
+            "buffer_names": list(buffers or {}),
+            "param_shapes": groups,
+            "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()),
+            "shared_params": dict(shared or {}),
+            "frozen_param_fragments": OrderedDict(fragments),
+            "lr_scheduler": {"last_batch_iteration": 2},
+            "skipped_steps": 0,
+            "global_steps": 3,
+            "global_samples": 6,
+            "dp_world_size": world_size,
+            "mp_world_size": 1,
+            "ds_config": {},
+            "ds_version": "0.19.8",
+            **(client_state or {}),
+        }
+        torch.save(model_states, place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        state = {
+            number: {"step": torch.tensor(3.0), **{key: flat(values, group) for key, values in moments.items()}}
+            for number, group in enumerate(groups)
+        }
+        masters = [flat(trained, group) for group in groups]
+        for number, master in enumerate(masters):
+            master.ds_id = str(number)  # DeepSpeed gives these tensors an attribute, which changes how they are pickled
+        zero = {
+            "zero_stage": 3,
+            "loss_scaler": LossScaler(),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+            "partition_count": world_size,
+            "optimizer_state_dict": {
+                "state": state,
+                "param_groups": [{"lr": 1e-3, "params": list(range(len(groups)))}],
+            },
+            "fp32_flat_groups": masters,
+        }
+        path = place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": zero, "ds_config": {}, "ds_version": "0.19.8"}, path)
+    (folder / "latest").write_text(tag)
+    return place
