@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,14 +15,20 @@ from torch import nn
 from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, UnsupportedError
 from lowmem_load.hf import intercept, loader, names
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, was_dropped
+from lowmem_load.integrity.model import ModelDigest
+from lowmem_load.integrity.sums import Keys
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.read.gds import chosen_source
+from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.settings.settings import Partition, Settings, read_settings
+from lowmem_load.stages.digest import digest_only
 from lowmem_load.stages.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load, plan_only
 from lowmem_load.targets.make import target_maker
+
+T = TypeVar("T")
 
 DROPPED = (
     "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "
@@ -156,28 +162,110 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    return plan_ranks(
+        *(name, ds_config),
+        ranks=[rank],
+        world_size=world_size,
+        device=_accelerator(),
+        auto_class=auto_class,
+        dtype=dtype,
+        partition=partition,
+        **from_pretrained_kwargs,
+    )[0]
+
+
+def plan_ranks(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    ranks: Sequence[int],
+    world_size: int,
+    device: torch.device,
+    open_source: Opener = LocalFile,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    **from_pretrained_kwargs: Any,
+) -> list[LoadPlan]:
+    """Return the plans of several ranks, in less time than `plan` takes for each.
+
+    Args:
+        name: as for `plan`, like all that is not named here.
+        ds_config: as for `plan`.
+        ranks: to plan for.
+        world_size: as for `plan`.
+        device: the accelerator of the job; its type is enough.
+        open_source: opens files of the checkpoint.
+        auto_class: as for `plan`.
+        dtype: as for `plan`.
+        partition: as for `plan`.
+        **from_pretrained_kwargs: as for `plan`.
+    """
     name = _spelled(name)
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     settings, cls, arguments = _checked(name, settings, auto_class, dtype, from_pretrained_kwargs)
-    make_target = target_maker(rank, _accelerator())
+
+    def planned(call: loader.Call) -> list[LoadPlan]:
+        return plan_only(call, settings, lambda rank: target_maker(rank, device), ranks, open_source)
+
+    return _instead_of_loading(cls, name, arguments, planned)
+
+
+def digest_checkpoint(
+    name: str | os.PathLike[str],
+    *,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    key: str = "",
+    **from_pretrained_kwargs: Any,
+) -> ModelDigest:
+    """Return the `model_digest` of what an ordinary `from_pretrained` gives, without holding all of it at a time.
+
+    Local: a plain process, without ranks.
+    Memory: the two largest parameters, whole.
+
+    Args:
+        name: as for `load_model`.
+        auto_class: as for `load_model`.
+        dtype: of floating-point parameters; "auto" for that of the checkpoint's config. Digests of loads in another
+            dtype differ.
+        key: as for `model_digest`.
+        **from_pretrained_kwargs: as for `load_model`.
+
+    Raises:
+        CheckpointError: the folder or its files cannot be used.
+        UnsupportedError: of packed, quantized weights.
+    """
+    name = _spelled(name)
+    settings = read_settings({"zero_optimization": {"stage": 0}}, world_size=1)
+    if dtype in (None, "auto"):
+        config = names.model_config(name, from_pretrained_kwargs)
+        dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
+    settings, cls, arguments = _checked(name, settings, auto_class, dtype, from_pretrained_kwargs)
+    return _instead_of_loading(cls, name, arguments, lambda call: digest_only(call, settings, Keys(key)))
+
+
+def _instead_of_loading(cls: Any, name: str, arguments: Mapping[str, Any], act: Callable[[loader.Call], T]) -> T:
+    """Return what `act` makes of the call of `from_pretrained` that would load."""
 
     def handler(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-        raise _Planned(plan_only(call, settings, make_target, rank))
+        raise _Done(act(call))
 
     with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
         try:
             cls.from_pretrained(name, **arguments)
-        except _Planned as planned:
-            return planned.plan
+        except _Done as done:
+            result: T = done.result
+            return result
     raise UnsupportedError(f"{cls.__name__} does not load through transformers' from_pretrained")
 
 
-class _Planned(BaseException):
-    """Carries a plan out of a `from_pretrained`, past overrides that would go on to use the model."""
+class _Done(BaseException):
+    """Carries a result out of a `from_pretrained`, past overrides that would go on to use the model."""
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self.plan = plan
+        self.result = result
 
 
 def _spelled(name: Any) -> str:

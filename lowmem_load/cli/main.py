@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
+from lowmem_load.cli.digest import digest
+from lowmem_load.cli.inspect import inspect
+from lowmem_load.cli.output import exit_code
+from lowmem_load.cli.plan import plan
 from lowmem_load.cli.run import run
+from lowmem_load.cli.verify import verify
+from lowmem_load.errors import LowMemLoadError
 
 app = typer.Typer(
     name="lowmem-load",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help as plain text: rich takes longer to import than all else here
 )
@@ -17,13 +24,24 @@ app = typer.Typer(
 
 @app.callback()
 def lowmem_load() -> None:
-    """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
+    """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions.
+
+    Exit codes: 0 done, and the answer is yes; 1 the answer is no (does not fit, differs, something was found);
+    2 arguments or a ds_config that cannot be used; 3 a checkpoint that cannot be used; 4 not supported; 5 another
+    error. `run` has that of its command.
+    """
 
 
+for command in (inspect, plan, verify, digest):
+    app.command()(command)
 # Options after the command's own name are that command's.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
 
 
 def main() -> None:
     """Run the command line of this process."""
-    app(prog_name="lowmem-load")
+    try:
+        app(prog_name="lowmem-load")
+    except LowMemLoadError as error:
+        typer.echo(f"lowmem-load: {error}", err=True)
+        sys.exit(exit_code(error))

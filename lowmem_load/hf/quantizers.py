@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import transformers
 import transformers.modeling_utils as modeling_utils
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf import fp8, mxfp4
-from lowmem_load.hf.names import is_four_bit, quantization_method, refuse_quantized
+from lowmem_load.hf.names import is_four_bit, model_config, quantization_method, refuse_quantized
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.quantize import four_bit
 
@@ -92,3 +93,25 @@ def _refuse_when_checked(quantizer: Any) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+_DEQUANTIZING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""transformers' class of quantization configs for each method that can be loaded dequantized."""
+
+
+def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the `quantization_config` that loads a checkpoint dequantized.
+
+    Args:
+        name: a local folder or a Hub id.
+        kwargs: of `from_pretrained`, that say where its files come from.
+
+    Raises:
+        UnsupportedError: it is not quantized, or in a way that has no such load.
+    """
+    quantization = getattr(model_config(name, kwargs), "quantization_config", None)
+    method = None if quantization is None else quantization_method(quantization)
+    if method not in _DEQUANTIZING:
+        held = "is not quantized" if method is None else f"is quantized by {method!r}"
+        raise UnsupportedError(f"{name}: {held}; loaded dequantized can be {', '.join(_DEQUANTIZING)}")
+    return getattr(transformers, _DEQUANTIZING[method])(dequantize=True)

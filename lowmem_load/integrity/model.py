@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ def model_digest(model: nn.Module, *, key: str = "") -> ModelDigest:
         UnsupportedError: names a parameter or buffer that has no values here, or that nvme has no buffer for.
         RankError: another rank failed.
     """
-    parts = [_Part(names, tensor) for names, tensor in _distinct(unwrapped(model))]
+    parts = [Part(names, tensor) for names, tensor in distinct(unwrapped(model))]
     keys, groups = Keys(key), list(dict.fromkeys(part.group for part in parts if part.group is not None))
     with RankGroup(groups[0]).agreed("digesting the model") if groups else contextlib.nullcontext():
         for part in parts:
@@ -72,11 +72,16 @@ def model_digest(model: nn.Module, *, key: str = "") -> ModelDigest:
         gathered = RankGroup(group).all_gather_object([part.sums for part in together])
         for part, *pieces in zip(together, *gathered, strict=True):
             part.sums = add(pieces)
+    return digest_of(parts)
+
+
+def digest_of(parts: Sequence[Part]) -> ModelDigest:
+    """Return the digest of a model, given its parameters and persistent buffers, whose sums are those of the whole."""
     tensors = {part.names[0]: part.hexdigest() for part in parts}
     return ModelDigest(_hex(f"{name} {tensors[name]}" for name in sorted(tensors)), tensors)
 
 
-class _Part:
+class Part:
     """A parameter or buffer. Its sums are first those of what this rank holds, then of the whole.
 
     Attributes:
@@ -128,7 +133,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _distinct(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
+def distinct(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Yield each parameter and each persistent buffer once, with all of its names in order."""
     persistent = model.state_dict(keep_vars=True)
     buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowmem_load.describe.initialise import INITIALISED
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
     CheckpointError,
@@ -24,7 +25,7 @@ from lowmem_load.errors import (
 )
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
-from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.progress import progress_bar
 from lowmem_load.quantize import four_bit
 from lowmem_load.quantize.check import check_packed
@@ -61,18 +62,38 @@ _PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
 
 
 def plan_only(
-    call: loader.Call, settings: Settings, make_target: TargetMaker, rank: int, open_source: Opener = LocalFile
-) -> LoadPlan:
-    """Return the plan of a load for one rank, without loading. Local: no process group, no DeepSpeed engine."""
+    call: loader.Call,
+    settings: Settings,
+    target_maker_of: Callable[[int], TargetMaker],
+    ranks: Sequence[int],
+    open_source: Opener = LocalFile,
+) -> list[LoadPlan]:
+    """Return the plan of a load for each of some ranks, without loading. Local: no process group, no DeepSpeed engine.
+
+    The model is described once, unless it keeps initial values: each rank has its own part of those.
+    """
     _refuse_device_map(call, settings)
     if _is_left_alone(call, settings):
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
-    state = torch.get_rng_state()
+    state, before = torch.get_rng_state(), host_memory().anonymous_bytes
+    plans: list[LoadPlan] = []
     try:
         with zero_init.set_aside(), _on_host(), Executor(open_source=open_source) as executor:
-            described = describe(call, settings, make_target, executor, holds_values=False)
-            _check(described)
-            return make_plan(described, rank, read_cost()).plan
+            described: Described | None = None
+            for rank in ranks:
+                make_target = target_maker_of(rank)
+                if described is None:
+                    described = describe(call, settings, make_target, executor, holds_values=False)
+                else:
+                    described = replace(described, target=make_target(described.settings, described.model))
+                _check(described)
+                plan = make_plan(described, rank, read_cost()).plan
+                if not plans:
+                    grown_bytes = max(0, host_memory().anonymous_bytes - before)
+                plans.append(replace(plan, planning_bytes=grown_bytes))
+                if any(isinstance(value, HeldValue) and value.origin == INITIALISED for value in plan.values):
+                    described = None
+        return plans
     finally:
         torch.set_rng_state(state)
 

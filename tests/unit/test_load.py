@@ -68,7 +68,9 @@ def test_a_plan_is_for_the_accelerator_that_deepspeed_would_choose(
 ) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr("lowmem_load.load.target_maker", lambda rank, device: asked.append(device))
-    monkeypatch.setattr("lowmem_load.load.plan_only", lambda *args: "plan")
+    monkeypatch.setattr(
+        "lowmem_load.load.plan_only", lambda call, settings, maker, ranks, _: [maker(rank) for rank in ranks]
+    )
     monkeypatch.delenv("DS_ACCELERATOR")
     if chosen is not None:
         monkeypatch.setenv("DS_ACCELERATOR", chosen)

@@ -1,0 +1,104 @@
+"""What subcommands share: exit codes, JSON or tables on stdout, and everything else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, LowMemLoadError, UnsupportedError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
+"""Exit codes: done, and the answer is yes; the answer is no, or something was found; arguments or ds_config that cannot
+be used; a checkpoint that cannot; a combination or release that is not supported; any other error of ours."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A local folder, or a Hub id.", show_default=False)]
+Subfolder = Annotated[str, typer.Option(help="Of the folder or the Hub id, that holds the weights.")]
+Revision = Annotated[str | None, typer.Option(help="Of a Hub id: a branch, tag or commit.")]
+AutoClass = Annotated[
+    str | None, typer.Option(help="A class of transformers; by default the one that the checkpoint's config names.")
+]
+TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with the checkpoint.")]
+Dequantize = Annotated[bool, typer.Option(help="Load a checkpoint in fp8 or mxfp4 dequantized.")]
+
+
+def exit_code(error: LowMemLoadError) -> int:
+    """Return the exit code that an error ends a command with."""
+    if isinstance(error, ConfigError):
+        return USAGE
+    if isinstance(error, CheckpointError):
+        return CHECKPOINT
+    return UNSUPPORTED if isinstance(error, UnsupportedError | IncompatibleVersionError) else FAILED
+
+
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """Inside, what libraries print goes to stderr, and transformers says little: stdout is for the answer."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def print_all(parts: Sequence[RenderableType]) -> None:
+    """Print tables and lines one below the other."""
+    shown = console()
+    for part in parts:
+        shown.print(part)
+
+
+def console() -> Console:
+    """Return the console of stdout. What is piped is as wide as it needs to be."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    return Console(highlight=False, soft_wrap=False, width=wide)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+    """Return a table.
+
+    Args:
+        title: above it.
+        columns: their headings.
+        rows: cells as text.
+        right: headings of columns that are flush right.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    return made
+
+
+def facts(title: str, values: Mapping[str, str]) -> Table:
+    """Return a table of names and values, without headings."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in values.items():
+        if value:
+            made.add_row(name, Text(value))
+    return made

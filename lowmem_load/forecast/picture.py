@@ -1,0 +1,44 @@
+"""A picture of the memory that a job takes, by phase."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from lowmem_load.forecast.job import Forecast
+
+
+def memory_by_phase(found: Forecast) -> Sequence[tuple[str, str, int]]:
+    """Return phase, whose memory, and bytes: what loading and training need, in order."""
+    phases = []
+    for need in found.verdict.needs:
+        whose = "node" if need.what.startswith("host") else "GPU"
+        phases.append(("loading" if need.what.endswith("loading") else "training", whose, need.needed_bytes))
+    return phases
+
+
+def draw(found: Forecast, path: str | os.PathLike[str]) -> None:
+    """Write the picture as PNG, or as what the file's name ends in.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    phases = memory_by_phase(found)
+    limits = {"node": None, "GPU": None} | {
+        ("node" if need.what.startswith("host") else "GPU"): need.available_bytes for need in found.verdict.needs
+    }
+    whose = list(dict.fromkeys(each for _, each, _ in phases))
+    figure = Figure(figsize=(7, 1.2 + 1.1 * len(whose)), layout="constrained")
+    for axes, each in zip(figure.subplots(len(whose), squeeze=False)[:, 0], whose, strict=True):
+        bars = [(phase, nbytes / 2**30) for phase, owner, nbytes in phases if owner == each]
+        axes.barh([phase for phase, _ in bars], [amount for _, amount in bars], color=["#4c78a8", "#f58518"])
+        axes.set_xlabel(f"GiB of a {each}")
+        axes.invert_yaxis()
+        limit = limits[each]
+        if limit is not None:
+            axes.axvline(limit / 2**30, color="black", linestyle="--", label="there is")
+            axes.legend(loc="lower right")
+    figure.suptitle(f"{found.name}: {found.world_size} ranks")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, and what loading it takes, from its headers."""

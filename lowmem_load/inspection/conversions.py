@@ -1,0 +1,121 @@
+"""What becomes of stored tensors on their way into parameters, read off a plan for one rank. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lowmem_load.planning.load_plan import ComputedValue, HeldValue, LoadPlan, TargetPlan
+from lowmem_load.planning.reads import Apply, Fill, Read
+
+
+@dataclass(slots=True)
+class Conversion:
+    """One kind of way from stored tensors into parameters.
+
+    Attributes:
+        kind: in words.
+        num_parameters: that go this way.
+        stored_bytes: of the parameters.
+        read_bytes, num_reads: that it takes if one rank loads all.
+        example: a parameter, and what it is made of.
+    """
+
+    kind: str
+    num_parameters: int = 0
+    stored_bytes: int = 0
+    read_bytes: int = 0
+    num_reads: int = 0
+    example: str = ""
+
+
+def conversions_of(plan: LoadPlan) -> list[Conversion]:
+    """Return the ways that parameters of a plan go, those of most bytes first."""
+    found: dict[str, Conversion] = {}
+    for target in plan.targets:
+        reads, kind = list(reads_of(target.fills, plan)), kind_of(target, plan)
+        one = found.setdefault(kind, Conversion(kind))
+        one.num_parameters += 1
+        one.stored_bytes += target.held_bytes
+        one.read_bytes += sum(read.read_bytes for read in reads)
+        one.num_reads += sum(read.num_reads for read in reads)
+        names = list(dict.fromkeys(read.tensor.name for read in reads))
+        made_of = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+        one.example = one.example or f"{target.name} <- {made_of or 'nothing in the files'}"
+    return sorted(found.values(), key=lambda one: -one.stored_bytes)
+
+
+def kind_of(target: TargetPlan, plan: LoadPlan) -> str:
+    """Return in words what is done to the stored tensors of a parameter."""
+    values = [plan.values[number] for number in plan.values_of(target.fills)]
+    parts = list(dict.fromkeys(value.origin for value in values if isinstance(value, HeldValue)))
+    computed = [f"{value.operation} on whole tensors" for value in values if isinstance(value, ComputedValue)][:1]
+    applied = [step.operation for fill in target.fills for step in fill.steps if isinstance(step, Apply)]
+    computed += [f"{operation} on ranges" for operation in dict.fromkeys(applied)]
+    reads = list(reads_of(target.fills, plan))
+    parts += [*_sources(target, reads), *computed]
+    if not computed:
+        parts += _moves(reads)
+    if target.companions:
+        parts.append("packed")
+    return ", ".join(parts) or "as it lies"
+
+
+def _sources(target: TargetPlan, reads: list[Read]) -> Iterator[str]:
+    tensors = list({(read.tensor.path, read.tensor.name): read.tensor for read in reads}.values())
+    if len(tensors) > 1:
+        yield f"made of {len(tensors)}"
+    elif tensors and tensors[0].name not in target.names:
+        yield "renamed" if math.prod(tensors[0].shape) == target.numel else "cut out of a larger one"
+
+
+def _moves(reads: list[Read]) -> Iterator[str]:
+    if any(not is_run(read) for read in reads):
+        yield "rearranged"
+    casts = {(read.tensor.dtype, read.scatter.casts[-1]) for read in reads if read.scatter.casts}
+    for stored, held in sorted(casts, key=str):
+        yield f"cast from {_spelled(stored)} to {_spelled(held)}"
+
+
+def is_run(read: Read) -> bool:
+    """Return whether elements go to their places in the order in which they lie."""
+    return all(loop.source == loop.destination for loop in (*read.outer, *read.scatter.loops))
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def reads_of(fills: list[Fill], plan: LoadPlan) -> Iterator[Read]:
+    """Yield the reads that some fills take, those of values that are computed first included."""
+    for fill in fills:
+        yield from _direct_reads(fill)
+    for number in sorted(plan.values_of(fills)):
+        value = plan.values[number]
+        if isinstance(value, ComputedValue):
+            for fill in value.inputs:
+                yield from _direct_reads(fill)
+
+
+def _direct_reads(fill: Fill) -> Iterator[Read]:
+    for step in fill.steps:
+        if isinstance(step, Read):
+            yield step
+        elif isinstance(step, Apply):
+            for piece in step.pieces:
+                for inner in piece.inputs:
+                    yield from _direct_reads(inner)
+
+
+def read_sizes(plan: LoadPlan) -> Mapping[int, int]:
+    """Return how many reads of a plan fetch how many bytes: by bytes, ascending."""
+    fills = [fill for target in plan.targets for fill in target.fills]
+    fills += [buffer.fill for buffer in plan.buffers if buffer.fill is not None]
+    found: dict[int, int] = {}
+    for read in reads_of(fills, plan):
+        nbytes = read.numel * read.tensor.dtype.itemsize
+        found[nbytes] = found.get(nbytes, 0) + read.num_reads
+    return dict(sorted(found.items()))

@@ -1,0 +1,60 @@
+"""Sizes, counts and seconds as text, and back. Imports nothing heavy: the command line starts with it."""
+
+from __future__ import annotations
+
+import re
+
+from lowmem_load.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    **{f"{prefix}{end}": 1000**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b")},
+    **{f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b")},
+    "b": 1,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)(?:/s)?\s*\Z")
+
+
+def parse_size(text: str, what: str) -> int:
+    """Return the bytes that a text such as "80GiB", "2 GB" or "512M" says (M is 10**6, Mi 2**20).
+
+    Args:
+        text: a number with a unit; bytes without one. A rate may end in "/s".
+        what: names it in the error.
+
+    Raises:
+        ConfigError: it is no positive size.
+    """
+    found = _SIZE.match(text)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or float(found[1]) <= 0:
+        raise ConfigError(f"{what}: expected a size such as 80GiB, 2GB or 512M, got {text!r}")
+    return int(float(found[1]) * unit)
+
+
+def size(nbytes: float) -> str:
+    """Return bytes as text, in the largest unit of which there is at least one: "1.50 GiB"."""
+    amount, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.{2 if abs(amount) < 10 else 1}f} {unit}"
+
+
+def count(number: float) -> str:
+    """Return a number of elements as text: "8.03 B", "1,234"."""
+    for power, unit in ((12, "T"), (9, "B"), (6, "M")):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {unit}"
+    return f"{number:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: "0.42 s", "12 s", "3 min 20 s", "2 h 5 min"."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,1 @@
+"""Checkpoints on the Hub, of which only what is asked for is fetched."""

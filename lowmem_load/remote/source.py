@@ -1,0 +1,105 @@
+"""A file on the Hub as a byte source: one ranged GET for each read, through huggingface_hub's own session."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+
+TIMEOUT_S = 30.0
+"""Seconds without a byte from the server after which a read fails."""
+
+MAX_KEPT_NBYTES = 64 << 20
+"""Bytes of one file that are kept, so that a header which two stages read is fetched once."""
+
+
+class HubFile:
+    """A file of one commit of a repository, which never changes. A `ByteSource`.
+
+    Args:
+        path: what names it in messages, and opens it again.
+        url: of the file, at a commit.
+        nbytes: its size.
+        version: its hash, as the Hub gives it.
+        token: as huggingface_hub takes it; None for the one that is stored.
+
+    Attributes:
+        num_requests, fetched_bytes: so far.
+    """
+
+    def __init__(self, path: str, url: str, nbytes: int, version: str, token: str | bool | None = None) -> None:
+        self.path, self.nbytes, self.version = path, nbytes, version
+        self.num_requests = self.fetched_bytes = 0
+        self._url, self._token = url, token
+        self._kept: dict[tuple[int, int], bytes] = {}
+        self._kept_nbytes = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `ByteSource`."""
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        if not nbytes:
+            return
+        if offset + nbytes > self.nbytes:
+            raise TruncatedFileError(
+                f"{self.path}: ended at byte {self.nbytes} ({offset + nbytes - self.nbytes} short)"
+            )
+        found = memoryview(self._bytes(offset, nbytes))
+        for buffer in buffers:
+            buffer.cast("B")[:] = found[: buffer.nbytes]
+            found = found[buffer.nbytes :]
+
+    def close(self) -> None:
+        """Do nothing: connections belong to the session."""
+
+    def _bytes(self, offset: int, nbytes: int) -> bytes:
+        kept = self._kept.get((offset, nbytes))
+        if kept is not None:
+            return kept
+        found = self._fetch(offset, nbytes)
+        with self._lock:
+            self.num_requests += 1
+            self.fetched_bytes += len(found)
+            if self._kept_nbytes + nbytes <= MAX_KEPT_NBYTES:
+                self._kept_nbytes += nbytes
+                self._kept[offset, nbytes] = found
+        return found
+
+    def _fetch(self, offset: int, nbytes: int) -> bytes:
+        headers = {**build_hf_headers(token=self._token), "Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        headers["Accept-Encoding"] = "identity"
+        try:
+            with _response(self._url, headers) as response:
+                hf_raise_for_status(response)
+                if response.status_code != 206:  # all of the file would follow
+                    raise CheckpointError(
+                        f"{self.path}: {self._url} answers a request for a range with status {response.status_code}, "
+                        "expected 206; download the checkpoint and name its folder"
+                    )
+                content = bytes(response.read() if hasattr(response, "read") else response.content)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of httpx or requests, whichever this huggingface_hub uses
+            raise CheckpointError(f"{self.path}: cannot be read from {self._url}: {error}") from error
+        if len(content) != nbytes:
+            raise TruncatedFileError(
+                f"{self.path}: the Hub sent {len(content)} bytes, expected {nbytes} from byte {offset} on"
+            )
+        return content
+
+
+@contextlib.contextmanager
+def _response(url: str, headers: dict[str, str]) -> Iterator[Any]:
+    """Yield the response before its body is read: by httpx, or by requests under huggingface_hub before 1.0."""
+    session: Any = get_session()
+    if callable(getattr(session, "stream", None)):
+        with session.stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+            yield response
+    else:
+        with session.get(url, headers=headers, timeout=TIMEOUT_S, stream=True) as response:
+            yield response

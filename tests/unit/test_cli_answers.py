@@ -1,0 +1,177 @@
+"""What the subcommands answer: figures of the plan, digests, checks, exit codes; and what starting them imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import lowmem_load
+from lowmem_load.cli import output
+from lowmem_load.cli.main import app, main
+from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
+from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
+from tests.ranks import REPO
+
+DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+COMMANDS = ["digest", "inspect", "plan", "run", "verify"]
+
+Answer = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Run a subcommand in this process; return its exit code, and what it says: text, or with --json a value."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, Any]:
+        given = list(map(str, arguments))
+        capsys.readouterr()
+        try:
+            code = app(given, standalone_mode=False) or 0
+        except SystemExit as ended:
+            code = ended.code
+        text = capsys.readouterr().out
+        return code, json.loads(text) if "--json" in given else text
+
+    return run
+
+
+@pytest.fixture
+def ds_config(tmp_path: Path) -> Path:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(DS_CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def test_help_of_every_command_starts_light_and_has_an_example() -> None:
+    source = (
+        "import sys; from lowmem_load.cli.main import app\n"
+        f"for name in {COMMANDS}:\n    app([name, '--help'], standalone_mode=False)\n"
+        "print({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'transformers', 'deepspeed', 'rich'})"
+    )
+    found = subprocess.run([sys.executable, "-c", source], cwd=REPO, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "set()"
+    assert all(f"\n  lowmem-load {name} " in found.stdout for name in COMMANDS)
+
+
+def test_plan_states_what_the_plans_of_the_ranks_say(answer: Answer, llama: Path, ds_config: Path) -> None:
+    code, found = answer("plan", llama, "--ds-config", ds_config, "--world-size", 3, "--json")
+    assert code == 0
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
+    for rank, stated in enumerate(found["ranks"]):
+        plan = lowmem_load.plan(llama, DS_CONFIG, rank=rank, world_size=3)
+        names = ("partition_bytes", "needed_bytes", "read_bytes", "num_reads")
+        assert {name: stated[name] for name in names} == {name: getattr(plan, name) for name in names}
+        assert sum(int(nbytes) * number for nbytes, number in stated["read_sizes"].items()) == plan.read_bytes
+        assert plan.partition_bytes < stated["host_peak_bytes"] < plan.partition_bytes + (64 << 20)
+    assert found["read_rate"] is None  # of so small files
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "says"), [("1TiB", 0, "Fits; the smallest world size"), ("1MiB", 1, "Does not fit")]
+)
+def test_plan_ends_with_a_verdict(
+    limit: str, code: int, says: str, answer: Answer, llama: Path, ds_config: Path
+) -> None:
+    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 64, "--gpus-per-node", 4, "--accelerator", "cuda")
+    found = answer(*asked, "--host-memory", limit, "--device-memory", limit, "--compare", "stock", "--picture")
+    assert found[0] == code
+    assert says in found[1]
+    assert "3 of 64 planned" in found[1] and "Stock ZeRO-3 would take" in found[1] and "Memory by phase" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rank", "2"], "--rank: expected 0 <= rank < --world-size = 2, got"),
+        (["--compare", "ours"], "--compare: expected stock"),
+        (["--host-memory", "lots"], "--host-memory: expected a size"),
+    ],
+)
+def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: Path, ds_config: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        answer("plan", llama, "--ds-config", ds_config, "--world-size", 2, *options)
+
+
+def test_inspect_says_what_is_done_on_load(answer: Answer, tmp_path: Path) -> None:
+    code, found = answer("inspect", tiny_mixtral(tmp_path), "--json")
+    kinds = {each["kind"]: each["num_parameters"] for each in found["conversions"]}
+    assert code == 0
+    assert kinds["made of 8"] == kinds["made of 4"] > 0 and kinds["as it lies"] > 0
+    assert found["architectures"] == ["MixtralForCausalLM"] and found["not_described"] is None
+    tied = answer("inspect", tiny_qwen2_tied(tmp_path), "--json")[1]["tied"]
+    assert tied == [["model.embed_tokens.weight", "lm_head.weight"]]
+    text = answer("inspect", tiny_mixtral(tmp_path), "--tensors")[1]
+    assert "MixtralForCausalLM (mixtral)" in text and "model.layers.0.block_sparse_moe.experts.0.w1.weight" in text
+
+
+def test_inspect_shows_what_it_can_of_a_model_that_nobody_knows(answer: Answer, llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for file in llama.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "architectures": ["Own"]}))
+    code, found = answer("inspect", folder, "--json")
+    assert (code, found["conversions"]) == (0, [])
+    assert "own" in found["not_described"] and found["tensors"]
+
+
+def test_a_digest_is_that_of_the_loaded_model(answer: Answer, llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
+    assert str(lowmem_load.model_digest(model)) in answer("digest", llama)[1]
+    with_key = answer("digest", llama, "--key", "k", "--json")[1]["digests"][str(llama)]
+    assert with_key["tensors"] == lowmem_load.model_digest(model, key="k").tensors
+    model.model.norm.weight.data += 1
+    model.save_pretrained(tmp_path / "changed")
+    code, found = answer("digest", llama, tmp_path / "changed", "--json")
+    assert (code, found["differing"]) == (output.NO, ["model.norm.weight"])
+    code, text = answer("digest", llama, llama)
+    assert code == 0 and "equal" in text
+
+
+def test_verify_tells_proven_files_from_others(answer: Answer, llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "summed"
+    folder.mkdir()
+    sums = []
+    for file in llama.glob("*.safetensors"):
+        (folder / file.name).write_bytes(file.read_bytes())
+        digest = subprocess.run(["sha256sum", file.name], cwd=folder, capture_output=True, text=True, check=True).stdout
+        sums.append(digest)
+    code, found = answer("verify", folder, "--json")
+    assert (code, [check["is_proven"] for check in found]) == (output.NO, [False] * len(sums))
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    code, text = answer("verify", folder)
+    assert code == 0 and "as expected" in text
+
+
+def test_errors_have_their_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = (
+        ConfigError(""),
+        CheckpointError(""),
+        UnsupportedError(""),
+        IncompatibleVersionError(""),
+        RankError("", {}),
+    )
+    assert list(map(output.exit_code, errors)) == [2, 3, 4, 4, 5]
+    monkeypatch.setattr(sys, "argv", ["lowmem-load", "verify", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out) == (output.CHECKPOINT, "")
+    assert told.err.startswith(f"lowmem-load: {tmp_path}") and "holds no weights" in told.err

@@ -1,0 +1,33 @@
+"""Sizes as text, and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.quantities import count, duration, parse_size, size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        *(("80GiB", 80 << 30), ("80 gib", 80 << 30), ("2GB", 2 * 10**9), ("2GB/s", 2 * 10**9), ("512M", 512 * 10**6)),
+        *(("1.5Ti", 3 << 39), ("7", 7), ("7b", 7), (".5k", 500)),
+    ],
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert parse_size(text, "--x") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "0", "0.0GB", "1XB", "1 2", "1e3", "nan", "80GiBs"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--x: expected a size such as 80GiB"):
+        parse_size(text, "--x")
+
+
+def test_sizes_are_written() -> None:
+    assert [size(nbytes) for nbytes in (0, 1023, 1024, 10 << 10, 3 << 29, 5 << 50)] == [
+        *("0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.50 GiB", "5120.0 TiB"),
+    ]
+    assert [count(number) for number in (0, 1234, 8.03e9, 1.5e6, 2e12)] == ["0", "1,234", "8.03 B", "1.50 M", "2.00 T"]
+    assert [duration(seconds) for seconds in (0.421, 12.4, 200, 7500)] == ["0.42 s", "12 s", "3 min 20 s", "2 h 5 min"]

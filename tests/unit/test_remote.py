@@ -1,0 +1,131 @@
+"""Checkpoints on the Hub, on a server of this machine: headers alone are fetched, and each once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.read.source import read_bytes
+from lowmem_load.remote.checkpoint import open_checkpoint
+from lowmem_load.remote.source import HubFile
+from tests.builders import as_torch_bin, tiny_mixtral
+from tests.hub_server import COMMIT, Hub, hub
+from tests.ranks import REPO
+
+DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+
+SCRIPT = """
+import sys
+from lowmem_load.cli.main import app
+for name in ("org/safe", "org/bin"):
+    app(["inspect", name, "--json"], standalone_mode=False)
+app(["plan", "org/safe", "--ds-config", sys.argv[1], "--world-size", "3", "--json"], standalone_mode=False)
+"""
+
+
+@pytest.fixture(autouse=True)
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One as huggingface_hub makes, whose own refuses to work under HF_HUB_OFFLINE."""
+    library = importlib.import_module(next(name for name in ("httpx2", "httpx", "requests") if find_spec(name)))
+    with (library.Session if library.__name__ == "requests" else library.Client)() as made:
+        monkeypatch.setattr("lowmem_load.remote.source.get_session", lambda: made)
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(range(200)))
+    return path
+
+
+def source(server: Hub, file: Path, nbytes: int = 200) -> HubFile:
+    return HubFile(str(file), f"{server.url}/org/model/resolve/main/{file.name}", nbytes, "v", token=False)
+
+
+def test_ranges_are_read_once(file: Path) -> None:
+    with hub({"org/model": file.parent}) as server:
+        found = source(server, file)
+        assert read_bytes(found, 8, 4) == read_bytes(found, 8, 4) == bytes(range(8, 12))
+        first, last = bytearray(3), bytearray(2)
+        found.read_into(100, [memoryview(first), memoryview(bytearray()), memoryview(last)])
+        assert (bytes(first), bytes(last)) == (bytes(range(100, 103)), bytes(range(103, 105)))
+        assert (found.num_requests, found.fetched_bytes, server.sent[file.name]) == (2, 9, 9)
+        with pytest.raises(TruncatedFileError, match="ended at byte 200"):
+            found.read_into(190, [memoryview(bytearray(11))])
+
+
+def test_a_server_without_ranges_is_refused(file: Path) -> None:
+    with (
+        hub({"org/model": file.parent}, ignores_ranges=True) as server,
+        pytest.raises(CheckpointError, match="with status 200, expected 206; download the checkpoint"),
+    ):
+        read_bytes(source(server, file), 0, 8)
+
+
+def test_a_server_that_is_gone_or_has_less_is_an_error_of_ours(file: Path) -> None:
+    with hub({"org/model": file.parent}) as server:
+        with pytest.raises(TruncatedFileError, match="the Hub sent 50 bytes, expected 100 from byte 150 on"):
+            read_bytes(source(server, file, 1000), 150, 100)
+        with pytest.raises(CheckpointError, match="cannot be read from"):
+            read_bytes(source(server, file.with_name("other")), 0, 1)
+    with pytest.raises(CheckpointError, match="cannot be read from"):
+        read_bytes(source(Hub("http://127.0.0.1:1"), file), 0, 1)
+
+
+def test_a_name_that_is_neither_folder_nor_cached(tmp_path: Path) -> None:
+    for name in ("./nothing", str(tmp_path / "nothing"), "a/b/c"):
+        with pytest.raises(CheckpointError, match=r"no such folder\Z"), open_checkpoint(name):
+            pass
+    with pytest.raises(CheckpointError, match="not in the Hub's cache"), open_checkpoint("org/nothing"):
+        pass
+
+
+def _header_nbytes(path: Path) -> int:
+    return 8 + int(struct.unpack("<Q", path.read_bytes()[:8])[0])
+
+
+def test_of_weights_on_the_hub_only_headers_are_fetched(tmp_path: Path) -> None:
+    safe = tiny_mixtral(tmp_path)
+    folders = {"org/safe": safe, "org/bin": as_torch_bin(safe)}
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(DS_CONFIG))
+    with hub(folders) as server:
+        env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        found = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(config)],
+            cwd=REPO,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert found.returncode == 0, found.stderr
+    decoder, text, answers = json.JSONDecoder(), found.stdout, []
+    while text.strip():
+        answer, end = decoder.raw_decode(text.lstrip())
+        text = text.lstrip()[end:]
+        answers.append(answer)
+    inspected, of_bin, planned = answers
+    shards = sorted(folders["org/safe"].glob("*.safetensors"))
+    headers = sum(map(_header_nbytes, shards))
+    assert inspected["revision"] == COMMIT
+    assert inspected["fetched_bytes"] == headers
+    assert sum(server.sent[path.name] for path in shards) == 2 * headers  # `inspect` and `plan`
+    assert inspected["num_elements"] == of_bin["num_elements"] > 0
+    bins = sorted(folders["org/bin"].glob("*.bin"))
+    assert of_bin["fetched_bytes"] == sum(server.sent[path.name] for path in bins)
+    assert of_bin["fetched_bytes"] < sum(path.stat().st_size for path in bins) / 3
+    assert len(planned["ranks"]) == 3
+    assert planned["file_bytes"] == sum(path.stat().st_size for path in shards)
