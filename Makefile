@@ -35,7 +35,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 
 .DEFAULT_GOAL := help
 .PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines frameworks compat
-.PHONY: compat-here zoo fuzz faults clean gpu-check docs
+.PHONY: compat-here zoo fuzz faults clean gpu-check docs release-check
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -56,6 +56,7 @@ help:
 	@echo "make modes   compare each ZeRO-3 mode with stock"
 	@echo "make pipelines  compare Trainer, accelerate, TRL and LLaMA-Factory-style scripts with stock"
 	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others stock and with lowmem-load run (an hour, 8 GB)"
+	@echo "make release-check  build wheel and sdist, check both, run the examples from the wheel in a fresh environment"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
 
 setup: $(STAMP) $(EXTENSIONS)
@@ -174,7 +175,22 @@ compat: $(STAMP)
 compat-here: $(STAMP)
 	cd $(ROOT) && $(RUN) -m tests.compat --here --again --environments oldest llamafactory-0.9.5 --groups seams parity
 
+# What goes to an index is built from the sdist, in a folder of its own. The examples run in an environment that has
+# nothing but the wheel and its requirements: ARGS="first_load rlhf" runs some of them.
+RELEASE := $(ROOT)/.cache/release
+DIST := $(ROOT)/dist
+release-check: export HF_HUB_OFFLINE := 1
+release-check: $(SHM_COMM)
+	rm -rf $(DIST) $(RELEASE) $(ROOT)/build/lib
+	$(PYTHON) -m venv $(RELEASE)/tools && $(RELEASE)/tools/bin/python -m pip install --quiet build twine
+	cd $(ROOT) && $(RELEASE)/tools/bin/python -m build --outdir $(DIST) . >$(RELEASE)/build.log
+	$(RELEASE)/tools/bin/python -m twine check --strict $(DIST)/*
+	$(RELEASE)/tools/bin/python $(ROOT)/tests/release.py contents $(DIST)
+	$(PYTHON) -m venv $(RELEASE)/fresh && $(RELEASE)/fresh/bin/python -m pip install --quiet 'torch==2.13.0'
+	$(RELEASE)/fresh/bin/python -m pip install --quiet "$$(ls $(DIST)/*.whl)[examples]"
+	$(RELEASE)/fresh/bin/python $(ROOT)/tests/release.py examples $(RELEASE)/fresh/bin/python $(ARGS)
+
 clean:
-	cd $(ROOT) && rm -rf build dist .whl .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results *.egg-info
+	cd $(ROOT) && rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results *.egg-info
 	cd $(ROOT) && find lowmem_load tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 	$(if $(ALL),cd $(ROOT) && rm -rf .venv .cache)

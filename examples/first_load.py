@@ -1,4 +1,7 @@
-"""Load a model into ZeRO-3 partitions, train three steps, save: torchrun --nproc_per_node 2 first_load.py MODEL OUT."""
+"""Load a model into ZeRO-3 partitions, train it for three steps, save it.
+
+torchrun --nproc_per_node 2 examples/first_load.py MODEL OUT
+"""
 
 import sys
 
