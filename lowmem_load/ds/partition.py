@@ -25,6 +25,7 @@ from torch import nn
 
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds import swapping
+from lowmem_load.ds.arena import Arena, arena_for
 from lowmem_load.ds.pinning import new_pinned
 from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
@@ -142,6 +143,7 @@ class Partitioner:
                 mpu=mpu,
             )
         _check_made(self._init)
+        self._arena: Arena | None = None
         self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
@@ -182,6 +184,11 @@ class Partitioner:
                     ids[id(parameter)] = Init.param_id
                     Init.param_id += 1
         return ids
+
+    def reserve_memory(self, sizes: Iterable[int]) -> None:
+        """Let partitions of these sizes, bytes, lie in huge pages where they will be in ordinary host memory."""
+        if self._device() == "cpu" and not self._init.pin_memory and self._swapping is None:
+            self._arena = arena_for(sizes)
 
     def ranges(self, numel: int) -> list[FlatRange]:
         """Return the flat ranges that this rank holds of a parameter of `numel` elements, without padding.
@@ -265,13 +272,19 @@ class Partitioner:
             self._swapping.finish()
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        device = self._init.remote_device
-        if device == OffloadDeviceEnum.nvme:  # too small for the swapper
-            device = OffloadDeviceEnum.cpu
-        if device == OffloadDeviceEnum.cpu and self._init.pin_memory:
-            return _described(new_pinned(numel, dtype), numel, None)
-        partition = torch.empty(numel, dtype=dtype, device=str(getattr(device, "value", device)))
+        device = self._device()
+        if device == "cpu" and self._init.pin_memory:
+            partition = new_pinned(numel, dtype)
+        elif self._arena is not None and self._arena.has_room(numel, dtype):
+            partition = self._arena.empty(numel, dtype)
+        else:
+            partition = torch.empty(numel, dtype=dtype, device=device)
         return _described(partition, numel, None)
+
+    def _device(self) -> str:
+        """Return where partitions are that the swapper does not take."""
+        device = self._init.remote_device
+        return "cpu" if device == OffloadDeviceEnum.nvme else str(getattr(device, "value", device))
 
 
 class _Mpu:

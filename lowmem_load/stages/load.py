@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_load.describe.collector import heap_set_aside
 from lowmem_load.describe.initialise import INITIALISED
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
@@ -157,7 +158,8 @@ class Load:
         nodes, random_states = meet(self.ranks, torch.get_rng_state() if report.rank == 0 else None)
         report.num_nodes = nodes.num_nodes
         same_random_numbers = _random_state(random_states[0])
-        with zero_init.set_aside() as around, _on_host(), same_random_numbers, self._executor() as executor:
+        aside = zero_init.set_aside()
+        with heap_set_aside(), aside as around, _on_host(), same_random_numbers, self._executor() as executor:
             with self._streamable():
                 described = self._describe(call, executor, report)
                 planned = self._plan(described, around, report)

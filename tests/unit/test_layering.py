@@ -36,6 +36,7 @@ MODULES: dict[str, set[str]] = {
     "quantize": {"check", "four_bit"},
     "ds": {
         *(
+            "arena",
             "comm",
             "consolidation",
             "engine",
@@ -177,7 +178,7 @@ OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
 MAY_DO_IO: set[str] = {
-    *("ds.extensions", "formats", "hf.saver", "partial.checkpoint", "pipelines.arguments", "ranks.life"),
+    *("ds.arena", "ds.extensions", "formats", "hf.saver", "partial.checkpoint", "pipelines.arguments", "ranks.life"),
     *(
         "hf.of_config",
         "resume.checkpoint",
@@ -188,7 +189,7 @@ MAY_DO_IO: set[str] = {
         "settings.ds_config",
     ),
 }
-ANONYMOUS_MEMORY: set[str] = {"describe.initialise", "ds.pinning"}  # calls mmap.mmap, but maps no file
+ANONYMOUS_MEMORY: set[str] = {"describe.initialise", "ds.arena", "ds.pinning"}  # calls mmap.mmap, but maps no file
 IO_CALLS: set[str] = {
     "open",
     "io.open",
