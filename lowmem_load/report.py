@@ -118,6 +118,8 @@ class LoadReport:
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: system calls that read them.
+        num_opens: how often this rank opened a shard file, to read its header, its data, or both.
+        headers_from: the rank that read the headers, and the index, for this one: itself, or the first of its node.
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
         seconds: wall seconds by phase: describe, plan, read, in order.
         start_memory, peak_memory: resident host memory before the load and the most that was seen during it.
@@ -155,6 +157,8 @@ class LoadReport:
     needed_bytes: int = 0
     read_bytes: int = 0
     num_reads: int = 0
+    num_opens: int = 0
+    headers_from: int = 0
     num_retries: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     start_memory: Memory = Memory(0, 0)
@@ -233,6 +237,9 @@ class LoadReport:
     def _grown_bytes(self) -> int:
         return self.peak_memory.total_bytes - self.start_memory.total_bytes
 
+    def _by(self, rank: int) -> str:
+        return "this rank" if rank == self.rank else f"rank {rank}, of the same node"
+
     def _device_text(self) -> str:
         if self.overlap is None:
             return ""
@@ -254,6 +261,7 @@ class LoadReport:
             f"{_count(self.persistent_elements)} elements",
             f"  read {self.read_bytes / mib:.1f} MiB in {self.num_reads} reads for {self.needed_bytes / mib:.1f} MiB "
             f"needed{f', {self.num_retries} of them again after a fault of the storage' if self.num_retries else ''}",
+            f"  {self.num_opens} opens of files; headers read by {self._by(self.headers_from)}",
             f"  peak {grown:.1f} MiB above the start" + self._device_text(),
             "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]

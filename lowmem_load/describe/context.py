@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from lowmem_load.describe.initialise import Initialiser, ReadNow
 from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
+from lowmem_load.formats.packed import pack, unpack
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.read.source import ByteSource
 
+T = TypeVar("T")
+
 Keeps = Callable[[torch.Tensor], FlatRange]
 """For a parameter, the elements that this rank will be asked for."""
+
+
+class Once(Protocol):
+    """How things are found out that several ranks need: by one of them, or by each."""
+
+    def __call__(self, key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
+        """Return what `find` finds here, or what `unpack` makes of the bytes that `pack` made elsewhere.
+
+        Args:
+            key: of what is found, equal on all ranks that need it.
+            find: finds it.
+            pack: makes bytes of it; none where it had better be found on each rank.
+            unpack: undoes `pack`.
+        """
+
+
+def by_itself(key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
+    """Find it on this rank: an `Once` without other ranks."""
+    return find()
 
 
 @dataclass(slots=True)
@@ -28,6 +53,7 @@ class Context:
         keeps_of: called with the model once its parameters are there; says what of each this rank will keep.
         check_built: called with the model as soon as its code has built it; raises for one that cannot be described.
         reading: gives the open source of a file of the checkpoint, which is not closed here.
+        once: how what all ranks of a node need is found out.
         files: those described so far, by path.
     """
 
@@ -36,15 +62,21 @@ class Context:
     keeps_of: Callable[[nn.Module], Keeps]
     check_built: Callable[[nn.Module], None]
     reading: Callable[[str], AbstractContextManager[ByteSource]]
+    once: Once = by_itself
     files: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
-        """Return the description of a file; each is read once.
+        """Return the description of a file; each is read once, by one rank of those that share what they find.
 
         Raises:
             CheckpointError: see `CheckpointFormat.describe`.
         """
-        if path not in self.files:
+
+        def find() -> CheckpointFile:
             with self.reading(path) as source:
-                self.files[path] = checkpoint_format.describe(source)
+                return checkpoint_format.describe(source)
+
+        if path not in self.files:
+            key = f"file {os.path.abspath(path)}"
+            self.files[path] = self.once(key, find, pack, functools.partial(unpack, path))
         return self.files[path]

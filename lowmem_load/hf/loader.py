@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowmem_load.contract import require
 from lowmem_load.describe.collector import collector_off
-from lowmem_load.describe.context import Context
+from lowmem_load.describe.context import Context, Once
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
 from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
@@ -143,7 +144,8 @@ class Call:
             hooks.enter_context(collector_off())
             hooks.enter_context(described_collecting())
             hooks.enter_context(_symbolic_files(context))
-            hooks.enter_context(_checked_indexes(keeps_names=self.kwargs.get("device_map") is not None))
+            keeps_names = self.kwargs.get("device_map") is not None
+            hooks.enter_context(_checked_indexes(context.once, keeps_names=keeps_names))
             hooks.enter_context(_initialised_in(context))
             hooks.enter_context(_adapters(context.read_now))
             hooks.enter_context(described_quantizers(is_cut_up=is_cut_up))
@@ -298,22 +300,34 @@ def _symbolic_files(context: Context) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _checked_indexes(*, keeps_names: bool) -> Iterator[None]:
+def _checked_indexes(once: Once, *, keeps_names: bool) -> Iterator[None]:
     """Check the index that transformers takes, which depends on the files, `variant` and `use_safetensors`.
 
-    5.x holds its names to the end of the load, for a `device_map` that puts weights on the disk and for nothing else.
+    It is read once: transformers returns paths of the shards, and what the index says of them. 5.x holds its names to
+    the end of the load, for a `device_map` that puts weights on the disk and for nothing else.
     """
     ordinary = modeling_utils.get_checkpoint_shard_files
     keeps_names = keeps_names or transformers.__version__.startswith("4.")
     unused = () if keeps_names else ("all_checkpoint_keys", "weight_map")
 
     def checked(name: str, index: str, *args: Any, **kwargs: Any) -> Any:
-        check_index(index, name if os.path.isdir(name) else None, kwargs.get("subfolder") or "")
-        files, metadata = ordinary(name, index, *args, **kwargs)
-        return files, {key: value for key, value in metadata.items() if key not in unused}
+        def find() -> tuple[list[str], dict[str, Any]]:
+            check_index(index, name if os.path.isdir(name) else None, kwargs.get("subfolder") or "")
+            files, metadata = ordinary(name, index, *args, **kwargs)
+            return files, {key: value for key, value in metadata.items() if key not in unused}
+
+        def pack(found: tuple[list[str], dict[str, Any]]) -> bytes:
+            return json.dumps(found, separators=(",", ":")).encode()
+
+        return once(f"index {name} {index} {os.getcwd()}", find, pack, _unpacked_index)
 
     with replaced(modeling_utils, "get_checkpoint_shard_files", checked):
         yield
+
+
+def _unpacked_index(content: bytes) -> tuple[list[str], dict[str, Any]]:
+    paths, metadata = json.loads(content)
+    return paths, metadata
 
 
 def _never(path: object) -> bool:

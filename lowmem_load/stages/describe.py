@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.describe.context import Context, Keeps
+from lowmem_load.describe.context import Context, Keeps, Once, by_itself
 from lowmem_load.describe.initialise import Initialiser
 from lowmem_load.ds.zero_init import refuse_partitioned
 from lowmem_load.errors import ConfigError
@@ -57,6 +57,7 @@ def describe(
     executor: Executor,
     *,
     holds_values: bool,
+    once: Once = by_itself,
 ) -> Described:
     """Run a `from_pretrained` on symbolic tensors. Local; reads headers, and what transformers must know at once.
 
@@ -66,6 +67,7 @@ def describe(
         make_target: makes the model's target.
         executor: has the files of the checkpoint open, and reads what transformers must know at once.
         holds_values: whether missing parameters are initialised, or only noted.
+        once: how what all ranks of a node need is found out.
     """
     start = time.perf_counter()
     reads: dict[str, int] = {}
@@ -101,7 +103,7 @@ def describe(
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(read_now, None if holds_values else note)
-    context = Context(read_now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
+    context = Context(read_now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once)
     model, info = call.describe(context, is_cut_up=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)

@@ -31,9 +31,9 @@ from lowmem_load.progress import progress_bar
 from lowmem_load.quantize import four_bit
 from lowmem_load.quantize.check import check_packed
 from lowmem_load.ranks import environment
+from lowmem_load.ranks.board import Board, board
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
-from lowmem_load.ranks.nodes import meet
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory, host_memory
@@ -155,13 +155,17 @@ class Load:
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory, start_device=device_memory())
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
-        nodes, random_states = meet(self.ranks, torch.get_rng_state() if report.rank == 0 else None)
-        report.num_nodes = nodes.num_nodes
-        same_random_numbers = _random_state(random_states[0])
-        aside = zero_init.set_aside()
-        with heap_set_aside(), aside as around, _on_host(), same_random_numbers, self._executor() as executor:
+        random_state = torch.get_rng_state() if report.rank == 0 else None
+        with contextlib.ExitStack() as stack:
+            shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state))
+            stack.enter_context(heap_set_aside())
+            around = stack.enter_context(zero_init.set_aside())
+            stack.enter_context(_on_host())
+            stack.enter_context(_random_state(random_states[0]))
+            executor = stack.enter_context(self._executor())
+            report.num_nodes = nodes.num_nodes
             with self._streamable():
-                described = self._describe(call, executor, report)
+                described = self._describe(call, executor, shared, report)
                 planned = self._plan(described, around, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
@@ -170,7 +174,7 @@ class Load:
             self._execute(planned, described, executor, report)
             stats = executor.stats
             report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
-            report.num_retries = stats.num_retries
+            report.num_retries, report.num_opens = stats.num_retries, executor.sources.num_opens
             if executor.spans is not None:
                 report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
         kept = described.target.gathered_for_good(described.model)
@@ -216,7 +220,7 @@ class Load:
             digest.append("an ordinary load" if left_alone else streamed + else_)
         return left_alone
 
-    def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:
+    def _describe(self, call: loader.Call, executor: Executor, shared: Board, report: LoadReport) -> Described:
         computed = computing()
 
         def progress() -> Progress:
@@ -226,8 +230,11 @@ class Load:
         agreed = self.ranks.agreed(
             "describing the model", name=call.name, progress=progress if _is_local(call) else None
         )
-        with agreed as digest, report.phase("describe"):
-            described = describe(call, self.settings, self.make_target, executor, holds_values=True)
+        with agreed as digest, report.phase("describe"), shared.stage():
+            described = describe(
+                *(call, self.settings, self.make_target, executor), holds_values=True, once=shared.once
+            )
+            report.headers_from = shared.source if shared.num_taken else report.rank
             info = sorted(described.info.items())
             topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
             # What is computed with equal weights may differ: the base of rotary embeddings, say.

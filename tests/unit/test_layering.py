@@ -29,7 +29,16 @@ MODULES: dict[str, set[str]] = {
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
     "read": {"executor", "gds", "hashing", "open_sources", "rate", "sample", "scatter", "source", "uploads", "whole"},
-    "formats": {"format", "header_json", "index", "inert_objects", "inert_pickle", "safetensors", "torch_zip"},
+    "formats": {
+        "format",
+        "header_json",
+        "index",
+        "inert_objects",
+        "inert_pickle",
+        "packed",
+        "safetensors",
+        "torch_zip",
+    },
     "describe": {
         *("arguments", "collector", "context", "initialise", "operations", "patterns", "quantized", "tensor", "twins"),
     },
@@ -55,7 +64,7 @@ MODULES: dict[str, set[str]] = {
         *("active", "collecting", "first_load", "fp8", "intercept", "loader", "mxfp4", "names", "of_config"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
-    "ranks": {"device", "environment", "group", "life", "line", "nodes", "process_group"},
+    "ranks": {"board", "device", "environment", "group", "life", "line", "nodes", "process_group"},
     "integrity": {"checksums", "files", "model", "sums"},
     "progress": set(),
     "report": set(),
@@ -128,7 +137,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Modules that may import more than their unit does, and what.
 ALSO: dict[str, set[str]] = {
-    "describe.context": {"formats.format", "read.source"},  # names the types of what it carries from formats to hf
+    "describe.context": {
+        "formats.format",
+        "formats.packed",
+        "read.source",
+    },  # names the types of what it carries from formats to hf
 }
 
 # What a module may import inside functions and under TYPE_CHECKING only, so that it is not there before it is needed.
@@ -178,7 +191,16 @@ OUR_DS_NAMES: set[str] = {"ds_config"}
 
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
 MAY_DO_IO: set[str] = {
-    *("ds.arena", "ds.extensions", "formats", "hf.saver", "partial.checkpoint", "pipelines.arguments", "ranks.life"),
+    *(
+        "ds.arena",
+        "ds.extensions",
+        "formats",
+        "hf.saver",
+        "partial.checkpoint",
+        "pipelines.arguments",
+        "ranks.board",
+        "ranks.life",
+    ),
     *(
         "hf.of_config",
         "resume.checkpoint",

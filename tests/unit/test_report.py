@@ -192,6 +192,8 @@ def test_the_text_holds_the_figures() -> None:
         needed_bytes=MIB,
         read_bytes=5 * MIB // 2,
         num_reads=17,
+        num_opens=9,
+        headers_from=2,
         seconds={"describe": 1.234, "plan": 0.5},
         start_memory=Memory(MIB, MIB),
         peak_memory=Memory(5 * MIB, 2 * MIB),
@@ -201,6 +203,7 @@ def test_the_text_holds_the_figures() -> None:
         "  partition 1.5 MiB here, 12.0 MiB in all",
         "  kept whole between steps: 65 small parameters, 0.266 M elements",
         "  read 2.5 MiB in 17 reads for 1.0 MiB needed",
+        "  9 opens of files; headers read by rank 2, of the same node",
         "  peak 5.0 MiB above the start",
         "  describe 1.23 s, plan 0.50 s",
     ]

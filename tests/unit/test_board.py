@@ -1,0 +1,124 @@
+"""What one rank of a node finds out for the others: threads stand for ranks, and share a file in memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowmem_load.ranks.board import _SIZES, Board, board
+from lowmem_load.ranks.group import StoppedError
+from lowmem_load.ranks.nodes import Nodes
+
+NODES = ("a", "b", "b", "b")  # rank 1 is the first of its node
+
+
+def untroubled() -> None:
+    pass
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Board]]:
+    memory = os.memfd_create("test")
+    boards: list[Board] = []
+
+    def make(rank: int, *, check: Callable[[], None] = untroubled, pid: int | None = None) -> Board:
+        ranks: Any = SimpleNamespace(stop_if_troubled=check)
+        boards.append(Board(ranks, Nodes(rank, NODES), os.dup(memory), os.getpid() if pid is None else pid))
+        return boards[-1]
+
+    yield make
+    for each in boards:
+        each.close()
+    os.close(memory)
+
+
+def found(board: Board, key: str, value: str, *, is_packed: bool = True) -> str:
+    return board.once(key, lambda: value, lambda text: text.encode() * is_packed, bytes.decode)
+
+
+def test_the_others_take_what_the_first_has_found(made: Callable[..., Board]) -> None:
+    first, second, third = (made(rank) for rank in (1, 2, 3))
+    taken: list[str] = []
+
+    def take() -> None:
+        with second.stage():
+            taken.extend(found(second, key, "own") for key in ("b", "a"))
+
+    waiting = threading.Thread(target=take)
+    waiting.start()
+    with first.stage():
+        assert found(first, "a", "x" * 100_000) == "x" * 100_000
+        assert found(first, "b", "y") == "y"
+    waiting.join(10)
+    assert taken == ["y", "x" * 100_000]
+    with third.stage():  # later
+        assert found(third, "a", "own") == "x" * 100_000
+    assert (first.source, second.source, third.source) == (1, 1, 1)
+    assert (first.num_taken, second.num_taken, third.num_taken) == (0, 2, 1)
+
+
+def test_what_the_first_has_not_found_each_finds_itself(made: Callable[..., Board]) -> None:
+    first, second = made(1), made(2)
+    with first.stage(), pytest.raises(ZeroDivisionError):
+        first.once("fails", lambda: 1 / 0, repr, float)  # type: ignore[arg-type]
+    with first.stage():
+        found(first, "b", "of the second stage")
+        found(first, "not for others", "x", is_packed=False)
+    with second.stage():
+        assert found(second, "fails", "own") == "own"
+        assert found(second, "b", "own") == "own"
+    with second.stage():
+        assert found(second, "not for others", "own") == "own"
+        assert found(second, "b", "own") == "of the second stage"
+    assert found(second, "b", "outside") == "outside"
+
+
+def test_nobody_waits_for_a_first_rank_that_has_ended(made: Callable[..., Board]) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    second = made(2, pid=ended.pid)
+    with second.stage():
+        assert found(second, "a", "own") == "own"
+
+
+def test_waiting_ends_when_another_rank_is_in_trouble(made: Callable[..., Board]) -> None:
+    def trouble() -> None:
+        raise StoppedError("stopped because of rank(s) 0")
+
+    second = made(2, check=trouble)
+    with pytest.raises(StoppedError), second.stage():
+        found(second, "a", "own")
+
+
+def test_half_a_record_is_not_taken(made: Callable[..., Board]) -> None:
+    second = made(2)
+    record = _SIZES.pack(3, 4) + b"1 a" + b"half"
+    for end in range(len(record)):
+        os.pwrite(second._descriptor, record[end - 1 : end], max(0, end - 1))
+        second._look()
+        assert not second._places
+    os.pwrite(second._descriptor, record[-1:], len(record) - 1)
+    with second.stage():
+        assert found(second, "a", "own") == "half"
+
+
+def test_a_rank_without_others_makes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", None)
+    for ranks in (SimpleNamespace(rank=517, world_size=1024, is_fake=True), Alone()):
+        with board(ranks, "this") as (alone, nodes, said), alone.stage():  # type: ignore[arg-type]
+            assert found(alone, "a", "own") == "own"
+            assert alone.source == nodes.rank
+            assert said[0] == "this"
+
+
+class Alone:
+    rank, world_size, is_fake = 0, 1, False
+
+    def all_gather_object(self, said: Any) -> list[Any]:
+        return [said]
