@@ -23,6 +23,8 @@ STARTUP = "lowmem_load_startup.pth"
 TIMEOUT_S = 600
 IMPORTS = f"import {PACKAGE} as it; [getattr(it, name) for name in it.__all__]; print(it.__file__)"
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+
 # Each is started in a copy of examples/ as its first lines say, {out} being a folder of its own.
 COMMANDS = {
     "first_load": "first_load.py {model} {out}",
@@ -104,9 +106,7 @@ def run_examples(python: Path, only: list[str]) -> list[str]:
         for title, command in {"make_model": f"make_model.py {model}", **COMMANDS}.items():
             if only and title not in only and title != "make_model":
                 continue
-            launcher = (
-                [str(python)] if title == "make_model" else [str(python.parent / "torchrun"), "--nproc_per_node=2"]
-            )
+            launcher = [str(python)] if title == "make_model" else [str(python), *TORCHRUN]
             start_s = time.monotonic()
             done = run([*launcher, *command.format(model=model, out=folder / title.replace(", ", "-")).split()])
             print(f"{title}: exit {done.returncode} after {time.monotonic() - start_s:.0f} s", flush=True)
