@@ -25,7 +25,7 @@ from benchmarks.results import (
     network_failures,
     ratios,
 )
-from benchmarks.table import DEFINITIONS, log, loss_lines, rank_table, ratio_table, repeat_lines
+from benchmarks.table import DEFINITIONS, log, loss_lines, rank_table, ratio_table, repeat_lines, summary_lines
 from benchmarks.worker import RankResult, Spec
 
 # Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here.
@@ -207,6 +207,8 @@ def report(plan: Plan, machine: Machine, groups: list[Group], trained: list[Grou
     plot_results(groups, title, plan.out / "results.png")
     plot_memory_over_time(groups, title, plan.out / "memory_over_time.png")
     log(f"written: {plan.out}/results.json, results.png, memory_over_time.png")
+    for line in summary_lines(groups):
+        log(line)
     return failures
 
 

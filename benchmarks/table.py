@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.results import Group
+from benchmarks.results import Group, find_group
 from benchmarks.worker import RankResult
 
 MMAP_METHODS = ("ordinary", "stock")  # they map the shard files; their reads are page faults
@@ -114,6 +114,24 @@ def loss_lines(groups: list[Group]) -> list[str]:
         for rank in group.ranks
         if rank.losses
     ]
+
+
+def summary_lines(groups: list[Group]) -> list[str]:
+    """Return a sentence for each world size that stock and lowmem loaded at: what a reader came for."""
+    lines = []
+    for lowmem in groups:
+        stock = find_group(groups, "stock", lowmem.world_size)
+        if lowmem.method != "lowmem" or stock is None:
+            continue
+        took = {
+            group.method: (group.seconds, max(rank.memory.peak for rank in group.ranks)) for group in (stock, lowmem)
+        }
+        lines.append(
+            f"in short, {lowmem.world_size} ranks: stock ZeRO-3 took {took['stock'][0]:.1f} s and at most "
+            f"{_mib(took['stock'][1])} MiB of memory a rank, lowmem_load {took['lowmem'][0]:.1f} s and "
+            f"{_mib(took['lowmem'][1])} MiB, of which {_mib(lowmem.ranks[0].partition_bytes)} MiB are the partition"
+        )
+    return lines
 
 
 def log(text: str = "") -> None:
