@@ -16,6 +16,7 @@ from lowmem_load.planning.load_plan import ComputedValue, Costs, HeldValue, Valu
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange, Rectangle, Region
 from lowmem_load.planning.reads import (
+    BLOCK_NUMEL,
     Apply,
     Fill,
     Move,
@@ -162,11 +163,19 @@ class Planner:
                 total = total.plus(Costs(needed, step.read_bytes, step.num_reads, staging))
             elif isinstance(step, Apply):
                 for piece in step.pieces:
-                    for fill in piece.inputs:
-                        total = total.plus(self._steps_costs(fill.steps))
-                    held = step.dtype.itemsize + sum(fill.dtype.itemsize for fill in piece.inputs)
-                    total = total.plus(Costs(largest_temporary_bytes=piece.numel * held))
+                    total = total.plus(self._piece_costs(step, piece))
         return total
+
+    def _piece_costs(self, step: Apply, piece: Piece) -> Costs:
+        dtypes = [fill.dtype for fill in piece.inputs]
+        held = piece.numel * sum(dtype.itemsize for dtype in dtypes)
+        if step.dtype not in dtypes:
+            held += piece.numel * step.dtype.itemsize
+        block = min(piece.numel, BLOCK_NUMEL) * step.dtype.itemsize
+        inputs = Costs()
+        for fill in piece.inputs:
+            inputs = inputs.plus(self._steps_costs(fill.steps))
+        return replace(inputs, largest_temporary_bytes=held + max(block, inputs.largest_temporary_bytes))
 
     def _value_costs(self, number: int) -> tuple[Costs, int]:
         """Return what making a value costs, and the bytes of the result."""

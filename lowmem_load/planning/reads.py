@@ -59,6 +59,10 @@ class ReadLimits:
     max_gap_bytes: int = ReadCost().max_gap_bytes
 
 
+BLOCK_NUMEL = 1 << 16
+"""Elements of an elementwise operation that are computed at a time: they stay in the processor's cache."""
+
+
 class Loop(NamedTuple):
     """`size` iterations, each `source` and `destination` elements further on."""
 
@@ -147,7 +151,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An elementwise operation: number `function` of the plan's functions, piece by piece."""
+    """An elementwise operation: number `function` of the plan's functions, piece by piece.
+
+    A piece is computed in blocks, into an input of its dtype where it has one, and else into memory besides.
+    """
 
     operation: str
     function: int

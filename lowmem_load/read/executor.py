@@ -18,11 +18,12 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
-from lowmem_load.planning.reads import Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
+from lowmem_load.planning.reads import BLOCK_NUMEL, Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
 from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
 from lowmem_load.read.source import LocalFile, Opener
+from lowmem_load.read.temporaries import Take, Temporaries
 from lowmem_load.read.uploads import SLOT_BYTES, Put, Spans, Uploads, is_run, work_before
 
 MIN_STAGING_BYTES = 1 << 20
@@ -185,15 +186,22 @@ class Executor:
         for piece in step.pieces:
 
             def task(piece: Piece = piece) -> None:
-                values = compute(self._inputs(piece, known, material))
-                scatter_elements(piece.scatter, values, destination, 0)
+                with self._temporaries().frame() as take:
+                    inputs = self._inputs(piece, known, material, take)
+                    result = next((each for each in inputs if each.dtype == step.dtype), None)
+                    if result is None:
+                        result = take(piece.numel, step.dtype)
+                    _compute(compute, inputs, result)
+                    scatter_elements(piece.scatter, result, destination, 0)
 
             yield task
 
-    def _inputs(self, piece: Piece, known: Mapping[int, torch.Tensor], material: Material) -> list[torch.Tensor]:
+    def _inputs(
+        self, piece: Piece, known: Mapping[int, torch.Tensor], material: Material, take: Take
+    ) -> list[torch.Tensor]:
         inputs = []
         for fill in piece.inputs:
-            inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device=_CPU))
+            inputs.append(take(fill.numel, fill.dtype))
             for part in self._tasks(fill.steps, inputs[-1], known, material):
                 part()
         return inputs
@@ -261,7 +269,8 @@ class Executor:
         self, step: Apply, piece: Piece, put: Put, known: Mapping[int, torch.Tensor], material: Material
     ) -> Task:
         def write(memory: torch.Tensor) -> None:
-            memory.copy_(material.functions[step.function](self._inputs(piece, known, material)))
+            with self._temporaries().frame() as take:
+                _compute(material.functions[step.function], self._inputs(piece, known, material, take), memory)
 
         return lambda: put(piece.scatter, piece.numel, step.dtype, write)
 
@@ -298,6 +307,12 @@ class Executor:
             buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8, device=_CPU)
         return buffer[:num_bytes]
 
+    def _temporaries(self) -> Temporaries:
+        found: Temporaries | None = getattr(self._local, "temporaries", None)
+        if found is None:
+            found = self._local.temporaries = Temporaries()
+        return found
+
     def _run(self, task: Task) -> None:
         if self._pool is None:
             task()
@@ -314,6 +329,15 @@ class Executor:
         self._pending -= done
         for future in done:
             future.result()
+
+
+def _compute(
+    compute: Callable[[Sequence[torch.Tensor]], torch.Tensor], inputs: Sequence[torch.Tensor], result: torch.Tensor
+) -> None:
+    """Fill `result`, which may be one of the inputs, a block of elements at a time: what comes in between is small."""
+    for start in range(0, result.numel(), BLOCK_NUMEL):
+        block = slice(start, start + BLOCK_NUMEL)
+        result[block].copy_(compute([each[block] for each in inputs]))
 
 
 def _pool(num_threads: int) -> ThreadPoolExecutor:

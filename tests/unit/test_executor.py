@@ -17,7 +17,7 @@ from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
-from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.planning.reads import BLOCK_NUMEL, ReadLimits
 from lowmem_load.read import source
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile
@@ -187,3 +187,30 @@ def test_computed_values_read_their_inputs_whole(file: Path) -> None:
     values, reader = read(ex.permute(node, (1, 0)), FlatRange(5, 50))
     assert torch.equal(values, -VALUES.T.reshape(-1)[5:50])
     assert reader.stats.read_bytes == VALUES.nbytes
+
+
+# -- elementwise operations ------------------------------------------------------------------------------------------
+
+
+def added(*parts: ex.Expression) -> ex.Elementwise:
+    dtype = torch.float32
+    return ex.Elementwise("added", lambda values: values[0].float() * 3 + values[1], parts, parts[0].shape, dtype)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_operations_within_operations_equal_torch_and_take_the_memory_that_is_planned(
+    tmp_path: Path, num_threads: int
+) -> None:
+    numel, limits = 2 * BLOCK_NUMEL + 77, ReadLimits(staging_bytes=(BLOCK_NUMEL + 5) * 4)
+    values = torch.arange(numel, dtype=torch.int32)
+    (tmp_path / "data").write_bytes(values.numpy().tobytes())
+    tensor = ex.Source(str(tmp_path / "data"), "w", 0, (numel,), torch.int32)
+    node = ex.cast(added(tensor, added(tensor, ex.held(values))), torch.bfloat16)
+    expected = (values.float() * 3 + (values.float() * 3 + values)).bfloat16()
+    found, executor = read(node, FlatRange(3, numel), num_threads, limits)
+    assert torch.equal(found, expected[3:])
+    planner = Planner(limits)
+    planned = planner.costs([planner.plan_fill("w", node, FlatRange(3, numel))]).largest_temporary_bytes
+    if num_threads == 1:
+        taken = sum(each.numel() for each in executor._local.temporaries._memory)
+        assert planned - BLOCK_NUMEL * 4 <= taken <= planned

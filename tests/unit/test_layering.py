@@ -28,7 +28,19 @@ MODULES: dict[str, set[str]] = {
     "quantities": set(),
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
-    "read": {"executor", "gds", "hashing", "open_sources", "rate", "sample", "scatter", "source", "uploads", "whole"},
+    "read": {
+        "executor",
+        "gds",
+        "hashing",
+        "open_sources",
+        "rate",
+        "sample",
+        "scatter",
+        "source",
+        "temporaries",
+        "uploads",
+        "whole",
+    },
     "formats": {
         "format",
         "header_json",
@@ -211,7 +223,12 @@ MAY_DO_IO: set[str] = {
         "settings.ds_config",
     ),
 }
-ANONYMOUS_MEMORY: set[str] = {"describe.initialise", "ds.arena", "ds.pinning"}  # calls mmap.mmap, but maps no file
+ANONYMOUS_MEMORY: set[str] = {
+    "describe.initialise",
+    "ds.arena",
+    "ds.pinning",
+    "read.temporaries",
+}  # calls mmap.mmap, but maps no file
 IO_CALLS: set[str] = {
     "open",
     "io.open",
