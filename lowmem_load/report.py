@@ -1,44 +1,29 @@
-"""What a load did: bytes, reads, seconds, memory, keys. `host_memory` reads /proc."""
+"""What a load did: bytes, reads, seconds, memory, keys."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lowmem_load.differences import known_differences
+from lowmem_load.phases import FileReads, Memory, Phases
 from lowmem_load.planning.load_plan import REPLICATED, LoadPlan, SlowPath
+from lowmem_load.quantities import count, duration, size
+from lowmem_load.tables import facts
 
-STATUS = Path("/proc/self/status")
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Resident host memory of this process, bytes. Anonymous is what counts; file-backed can be reclaimed."""
-
-    anonymous_bytes: int
-    file_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Both together: what the kernel counts as resident."""
-        return self.anonymous_bytes + self.file_bytes
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
-def host_memory() -> Memory:
-    """Return the resident memory now; zeros where the system has no /proc (macOS)."""
-    try:
-        fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-        file_kib = _kib(fields["RssFile"]) + _kib(fields["RssShmem"])
-        return Memory(_kib(fields["RssAnon"]) << 10, file_kib << 10)
-    except (OSError, KeyError):
-        return Memory(0, 0)
+_LISTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "uninitialised_parameters", "slow_paths")
+"""Attributes of a report that list names."""
+
+MAX_NAMES = 3
+"""Of each that a table shows."""
 
 
 def _count(number: int) -> str:
@@ -47,10 +32,6 @@ def _count(number: int) -> str:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):.1f}"
-
-
-def _kib(value: str) -> int:
-    return int(value.removesuffix("kB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +75,7 @@ def _union_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 @dataclass(slots=True)
-class LoadReport:
+class LoadReport(Phases):
     """What one load did on this rank.
 
     Attributes:
@@ -121,8 +102,8 @@ class LoadReport:
         num_opens: how often this rank opened a shard file, to read its header, its data, or both.
         headers_from: the rank that read the headers, and the index, for this one: itself, or the first of its node.
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
-        seconds: wall seconds by phase: describe, plan, read, in order.
-        start_memory, peak_memory: resident host memory before the load and the most that was seen during it.
+        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read.
+        files: what was read of each file, by its path.
         start_device, peak_device_bytes: accelerator memory of this process's tensors before the load, and the most
             during it; 0 on the CPU. The most is exact where it is more than ever before in the process, else the most
             that was seen after a parameter was made.
@@ -160,9 +141,7 @@ class LoadReport:
     num_opens: int = 0
     headers_from: int = 0
     num_retries: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    start_memory: Memory = Memory(0, 0)
-    peak_memory: Memory = Memory(0, 0)
+    files: Mapping[str, FileReads] = field(default_factory=dict)
     start_device: DeviceMemory = DeviceMemory(0, 0)
     peak_device_bytes: int = 0
     overlap: Overlap | None = None
@@ -197,25 +176,13 @@ class LoadReport:
             buffers = [name for buffer in plan.buffers for name in buffer.names]
             self.differences_from_stock = known_differences([*parameters, *buffers])
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the wall seconds of the block to `seconds[name]`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            self.sample_memory()
-
-    def sample_memory(self) -> None:
-        """Raise the peaks to the memory now where that is more."""
+    def sample_memory(self) -> Memory:
+        """Raise the peaks to the memory now where that is more; return the host memory now."""
         device = device_memory()
         is_new_peak = device.peak_bytes > self.start_device.peak_bytes
         reached = device.peak_bytes if is_new_peak else device.allocated_bytes
         self.peak_device_bytes = max(self.peak_device_bytes, reached)
-        now = host_memory()
-        if now.total_bytes > self.peak_memory.total_bytes:
-            self.peak_memory = now
+        return Phases.sample_memory(self)  # with slots, super() would need the class that they were added to
 
     def savings(self) -> str:
         """Return one line: what this rank read of the files, and took of memory, beside the whole of both.
@@ -248,6 +215,48 @@ class LoadReport:
         return (
             f", {grown:.1f} MiB on the device; read {read_s:.2f} s, copied {copy_s:.2f} s, both at once {both_s:.2f} s"
         )
+
+    def figures(self) -> dict[str, str]:
+        """Return what there is to say, by topic, as text."""
+        dtype = self.dtype.removeprefix("torch.")
+        grown = self.peak_memory.total_bytes - self.start_memory.total_bytes
+        held = f"{size(self.partition_bytes)} of {size(self.total_partition_bytes)}"
+        whole = f", and {size(self.whole_bytes)} whole on every rank" if self.whole_bytes else ""
+        retries = f", {self.num_retries} of them again" if self.num_retries else ""
+        device = ""
+        if self.overlap is not None:
+            above = self.peak_device_bytes - self.start_device.allocated_bytes
+            device = f"{size(above)} at the most; copied {duration(self.overlap.copy_s)}"
+        rows = {
+            "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements, {dtype}",
+            "partition": held + whole,
+            "quantized": f"{self.num_quantized}, with {size(self.companion_bytes)} of scales"
+            * bool(self.num_quantized),
+            "read": f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, "
+            f"{size(self.needed_bytes)} needed; {self.num_reads:,} reads{retries}",
+            "host memory": f"{size(grown)} above the start at the most",
+            "device memory": device,
+            "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
+            "kept whole in training": f"{self.persistent_parameters} small parameters, "
+            f"{count(self.persistent_elements)} elements",
+        }
+        for label in _LISTS:
+            values = getattr(self, label)
+            if values:
+                shown = ", ".join(str(getattr(value, "name", value)) for value in values[:MAX_NAMES])
+                rows[label.replace("_", " ")] = f"{len(values)}: {shown}{', ...' if len(values) > MAX_NAMES else ''}"
+        rows["known"] = "; ".join(self.differences_from_stock)
+        return rows
+
+    def __rich__(self) -> Table:
+        return facts(f"{self.name}: rank {self.rank} of {self.world_size}", self.figures())
+
+    def show(self) -> None:
+        """Print this report: as a table where stdout is a terminal, else as the text that `str` gives."""
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        console.print(self if console.is_terminal else str(self), soft_wrap=not console.is_terminal, markup=False)
 
     def __str__(self) -> str:
         mib = float(1 << 20)

@@ -16,13 +16,12 @@ from lowmem_load.cli.output import (
     Revision,
     Subfolder,
     TrustRemoteCode,
-    facts,
     print_all,
     print_json,
-    table,
     working,
 )
 from lowmem_load.quantities import duration
+from lowmem_load.tables import facts, table
 
 
 def digest(

@@ -14,13 +14,12 @@ from lowmem_load.cli.output import (
     Revision,
     Subfolder,
     TrustRemoteCode,
-    facts,
     print_all,
     print_json,
-    table,
     working,
 )
 from lowmem_load.quantities import count, duration, size
+from lowmem_load.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,10 +6,12 @@ import sys
 
 import typer
 
+from lowmem_load.cli.consolidate import consolidate
 from lowmem_load.cli.digest import digest
 from lowmem_load.cli.inspect import inspect
 from lowmem_load.cli.output import exit_code
 from lowmem_load.cli.plan import plan
+from lowmem_load.cli.report import report
 from lowmem_load.cli.run import run
 from lowmem_load.cli.verify import verify
 from lowmem_load.errors import LowMemLoadError
@@ -32,7 +34,7 @@ def lowmem_load() -> None:
     """
 
 
-for command in (inspect, plan, verify, digest):
+for command in (inspect, plan, verify, digest, consolidate, report):
     app.command()(command)
 # Options after the command's own name are that command's.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +15,6 @@ from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersion
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
 
 YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
 """Exit codes: done, and the answer is yes; the answer is no, or something was found; arguments or ds_config that cannot
@@ -58,7 +57,7 @@ def print_all(parts: Sequence[RenderableType]) -> None:
     """Print tables and lines one below the other."""
     shown = console()
     for part in parts:
-        shown.print(part)
+        shown.print(part, markup=False)
 
 
 def console() -> Console:
@@ -67,38 +66,3 @@ def console() -> Console:
 
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return Console(highlight=False, soft_wrap=False, width=wide)
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
-    """Return a table.
-
-    Args:
-        title: above it.
-        columns: their headings.
-        rows: cells as text.
-        right: headings of columns that are flush right.
-    """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
-    return made
-
-
-def facts(title: str, values: Mapping[str, str]) -> Table:
-    """Return a table of names and values, without headings."""
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
-    made.add_column(style="dim", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in values.items():
-        if value:
-            made.add_row(name, Text(value))
-    return made

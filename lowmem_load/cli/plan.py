@@ -19,14 +19,13 @@ from lowmem_load.cli.output import (
     Revision,
     Subfolder,
     TrustRemoteCode,
-    facts,
     print_all,
     print_json,
-    table,
     working,
 )
 from lowmem_load.errors import ConfigError
 from lowmem_load.quantities import count, duration, parse_size, size
+from lowmem_load.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,14 +7,16 @@ for each reading thread, or, on its way to a device, through the pinned slots of
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.phases import EPOCH_S, FileReads
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
@@ -49,12 +51,14 @@ class ReadStats:
         num_reads: reads that have ended.
         num_retries: attempts that followed a transient fault.
         path: of the file that the latest read is from, whether it has ended or not.
+        files: what was read of each file, by its path.
     """
 
     read_bytes: int = 0
     num_reads: int = 0
     num_retries: int = 0
     path: str = ""
+    files: dict[str, FileReads] = field(default_factory=dict)
 
 
 class Executor:
@@ -276,7 +280,7 @@ class Executor:
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can."""
-        self.stats.path = tensor.path
+        self.stats.path, begin = tensor.path, time.perf_counter()
         try:
             start, flat = tensor.start + first * tensor.dtype.itemsize, memory.view(torch.uint8)
             content = flat.numpy().data if flat.device.type == "cpu" else flat
@@ -296,7 +300,9 @@ class Executor:
             ) from error
         except CheckpointError as error:
             raise CheckpointError(f"{error} (while {tensor.name!r} was read)") from error
+        end = time.perf_counter()
         with self._lock:
+            self.stats.files.setdefault(tensor.path, FileReads()).add(memory.nbytes, EPOCH_S + begin, EPOCH_S + end)
             self.stats.num_reads += 1
             self.stats.num_retries = self.sources.num_retries
 

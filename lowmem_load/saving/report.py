@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lowmem_load.report import Memory, host_memory
+from lowmem_load.phases import Memory, Phases, host_memory
 
 
 @dataclass(slots=True)
-class SaveReport:
+class SaveReport(Phases):
     """What one save did on this rank.
 
     Attributes:
@@ -25,8 +22,7 @@ class SaveReport:
         scattered: tensors that this rank writes piece by piece, because a conversion of transformers moves rows or
             elements apart: how many pieces, and bytes of the largest, by the tensor's name in the files.
         num_masters: parameters of which the optimizer's fp32 values were written.
-        seconds: wall seconds by phase: plan, write, sync, rename.
-        start_memory, peak_memory: resident host memory before the save and the most that was seen during it.
+        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are plan, write, sync, rename.
     """
 
     folder: str
@@ -38,25 +34,8 @@ class SaveReport:
     staged_bytes: int = 0
     scattered: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_masters: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    start_memory: Memory = field(default_factory=host_memory)
-    peak_memory: Memory = field(default_factory=host_memory)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the wall seconds of the block to `seconds[name]`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            self.sample_memory()
-
-    def sample_memory(self) -> None:
-        """Raise the peak to the memory now where that is more."""
-        now = host_memory()
-        if now.total_bytes > self.peak_memory.total_bytes:
-            self.peak_memory = now
+    start_memory: Memory = field(default_factory=host_memory, kw_only=True)
+    peak_memory: Memory = field(default_factory=host_memory, kw_only=True)
 
     def __str__(self) -> str:
         mib = float(1 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from lowmem_load.errors import (
 )
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
+from lowmem_load.phases import host_memory
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.progress import progress_bar
 from lowmem_load.quantize import four_bit
@@ -36,7 +38,8 @@ from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
-from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory, host_memory
+from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory
+from lowmem_load.reports.file import write_report
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.checksums import agree_on_checksums, warn_of_holes
 from lowmem_load.stages.describe import Described, describe
@@ -46,6 +49,8 @@ from lowmem_load.stages.read_cost import read_cost
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
 from lowmem_load.targets.make import TargetMaker
+
+logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
@@ -175,6 +180,7 @@ class Load:
             stats = executor.stats
             report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
             report.num_retries, report.num_opens = stats.num_retries, executor.sources.num_opens
+            report.files = stats.files
             if executor.spans is not None:
                 report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
         kept = described.target.gathered_for_good(described.model)
@@ -186,6 +192,8 @@ class Load:
                 stacklevel=4,
             )
         setattr(described.model, REPORT_ATTRIBUTE, report)
+        logger.info("%s", report.savings())
+        write_report(report)
         if self.on_load is not None:
             self.on_load(report)
         return described.model, described.info

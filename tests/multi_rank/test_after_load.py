@@ -137,7 +137,7 @@ def from_config() -> list[float]:
 
     from lowmem_load import DistributedInterface, load_report, streaming
     from lowmem_load.ds.parameters import is_partitioned
-    from lowmem_load.report import host_memory
+    from lowmem_load.phases import host_memory
 
     DistributedInterface()
     config = LlamaConfig(

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lowmem_load import phases as phases_module
 from lowmem_load import report as report_module
+from lowmem_load.phases import Memory, Span, host_memory
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.report import DeviceMemory, LoadReport, Memory, Overlap, device_memory, host_memory
+from lowmem_load.report import DeviceMemory, LoadReport, Overlap, device_memory
 
 MIB = 1 << 20
 
@@ -86,7 +88,7 @@ def test_a_plan_is_taken() -> None:
 
 def clocked(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     ticks = iter(seconds)
-    monkeypatch.setattr(report_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(phases_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
 
 
 def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +99,13 @@ def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     assert report.seconds == {"plan": 3.5, "read": 0.25}
     assert list(report.seconds) == ["plan", "read"]
+    epoch = phases_module.EPOCH_S
+    assert [(span.phase, span.begin_s - epoch, span.end_s - epoch) for span in report.spans] == [
+        ("plan", pytest.approx(1.0, abs=1e-5), pytest.approx(3.5, abs=1e-5)),
+        ("read", pytest.approx(10.0, abs=1e-5), pytest.approx(10.25, abs=1e-5)),
+        ("plan", pytest.approx(20.0, abs=1e-5), pytest.approx(21.0, abs=1e-5)),
+    ]
+    assert all(isinstance(span, Span) and span.memory_bytes for span in report.spans)
 
 
 def test_a_phase_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +123,7 @@ def test_a_phase_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peaks_are_the_most_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     host = iter([Memory(5, 1), Memory(2, 9), Memory(8, 0), Memory(8, 0)])
     device = iter([DeviceMemory(3, 50), DeviceMemory(7, 50), DeviceMemory(4, 50), DeviceMemory(4, 51)])
-    monkeypatch.setattr(report_module, "host_memory", lambda: next(host))
+    monkeypatch.setattr(phases_module, "host_memory", lambda: next(host))
     monkeypatch.setattr(report_module, "device_memory", lambda: next(device))
     report = LoadReport("model", start_device=DeviceMemory(2, 50))  # 50: of something before
     for peaks in ((Memory(5, 1), 3), (Memory(2, 9), 7), (Memory(2, 9), 7), (Memory(2, 9), 51)):
@@ -125,7 +134,7 @@ def test_peaks_are_the_most_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> No
 def test_host_memory_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nRssAnon:\t     100 kB\nRssFile:\t      20 kB\nRssShmem:\t       3 kB\n")
-    monkeypatch.setattr(report_module, "STATUS", status)
+    monkeypatch.setattr(phases_module, "STATUS", status)
     assert host_memory() == Memory(100 << 10, 23 << 10)
     assert host_memory().total_bytes == 123 << 10
 
@@ -136,11 +145,11 @@ def test_host_memory_is_zero_where_it_is_not_told(
 ) -> None:
     if text is not None:
         (tmp_path / "status").write_text(text)
-    monkeypatch.setattr(report_module, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(phases_module, "STATUS", tmp_path / "status")
     assert host_memory() == Memory(0, 0)
 
 
-@pytest.mark.skipif(not report_module.STATUS.exists(), reason="the system has no /proc")
+@pytest.mark.skipif(not phases_module.STATUS.exists(), reason="the system has no /proc")
 def test_host_memory_grows_by_what_is_written() -> None:
     before = host_memory()
     assert before.anonymous_bytes > MIB  # of a process that imported torch

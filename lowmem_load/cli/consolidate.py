@@ -1,0 +1,52 @@
+"""`lowmem-load consolidate`: a Hugging Face folder of a checkpoint of ZeRO-3 training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowmem_load.cli.output import Json, print_all, print_json, working
+from lowmem_load.errors import ConfigError
+
+DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder that save_checkpoint was given.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Folder to be made.", show_default=False)],
+    tag: Annotated[str | None, typer.Option(help="Of the checkpoint; by default the one in its file `latest`.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: fp32, bf16, fp16 or fp64.")] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(help="Of a file.")] = "5GB",
+    processes: Annotated[int, typer.Option(min=1, help="That copy at the same time.")] = 1,
+    config: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the model; by default the checkpoint's own config.json.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a Hugging Face folder of what DeepSpeed's save_checkpoint wrote under ZeRO-3. Needs no GPU and no ranks.
+
+    \b
+    lowmem-load consolidate out/checkpoint-500 out/model --dtype bf16 --config meta-llama/Llama-3.1-8B
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    with working():
+        import torch
+
+        from lowmem_load.resume.consolidate import consolidate as make
+
+        report = make(
+            *(checkpoint, output),
+            tag=tag,
+            dtype=getattr(torch, DTYPES[dtype]),
+            max_shard_size=max_shard_size,
+            processes=processes,
+            config=config,
+        )
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print_all([str(report)])

@@ -1,0 +1,1 @@
+"""Reports of loads beyond one rank: files, tables, and many ranks joined."""

@@ -1,0 +1,96 @@
+"""Reports as JSON files: one for each rank and load, where the environment asks for them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.report import LoadReport
+
+REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
+"""Variable of the environment: a folder, made if it is not there, that every rank writes its reports into."""
+
+FORMAT = 1
+"""Of the files; raised when what they hold changes its meaning."""
+
+logger = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)
+
+
+def write_report(report: LoadReport) -> Path | None:
+    """Write a report where the environment says; return the file, None without one.
+
+    The name holds the number of the load in this process, the model and the rank. A file that cannot be written is
+    warned of: the load itself is done.
+    """
+    folder, number = os.environ.get(REPORT_DIR), next(_numbers)
+    if not folder:
+        return None
+    model = re.sub(r"[^\w.-]+", "-", os.path.basename(report.name.rstrip("/"))).strip("-.") or "model"
+    path = Path(folder) / f"load{number:03}-{model}-rank{report.rank:05}.json"
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        part.write_text(json.dumps(as_dict(report, number), default=str) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        logger.warning("%s: the report of the load of %s cannot be written: %s", path, report.name, error)
+        return None
+    return path
+
+
+def as_dict(report: LoadReport, number: int) -> dict[str, Any]:
+    """Return a report as what JSON has, with the number of the load in its process, host and process."""
+    return {
+        "format": FORMAT,
+        "load": number,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **asdict(report),
+    }
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a value to a file as JSON.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(value) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be written: {error}") from error
+
+
+def read_reports(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """Return what reports say, given files or folders of them.
+
+    Raises:
+        ConfigError: a file is not there, or is no report that this release can read; or there is none.
+    """
+    files: list[Path] = []
+    for each in map(Path, paths):
+        files += sorted(each.glob("*.json")) if each.is_dir() else [each]
+    if not files:
+        raise ConfigError(f"no reports: set {REPORT_DIR} for a job, and name that folder")
+    return [_read(path) for path in files]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a report: {error}") from error
+    if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path}: is no report of a load, or one of another release (format {FORMAT} is expected)")
+    return dict(found)
