@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.release import problems_of_sdist, problems_of_wheel, tracked
+import re
+
+from tests.release import ROOT, problems_of_sdist, problems_of_wheel, tracked
 
 METADATA = {f"lowmem_load-1.dist-info/{name}" for name in ("METADATA", "entry_points.txt", "licenses/LICENSE")}
 
@@ -29,3 +31,11 @@ def test_an_sdist_builds_and_has_no_tests() -> None:
         "the sdist lacks setup.py",
         "the sdist has tests/test_examples.py",
     ]
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    found = {
+        name: re.findall(rf"^version{sign}(\S+)$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        for name, sign in (("pyproject.toml", ' = "'), ("CITATION.cff", ": "))
+    }
+    assert [version.strip('"') for version in found["pyproject.toml"]] == found["CITATION.cff"] != []
