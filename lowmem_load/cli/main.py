@@ -8,6 +8,7 @@ import typer
 
 from lowmem_load.cli.consolidate import consolidate
 from lowmem_load.cli.digest import digest
+from lowmem_load.cli.doctor import doctor
 from lowmem_load.cli.inspect import inspect
 from lowmem_load.cli.output import exit_code
 from lowmem_load.cli.plan import plan
@@ -34,7 +35,7 @@ def lowmem_load() -> None:
     """
 
 
-for command in (inspect, plan, verify, digest, consolidate, report):
+for command in (inspect, plan, doctor, verify, digest, consolidate, report):
     app.command()(command)
 # Options after the command's own name are that command's.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)

@@ -38,7 +38,7 @@ POLL_S = 0.2
 
 OUR_LOCK = "lowmem_load.lock"
 _TORCH_LOCK = "lock"
-_TORCH = Releases("torch", oldest="2.6.0", newest="2.15.0")
+TORCH = Releases("torch", oldest="2.6.0", newest="2.15.0")
 _BUILDING = b"a build is under way, or was killed\n"
 
 
@@ -81,16 +81,16 @@ def load_op(builder: Any) -> Any:
     Raises:
         ImportError, RuntimeError: it cannot be built, or not be loaded.
     """
-    if builder.name in builder._loaded_ops or _is_installed(builder.name):
+    if builder.name in builder._loaded_ops or is_installed(builder.name):
         return builder.load(verbose=False)
-    require(_TORCH, {"torch.utils.cpp_extension": ("_get_build_directory",)})
+    require(TORCH, {"torch.utils.cpp_extension": ("_get_build_directory",)})
     from torch.utils.cpp_extension import _get_build_directory
 
     with _alone_in(_get_build_directory(builder.name, verbose=False)):
         return builder.load(verbose=False)
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Return whether DeepSpeed was installed with this op compiled, so that torch is not asked to."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops

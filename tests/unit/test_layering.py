@@ -66,6 +66,7 @@ MODULES: dict[str, set[str]] = {
             "estimates",
             "extensions",
             "initialize_hook",
+            "ops",
             "parameters",
             "partition",
             "pinning",
@@ -89,11 +90,12 @@ MODULES: dict[str, set[str]] = {
     "remote": {"checkpoint", "source"},
     "inspection": {"checkpoint", "conversions", "files"},
     "forecast": {"job", "load", "picture", "stock", "training", "verdict"},
+    "doctor": {"checks", "devices", "finding", "host", "launcher", "storage", "versions"},
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},
     "resume": {"checkpoint", "consolidate", "copying", "layout"},
     "pipelines": {"additions", "arguments", "install", "model_engine", "saves"},
     "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},
-    "cli": {"consolidate", "digest", "inspect", "main", "output", "plan", "report", "run", "verify"},
+    "cli": {"consolidate", "digest", "doctor", "inspect", "main", "output", "plan", "report", "run", "verify"},
     "__main__": set(),
     "testing": {"format", "memory", "raises", "source", "target"},
     "__init__": set(),
@@ -140,6 +142,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forecast": {
         *("ds.estimates", "hf", "inspection", "load", "planning", "phases", "read.rate", "remote", "settings"),
     },
+    "doctor": {"errors", "quantities", "ranks.environment", "read.rate"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
     "resume": {
         *("errors", "fingerprint", "formats", "hf", "partial.checkpoint", "planning", "progress", "ranks", "read"),
@@ -166,6 +169,8 @@ ALSO: dict[str, set[str]] = {
 LAZILY: dict[str, set[str]] = {
     "cli.consolidate": {"resume.consolidate"},
     "cli.digest": {"hf.quantizers", "load"},
+    "cli.doctor": {"doctor"},
+    "doctor.devices": {"ds.ops"},
     "cli.inspect": {"inspection.checkpoint", "remote.checkpoint"},
     "cli.plan": {"forecast", "remote.checkpoint"},
     "cli.report": {"reports"},
@@ -213,6 +218,7 @@ OUR_DS_NAMES: set[str] = {"ds_config"}
 MAY_DO_IO: set[str] = {
     *(
         "ds.arena",
+        "doctor",
         "ds.extensions",
         "formats",
         "hf.saver",
