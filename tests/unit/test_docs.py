@@ -100,13 +100,14 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     assert sorted(named) == sorted(lowmem_load.__all__)
 
 
-def test_every_page_is_in_the_contents() -> None:
+def test_every_page_is_in_the_contents_once() -> None:
     contents = "\n".join(
         re.findall(r"^```\{toctree\}\n(.*?)^```$", _text(ROOT / "docs" / "index.md"), re.MULTILINE | re.DOTALL)
     )
-    listed = set(re.findall(r"^(?:.* <)?([\w./]+)>?$", contents, re.MULTILINE))
+    listed = re.findall(r"^(?:.* <)?([\w./]+)>?$", contents, re.MULTILINE)
     pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert pages - {"index"} - listed == set()
+    assert pages - {"index"} - set(listed) == set()
+    assert len(listed) == len(set(listed))
 
 
 def test_every_error_has_a_remedy() -> None:
