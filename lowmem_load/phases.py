@@ -92,7 +92,7 @@ class FileReads:
     """What was read of one file.
 
     Attributes:
-        read_bytes, num_reads: of the file.
+        read_bytes, num_reads: of the file; small reads that lie one behind the other are one.
         seconds: of all reads together; more than one may go on at a time.
         begin_s, end_s: of the first and of the last read, in seconds since 1970.
         sizes: how many reads fetched at most so many bytes, a power of two, but more than half of it.

@@ -98,7 +98,7 @@ class LoadReport(Phases):
         companion_bytes: bytes of what goes with these, whole on every rank: scales, code books.
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
-        num_reads: system calls that read them.
+        num_reads: reads of the plan; small ones that lie one behind the other share a system call.
         num_opens: how often this rank opened a shard file, to read its header, its data, or both.
         headers_from: the rank that read the headers, and the index, for this one: itself, or the first of its node.
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.

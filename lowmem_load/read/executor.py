@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -21,10 +21,12 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import BLOCK_NUMEL, Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
+from lowmem_load.read.batches import SMALL_BYTES, Batch, memory_of, place
 from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
-from lowmem_load.read.source import LocalFile, Opener
+from lowmem_load.read.source import ByteSource, LocalFile, Opener
+from lowmem_load.read.stats import ReadStats
 from lowmem_load.read.temporaries import Take, Temporaries
 from lowmem_load.read.uploads import SLOT_BYTES, Put, Spans, Uploads, is_run, work_before
 
@@ -40,25 +42,6 @@ MIN_DEVICE_THREADS = 2
 _CPU = torch.device("cpu")
 
 Task = Callable[[], None]
-
-
-@dataclass(slots=True)
-class ReadStats:
-    """What was read so far.
-
-    Attributes:
-        read_bytes: bytes fetched from files, over-read included; counted while a read goes on.
-        num_reads: reads that have ended.
-        num_retries: attempts that followed a transient fault.
-        path: of the file that the latest read is from, whether it has ended or not.
-        files: what was read of each file, by its path.
-    """
-
-    read_bytes: int = 0
-    num_reads: int = 0
-    num_retries: int = 0
-    path: str = ""
-    files: dict[str, FileReads] = field(default_factory=dict)
 
 
 class Executor:
@@ -90,6 +73,7 @@ class Executor:
         self._local = threading.local()
         self._pool = _pool(num_threads) if num_threads > 1 else None
         self._pending: set[Future[None]] = set()
+        self._batch = Batch()
         self._uploads: Uploads | None = None
 
     def __enter__(self) -> Executor:
@@ -121,9 +105,10 @@ class Executor:
             values: of the plan.
             material: of the plan.
         """
-        known = {number: self._value(number, values, material) for number in fill.needs}
-        if destination.device.type == "cpu":
-            tasks = self._tasks(fill.steps, destination, known, material)
+        known = {number: self._value(number, values, material) for number in fill.needs} if fill.needs else {}
+        if destination.is_cpu:
+            large = [step for step in fill.steps if not self._postpone(step, destination)]
+            tasks = self._tasks(large, destination, known, material)
         else:
             tasks = self._device_tasks(fill.steps, destination, known, material)
         for task in tasks:
@@ -182,6 +167,29 @@ class Executor:
                 scatter_elements(step.scatter, known[step.value], destination, 0)
             else:
                 yield from self._apply_tasks(step, destination, known, material)
+
+    def _postpone(self, step: Step, destination: torch.Tensor) -> bool:
+        """Return whether the step is small reads, which are done with others; `_finish_reads` at the latest."""
+        if not isinstance(step, Read) or step.numel * step.tensor.dtype.itemsize > SMALL_BYTES:
+            return False
+        for first, shift in step.each() if step.outer else ((step.first, 0),):
+            if self._batch.add(step, first, shift, destination):
+                self._run_batch()
+        return True
+
+    def _run_batch(self) -> None:
+        """Do, or have done, the small reads that have come together."""
+        batch, self._batch = self._batch, Batch()
+
+        def task() -> None:
+            for run in batch.runs():
+                memory = memory_of(run, self._staging)
+                self._read(run[0].step.tensor, run[0].first, *memory)
+                place(run, memory)
+            self.on_bytes(batch.needed_bytes)
+
+        if batch.reads:
+            self._run(task)
 
     def _apply_tasks(
         self, step: Apply, destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
@@ -278,33 +286,48 @@ class Executor:
 
         return lambda: put(piece.scatter, piece.numel, step.dtype, write)
 
-    def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
-        """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can."""
+    def _read(self, tensor: Source, first: int, *memory: torch.Tensor) -> None:
+        """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can.
+
+        Args:
+            tensor: what is read; of several, the first.
+            first: element of it.
+            *memory: one for each of the tensors of a file that lie one behind the other.
+        """
         self.stats.path, begin = tensor.path, time.perf_counter()
         try:
-            start, flat = tensor.start + first * tensor.dtype.itemsize, memory.view(torch.uint8)
-            content = flat.numpy().data if flat.device.type == "cpu" else flat
+            start = tensor.start + first * tensor.dtype.itemsize
             with self.sources.reading(tensor.path) as source:
-                for done in range(0, memory.nbytes, PART_BYTES):
-                    part = content[done : done + PART_BYTES]
-                    if isinstance(part, torch.Tensor):
-                        assert isinstance(source, GdsFile)  # so it was asked for in __init__
-                        source.read_to_device(start + done, part)
-                    else:
-                        source.read_into(start + done, [part])
+                if len(memory) == 1:
+                    self._read_parts(source, start, memory[0].view(torch.uint8))
+                else:
+                    contents = [each.view(torch.uint8).numpy().data for each in memory]
+                    source.read_into(start, contents)
                     with self._lock:
-                        self.stats.read_bytes += part.nbytes
-        except TruncatedFileError as error:
-            raise TruncatedFileError(
-                f"{error} while {tensor.name!r} was read; the file changed after its header was read"
-            ) from error
+                        self.stats.read_bytes += sum(content.nbytes for content in contents)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} (while {tensor.name!r} was read)") from error
-        end = time.perf_counter()
+            what = repr(tensor.name) + (f" or one of the {len(memory) - 1} behind it" if memory[1:] else "")
+            if isinstance(error, TruncatedFileError):
+                changed = "the file changed after its header was read"
+                raise TruncatedFileError(f"{error} while {what} was read; {changed}") from error
+            raise CheckpointError(f"{error} (while {what} was read)") from error
+        end, nbytes = time.perf_counter(), sum(each.nbytes for each in memory)
         with self._lock:
-            self.stats.files.setdefault(tensor.path, FileReads()).add(memory.nbytes, EPOCH_S + begin, EPOCH_S + end)
-            self.stats.num_reads += 1
+            self.stats.files.setdefault(tensor.path, FileReads()).add(nbytes, EPOCH_S + begin, EPOCH_S + end)
+            self.stats.num_reads += len(memory)
             self.stats.num_retries = self.sources.num_retries
+
+    def _read_parts(self, source: ByteSource, start: int, flat: torch.Tensor) -> None:
+        content = flat.numpy().data if flat.device.type == "cpu" else flat
+        for done in range(0, flat.nbytes, PART_BYTES):
+            part = content[done : done + PART_BYTES]
+            if isinstance(part, torch.Tensor):
+                assert isinstance(source, GdsFile)  # so it was asked for in __init__
+                source.read_to_device(start + done, part)
+            else:
+                source.read_into(start + done, [part])
+            with self._lock:
+                self.stats.read_bytes += part.nbytes
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
@@ -328,6 +351,7 @@ class Executor:
         self._pending.add(self._pool.submit(task))
 
     def _finish_reads(self) -> None:
+        self._run_batch()
         while self._pending:
             self._reap(wait(self._pending).done)
 

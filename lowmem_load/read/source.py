@@ -247,10 +247,11 @@ class SourceFile(io.RawIOBase):
 
 def _after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
     """Return what is left of `buffers` when the first `num_bytes` of them are full."""
-    while buffers and num_bytes >= buffers[0].nbytes:
-        num_bytes -= buffers[0].nbytes
-        buffers = buffers[1:]
-    return [buffers[0][num_bytes:], *buffers[1:]] if buffers else []
+    for number, buffer in enumerate(buffers):
+        if num_bytes < buffer.nbytes:
+            return [buffer[num_bytes:], *buffers[number + 1 :]]
+        num_bytes -= buffer.nbytes
+    return []
 
 
 @contextlib.contextmanager

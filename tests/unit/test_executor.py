@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import BLOCK_NUMEL, ReadLimits
 from lowmem_load.read import source
+from lowmem_load.read.batches import MAX_READS, SMALL_BYTES
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile
 
@@ -214,3 +215,68 @@ def test_operations_within_operations_equal_torch_and_take_the_memory_that_is_pl
     if num_threads == 1:
         taken = sum(each.numel() for each in executor._local.temporaries._memory)
         assert planned - BLOCK_NUMEL * 4 <= taken <= planned
+
+
+class Counting(LocalFile):
+    """Notes the offset and the number of buffers of each read."""
+
+    calls: ClassVar[list[tuple[int, int]]] = []
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self.calls.append((offset, len(buffers)))
+        super().read_into(offset, buffers)
+
+
+def small_tensors(path: Path, sizes: Sequence[int], gap: int = 0) -> list[tuple[ex.Expression, torch.Tensor]]:
+    """Writes tensors one behind the other, every third of them float64 and cast; returns them with their values."""
+    made: list[tuple[ex.Expression, torch.Tensor]] = []
+    with path.open("wb") as file:
+        for number, size in enumerate(sizes):
+            values = torch.arange(size, dtype=torch.float64 if number % 3 == 2 else torch.float32) + number
+            source = ex.Source(str(path), f"t{number}", file.tell(), (size,), values.dtype)
+            made.append((ex.cast(source, torch.float32), values.float()))
+            file.write(values.numpy().tobytes() + bytes(gap))
+    return made
+
+
+def read_all(tensors: Sequence[tuple[ex.Expression, torch.Tensor]], num_threads: int) -> Executor:
+    """Reads each into memory of its own; what is counted is what was planned."""
+    Counting.calls.clear()
+    planner = Planner()
+    fills = [planner.plan_fill("t", node, FlatRange(0, ex.numel(node))) for node, _ in tensors]
+    memory = [torch.full((fill.numel,), float("nan")) for fill in fills]
+    done: list[int] = []
+    with Executor(num_threads=num_threads, open_source=Counting) as executor:
+        executor.on_bytes = done.append
+        for fill, destination in zip(fills, memory, strict=True):
+            executor.fill(fill, destination, planner.values, planner.material)
+        executor.finish()
+    costs = planner.costs(fills)
+    assert (costs.read_bytes, costs.num_reads) == (executor.stats.read_bytes, executor.stats.num_reads)
+    assert sum(done) == costs.needed_bytes
+    for (_, values), found in zip(tensors, memory, strict=True):
+        assert torch.equal(found, values)
+    return executor
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_small_tensors_that_lie_together_are_read_together(tmp_path: Path, num_threads: int) -> None:
+    read_all(small_tensors(tmp_path / "data", [5, 7, 300] * 400), num_threads)
+    assert len(Counting.calls) == 1 + 3 * 400 // MAX_READS
+    read_all(small_tensors(tmp_path / "data", [SMALL_BYTES // 8] * 40), num_threads)  # a batch is at most so many bytes
+    assert 1 < len(Counting.calls) < 6
+    read_all(small_tensors(tmp_path / "data", [5, SMALL_BYTES // 4 + 1, 7, 8]), num_threads)
+    assert sorted(buffers for _, buffers in Counting.calls) == [1, 1, 2]  # nobody waits for the large one
+
+
+def test_small_tensors_that_lie_apart_are_read_apart(tmp_path: Path) -> None:
+    """For what lies between them is not wanted, and was not planned."""
+    read_all(small_tensors(tmp_path / "data", [100] * 50, gap=4), 1)
+    assert len(Counting.calls) == 50
+
+
+def test_which_small_tensors_a_file_is_too_short_for_is_said(tmp_path: Path) -> None:
+    tensors = small_tensors(tmp_path / "data", [100] * 5)
+    os.truncate(tmp_path / "data", 1000)
+    with pytest.raises(TruncatedFileError, match=r"while 't0' or one of the 4 behind it was read; the file changed"):
+        read_all(tensors, 1)

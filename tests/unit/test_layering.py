@@ -31,6 +31,7 @@ MODULES: dict[str, set[str]] = {
     "planning": {"copies", "expression", "load_plan", "planner", "proof", "ranges", "reads", "sample"},
     "settings": {"auto", "ds_config", "kinds", "precision", "settings"},
     "read": {
+        "batches",
         "executor",
         "gds",
         "hashing",
@@ -39,6 +40,7 @@ MODULES: dict[str, set[str]] = {
         "sample",
         "scatter",
         "source",
+        "stats",
         "temporaries",
         "uploads",
         "whole",
