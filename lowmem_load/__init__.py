@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lowmem_load.ranks.process_group import DistributedInterface
     from lowmem_load.report import LoadReport
     from lowmem_load.resume.consolidate import consolidate
+    from lowmem_load.resume.load import load_checkpoint
     from lowmem_load.saving.report import SaveReport
     from lowmem_load.saving.save import save_model
 
@@ -60,6 +61,7 @@ __all__ = [
     "consolidate",
     "initialize",
     "install",
+    "load_checkpoint",
     "load_model",
     "load_report",
     "model_digest",
@@ -89,6 +91,7 @@ _HOMES = {
     "ranks.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
+    "resume.load": ("load_checkpoint",),
     "saving.report": ("SaveReport",),
     "saving.save": ("save_model",),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -240,6 +240,8 @@ class PartialEngine(nn.Module):
     ) -> tuple[str | None, Any]:
         """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) where there is nothing.
 
+        On as many ranks as have saved; `lowmem_load.load_checkpoint` does so on any.
+
         `load_module_only` leaves optimizers, schedulers and step counts as they are. It is also for a model that trains
         parameters that were frozen when it was saved; DeepSpeed cannot do the reverse.
 
@@ -250,22 +252,38 @@ class PartialEngine(nn.Module):
             ConfigError: it is of other parameters.
             RankError: only some ranks find a checkpoint.
         """
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        with DistributedInterface().agreed("finding", name=str(load_dir)):
+            folder, without = find_checkpoint(os.fspath(load_dir), tag), load_module_only or not load_optimizer_states
+            if folder is not None and without and folder != find_checkpoint(os.fspath(load_dir), None):
+                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
+                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
+                )
+        return self.load_checkpoint_by(self.zero3.load_checkpoint, load_dir, tag, *flags)
+
+    def load_checkpoint_by(
+        self,
+        load_zero3: Callable[..., tuple[str | None, Any]],
+        load_dir: str | os.PathLike[str],
+        tag: str | None,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+    ) -> tuple[str | None, Any]:
+        """Load a checkpoint as `load_checkpoint` does; `load_zero3`, called as it, fills the ZeRO-3 engine."""
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
         with distributed.agreed("checking", name=str(load_dir)) as digest:  # all of it, before anything is changed
             folder = find_checkpoint(load_dir, tag)
-            if folder is not None and not load_optimizer_states and folder != find_checkpoint(load_dir, None):
-                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
-                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
-                )
             digest.append("no checkpoint" if folder is None else os.path.basename(folder))
             state = None if folder is None else load_replicated(folder)
             if state is not None:
                 self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)
         if state is None:
             return None, None
-        path, client_state = self.zero3.load_checkpoint(
+        path, client_state = load_zero3(
             load_dir,
             tag,
             load_module_strict=load_module_strict,

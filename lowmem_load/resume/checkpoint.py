@@ -11,31 +11,31 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.inert_objects import Foreign, plain
 from lowmem_load.formats.inert_pickle import Tensor
-from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
-from lowmem_load.partial.checkpoint import REPLICATED_FILE
-from lowmem_load.planning.expression import Shape, Source, numel
+from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.whole import read_whole
-from lowmem_load.resume.layout import FP32, Pieces, SavedParameter, group_numels, place_fragments, place_groups
+from lowmem_load.resume.layout import SavedParameter
 
-UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
-"""Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Entries of the model states that count steps."""
 
-UNIVERSAL_STATE = "optimizer_state.pt"
-"""File of a universal checkpoint with what the ZeRO optimizer has saved, on rank 0."""
-
-_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+OF_DEEPSPEED = frozenset(
+    {
+        *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd", "global_steps", "skipped_steps"),
+        *("dp_world_size", "mp_world_size", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    }
+)
+"""Entries of the model states that are no client state: what DeepSpeed's `load_checkpoint` leaves out, and weights."""
 
 _MAX_SCALAR_NUMEL = 1 << 20
 """Elements of a tensor that is read at once because it is part of a scheduler's or the user's own state."""
@@ -54,7 +54,7 @@ class Checkpoint:
         shared: names that stand for another parameter, by name.
         whole: what every rank had whole, by name: buffers, and what partial ZeRO-3 does not partition.
         optimizer: the tree that the ZeRO optimizer has saved, of rank 0.
-        states: the tree of model states of each rank; of a universal one of rank 0 alone.
+        states: the tree of model states of each rank.
         files: all files.
     """
 
@@ -71,22 +71,61 @@ class Checkpoint:
     _executor: Executor = field(repr=False)
 
     @property
+    def of_module(self) -> dict[str, SavedParameter]:
+        """The parameters that the module's state dict names: partial ZeRO-3 may give an optimizer one that it lacks."""
+        module = at(self.states[0].tree, "module", dict, self.states[0].path)
+        return {name: one for name, one in self.parameters.items() if name in module}
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
-        groups = _at(self.optimizer, "optimizer_state_dict", dict, self.folder).get("param_groups")
+        groups = at(self.optimizer, "optimizer_state_dict", dict, self.folder).get("param_groups")
         found = plain(groups, f"{self.folder}: param_groups", self._reader(None))
         if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
             raise CheckpointError(f"{self.folder}: its optimizer's param_groups are no list of dicts")
         return found
 
-    def state(self, key: str, rank: int = 0) -> Any:
+    @property
+    def loss_scaler(self) -> tuple[str, dict[str, Any]]:
+        """The name of the class of the loss scaler, and its attributes."""
+        scaler = self.optimizer.get("loss_scaler")
+        if not isinstance(scaler, Foreign) or not isinstance(scaler.state, dict):
+            return "", {}
+        attributes = plain(scaler.state, f"{self.folder}: loss_scaler", self._reader(None))
+        return scaler.name.rpartition(".")[2], attributes
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The engine's counters of steps."""
+        tree = self.states[0].tree
+        return {key: tree[key] for key in COUNTERS if type(tree.get(key)) is int}
+
+    def state(self, key: str, rank: int = 0, *, trusted: bool = False) -> Any:
         """Return an entry of the model states of a rank as Python objects; None where there is none.
 
+        Args:
+            key: of the entry.
+            rank: that has saved it.
+            trusted: whether Python's unpickler may read the file where the entry holds objects of other classes.
+
         Raises:
-            CheckpointError: it holds objects of other classes.
+            CheckpointError: it holds such objects.
         """
         file = self.states[rank]
-        return plain(file.tree.get(key), f"{file.path}: {key}", self._reader(file))
+        try:
+            return plain(file.tree.get(key), f"{os.path.basename(file.path)}: {key}", self._reader(file))
+        except CheckpointError as error:
+            if not trusted:
+                raise CheckpointError(
+                    f"{self.folder}: {error}. If you trust whoever has saved it, pass trusted=True, which lets Python "
+                    "unpickle this file"
+                ) from error
+        return torch.load(file.path, map_location="cpu", mmap=True, weights_only=False).get(key)
+
+    def client_state(self, rank: int, *, trusted: bool) -> dict[str, Any]:
+        """Return what the model states of a rank hold besides DeepSpeed's own state, as `state` does."""
+        keys = [key for key in self.states[rank].tree if key not in OF_DEEPSPEED]
+        return {key: self.state(key, rank, trusted=trusted) for key in keys}
 
     def _reader(self, file: TorchObjects | None) -> Any:
         def read(tensor: Tensor, where: str) -> torch.Tensor:
@@ -124,261 +163,12 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
     return found
 
 
-def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
-    """Return what a checkpoint holds; everything that decides what lies where is checked.
-
-    Args:
-        folder: of the tag.
-        executor: reads small values, and keeps the files open.
+def at(tree: Any, key: str, kind: type, path: str) -> Any:
+    """Return an entry of a tree.
 
     Raises:
-        CheckpointError: a file is absent, truncated, malformed, or does not go with the others.
-        UnsupportedError: it is of another stage, or of model, pipeline or expert parallelism.
+        CheckpointError: there is none of this kind.
     """
-    return _Opening(folder, executor)()
-
-
-class _Opening:
-    """Opens the files of one checkpoint."""
-
-    def __init__(self, folder: str, executor: Executor) -> None:
-        self._folder, self._executor = folder, executor
-        self._files: list[PlannedFile] = []
-
-    def __call__(self) -> Checkpoint:
-        paths = self._paths()
-        is_universal = os.path.isdir(os.path.join(self._folder, "zero"))
-        if not paths["model"] or not (paths["optim"] or is_universal):
-            raise CheckpointError(
-                f"{self._folder}: holds no checkpoint of ZeRO-3: expected files "
-                "zero_pp_rank_*_mp_rank_00_model_states.pt and *zero_pp_rank_*_mp_rank_00_optim_states.pt"
-            )
-        models = [self._open(path) for path in paths["model"]]
-        groups, frozen = self._shapes(models)
-        if is_universal:
-            file = self._open(os.path.join(self._folder, "zero", UNIVERSAL_STATE))
-            optimizer, trained = _zero_state(file), self._universal(groups, file)
-        else:
-            optims = [self._open(path) for path in paths["optim"]]
-            self._check_worlds(models, optims)
-            optimizer = _zero_state(optims[0])
-            trained = self._trained(groups, optims)
-        first = models[0].tree
-        return Checkpoint(
-            folder=self._folder,
-            world_size=len(models),
-            is_universal=is_universal,
-            parameters={**trained, **self._frozen(frozen or {}, models)},
-            lacks_frozen=frozen is None,
-            shared=_at(first, "shared_params", dict, models[0].path),
-            whole={**self._whole(models[0]), **self._replicated()},
-            optimizer=optimizer,
-            states=models,
-            files=self._files,
-            _executor=self._executor,
-        )
-
-    def _paths(self) -> dict[str, list[str]]:
-        """Return the files of model and optimizer states, by rank."""
-        found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
-        for name in sorted(entry.name for entry in os.scandir(self._folder)):
-            match = _STATES.fullmatch(name)
-            if name.startswith(("mp_rank_", "layer_", "expp_rank_")) or (match and int(match[2])):
-                raise UnsupportedError(
-                    f"{self._folder}: {name}: is of another ZeRO stage, or of tensor, pipeline or expert parallelism; "
-                    "load it with the engine's own load_checkpoint"
-                )
-            if match is None:
-                continue
-            rank = int(match[1])
-            if rank in found[match[3]]:
-                other = os.path.basename(found[match[3]][rank])
-                raise CheckpointError(
-                    f"{self._folder}: {other} and {name} are both of rank {rank}: two jobs have saved into one "
-                    "folder; remove the files of one"
-                )
-            found[match[3]][rank] = os.path.join(self._folder, name)
-        for kind, by_rank in found.items():
-            missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
-            if missing:
-                raise CheckpointError(
-                    f"{self._folder}: no {kind} states of rank(s) {', '.join(map(str, missing[:8]))}, but of rank "
-                    f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
-                )
-        return {kind: [by_rank[rank] for rank in sorted(by_rank)] for kind, by_rank in found.items()}
-
-    def _open(self, path: str) -> TorchObjects:
-        if not os.path.exists(path):
-            raise CheckpointError(f"{path}: is missing; the checkpoint is incomplete")
-        with self._executor.sources.reading(path) as source:
-            file = describe_objects(source)
-        self._files.append(PlannedFile(path, file.nbytes, file.digest, file.version))
-        return file
-
-    def _shapes(self, models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dict[str, Shape] | None]:
-        """Return names and shapes of the sub-groups' parameters, and of the frozen ones: equal in all files."""
-        read = [(_groups_of(file), _shapes_of(file, "frozen_param_shapes")) for file in models]
-        for file, shapes in zip(models, read, strict=True):
-            if shapes != read[0]:
-                raise CheckpointError(f"{file.path}: has other parameters than {os.path.basename(models[0].path)}")
-        return read[0]
-
-    def _check_worlds(self, models: Sequence[TorchObjects], optims: Sequence[TorchObjects]) -> None:
-        """Raise unless every file says that as many ranks have saved as there are files of each kind."""
-        counts = {file.path: file.tree.get("dp_world_size") for file in models}
-        counts |= {file.path: _zero_state(file).get("partition_count") for file in optims}
-        for path, count in counts.items():
-            if count != len(models) or count != len(optims):
-                raise CheckpointError(
-                    f"{path}: was saved by {count} ranks, but there are {len(models)} files of model states and "
-                    f"{len(optims)} of optimizer states: some are missing, or left from another save"
-                )
-
-    def _trained(self, groups: list[dict[str, Shape]], optims: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
-        numels = group_numels(groups, len(optims))
-        keys: list[str] = []
-        flats: dict[str, list[list[Source]]] = {}
-        scalars: list[dict[str, Any]] = [{} for _ in groups]
-        for file in optims:
-            by_group = self._flat_states(file, numels)
-            found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
-            keys = keys or found
-            if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
-                raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
-            for key in keys:
-                flats.setdefault(key, []).append([states[key] for states in by_group])
-            if file is optims[0]:
-                scalars = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
-        return place_groups(groups, flats, scalars)
-
-    def _flat_states(self, file: TorchObjects, numels: list[int]) -> list[dict[str, Any]]:
-        """Return what a rank has for each sub-group: flat tensors as sources, and other values."""
-        zero = _zero_state(file)
-        masters = _at(zero, "fp32_flat_groups", list, file.path)
-        base = _at(zero, "optimizer_state_dict", dict, file.path)
-        states = _at(base, "state", dict, file.path)
-        order = [number for group in base.get("param_groups", ()) for number in group.get("params", ())]
-        if len(masters) != len(numels) or order != list(range(len(numels))):
-            raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(numels)}")
-        found = []
-        for number, (master, size) in enumerate(zip(masters, numels, strict=True)):
-            if isinstance(master, Tensor) and size and not math.prod(master.size):
-                raise UnsupportedError(
-                    f"{file.path}: its optimizer states were on nvme (offload_optimizer), so they lie in the "
-                    "swapper's own files; load it with the engine's own load_checkpoint on as many ranks"
-                )
-            entries: dict[str, Any] = {FP32: self._flat(file, master, f"flat group {number}", size)}
-            for key, value in states.get(number, {}).items():
-                if isinstance(value, Tensor) and value.size:
-                    entries[key] = self._flat(file, value, f"{key} of group {number}", size)
-                else:
-                    entries[key] = self._scalar(file, value, key)
-            found.append(entries)
-        return found
-
-    def _scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
-        return read_whole(self._executor, file.expression(value, key)) if isinstance(value, Tensor) else value
-
-    def _universal(self, groups: list[dict[str, Shape]], file: TorchObjects) -> dict[str, SavedParameter]:
-        states = _at(_at(_zero_state(file), "optimizer_state_dict", dict, file.path), "state", dict, file.path)
-        # The number of steps is that of the first sub-group: as DeepSpeed itself reads it.
-        first = {key: self._scalar(file, value, key) for key, value in states.get(0, {}).items() if _is_scalar(value)}
-        found: dict[str, SavedParameter] = {}
-        for number, group in enumerate(groups):
-            for name, shape in group.items():
-                size = math.prod(shape)
-                flats = {key: (self._parameter_file(name, key, size),) for key in UNIVERSAL_KEYS}
-                pieces = {key: Pieces(each, 0, size) for key, each in flats.items()}
-                found[name] = SavedParameter(name, shape, pieces, number, first)
-        return found
-
-    def _parameter_file(self, name: str, key: str, size: int) -> Source:
-        """Return the one tensor of `zero/<parameter>/<key>.pt`, flat."""
-        if os.path.isabs(name) or ".." in name.split("/"):
-            raise CheckpointError(f"{self._folder}: a parameter is named {name!r:.80}")
-        file = self._open(os.path.join(self._folder, "zero", name, f"{key}.pt"))
-        tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-        return self._flat(file, tensor, name, size)
-
-    def _frozen(self, shapes: Mapping[str, Shape], models: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
-        found: dict[str, SavedParameter] = {}
-        for name, shape in shapes.items():
-            (size,) = group_numels([{name: shape}], len(models))
-            fragments = []
-            for file in models:
-                fragment = _at(file.tree, "frozen_param_fragments", dict, file.path).get(name)
-                fragments.append(self._flat(file, fragment, f"fragment of {name}", size))
-            found[name] = place_fragments(name, shape, fragments)
-        return found
-
-    def _whole(self, file: TorchObjects) -> dict[str, SavedParameter]:
-        """Return the buffers that the module's state dict has."""
-        module = _at(file.tree, "module", dict, file.path)
-        names = [name for name in _at(file.tree, "buffer_names", list, file.path) if name in module]
-        return {name: self._one(file, name, module[name]) for name in names}
-
-    def _replicated(self) -> dict[str, SavedParameter]:
-        """Return what partial ZeRO-3 has saved whole: buffers, parameters, and the fp32 values of those."""
-        path = os.path.join(self._folder, REPLICATED_FILE)
-        if not os.path.exists(path):
-            return {}
-        file = self._open(path)
-        masters = _at(_at(file.tree, "whole", dict, path), "masters", dict, path)
-        held = {**_at(file.tree, "buffers", dict, path), **_at(file.tree, "parameters", dict, path), **masters}
-        return {name: self._one(file, name, tensor) for name, tensor in held.items()}
-
-    def _one(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
-        shape = tensor.size if isinstance(tensor, Tensor) else ()
-        return place_fragments(name, shape, [self._flat(file, tensor, name, math.prod(shape))])
-
-    def _flat(self, file: TorchObjects, tensor: Any, what: str, size: int) -> Source:
-        if not isinstance(tensor, Tensor) or math.prod(tensor.size) != size:
-            held = f"is of shape {tensor.size}" if isinstance(tensor, Tensor) else "is absent"
-            raise CheckpointError(f"{file.path}: {what} {held}, expected {size} elements, as the model states say")
-        expression = file.expression(tensor, what)
-        if not isinstance(expression, Source):
-            raise CheckpointError(f"{file.path}: {what} does not lie in one run")
-        return Source(expression.path, what, expression.start, (numel(expression),), expression.dtype)
-
-
-def _is_scalar(value: Any) -> bool:
-    return not (isinstance(value, Tensor) and value.size)
-
-
-def _zero_state(file: TorchObjects) -> dict[str, Any]:
-    """Return what the ZeRO optimizer has saved: of stage 3."""
-    state: dict[str, Any] = file.tree if os.path.basename(file.path) == UNIVERSAL_STATE else {}
-    state = state or _at(file.tree, "optimizer_state_dict", dict, file.path)
-    stage = state.get("zero_stage")
-    stage = stage.arguments[0] if isinstance(stage, Foreign) and stage.arguments else stage
-    if stage != 3:
-        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {stage}, expected 3")
-    if state.get("ds_zero_partition_groups") is not None:
-        raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
-    return state
-
-
-def _groups_of(file: TorchObjects) -> list[dict[str, Shape]]:
-    groups = _at(file.tree, "param_shapes", list, file.path)
-    return [_checked(file, group) for group in groups]
-
-
-def _shapes_of(file: TorchObjects, key: str) -> dict[str, Shape] | None:
-    shapes = file.tree.get(key)
-    return None if shapes is None else _checked(file, shapes)
-
-
-def _checked(file: TorchObjects, shapes: Any) -> dict[str, Shape]:
-    is_right = isinstance(shapes, dict) and all(
-        isinstance(name, str) and isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
-        for name, shape in shapes.items()
-    )
-    if not is_right:
-        raise CheckpointError(f"{file.path}: its parameters' shapes are malformed")
-    return {name: tuple(shape) for name, shape in shapes.items()}
-
-
-def _at(tree: Any, key: str, kind: type, path: str) -> Any:
     found = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(found, kind):
         raise CheckpointError(f"{path}: no {key!r} in it; it is no checkpoint that DeepSpeed has saved under ZeRO-3")

@@ -19,9 +19,10 @@ from lowmem_load.hf.of_config import describe_plain, model_of
 from lowmem_load.planning.expression import Source
 from lowmem_load.progress import progress_bar
 from lowmem_load.read.executor import Executor
-from lowmem_load.resume.checkpoint import Checkpoint, find_folder, open_checkpoint
+from lowmem_load.resume.checkpoint import Checkpoint, find_folder
 from lowmem_load.resume.copying import chunks_of, copy_in_processes
 from lowmem_load.resume.layout import FP32, Pieces, SavedParameter
+from lowmem_load.resume.opening import open_checkpoint
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.layout import FileLayout, lay_out
 from lowmem_load.saving.plan import Write, plan_writes, strided, total_bytes
@@ -93,7 +94,7 @@ def consolidate(
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, SavedParameter]:
     """Return each tensor of the model, by each of its names."""
-    found = {**checkpoint.whole, **checkpoint.parameters}
+    found = {**checkpoint.whole, **checkpoint.of_module}
     return found | {name: found[other] for name, other in checkpoint.shared.items() if other in found}
 
 

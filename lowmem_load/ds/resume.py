@@ -1,0 +1,314 @@
+"""What a ZeRO-3 engine keeps of a training run, laid open to be filled from a checkpoint. Part of the DeepSpeed seam.
+
+[Note: sub-groups] The optimizer holds this rank's partitions of its parameters as flat fp32 tensors, one for each
+sub-group, and keeps the optimizer's moments in tensors as long. They are filled in place, or made where the optimizer
+has not stepped yet; then DeepSpeed's own code, which ends each of its steps, brings the values into the 16-bit
+partitions, wherever these are. What is offloaded to nvme is brought into the swapper's buffers for that, one sub-group
+at a time.
+
+Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_state_dict`, `_optimizer_step` and
+`step`; `runtime/engine.py`, `_load_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.contract import require, require_attributes
+from lowmem_load.ds.parameters import held_range, is_partitioned, partition_in_memory, replicas_group_of, whole_shape
+from lowmem_load.ds.releases import SUPPORTED
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.planning.ranges import FlatRange
+
+_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+
+OF_IMPLEMENTATIONS = frozenset(
+    {"params", "foreach", "fused", "capturable", "differentiable", "bias_correction", "step"}
+)
+"""Entries of an optimizer's groups that say how it computes, or count, and not what: those of the engine stay."""
+
+_REFUSAL = "_lowmem_load_refusal"
+"""Attribute of an engine that must not be run: the handle of the hook that keeps it from it."""
+
+ADAM_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
+
+
+def _check_contract() -> None:
+    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on. The rest: `_check_made`."""
+    require(
+        SUPPORTED,
+        {
+            _OPTIMIZER: (
+                *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
+                *("_reassign_or_swap_out_partitioned_parameters", "_swappable_optimizer_subgroup"),
+                *("checkpoint_event_epilogue", "checkpoint_event_prologue"),
+            ),
+            "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
+                "swap_out_and_release",
+            ),
+            "deepspeed.ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
+        },
+    )
+
+
+def _check_made(optimizer: Any) -> None:
+    """Raise IncompatibleVersionError unless an optimizer has set what this module reads of it."""
+    require_attributes(
+        SUPPORTED,
+        optimizer,
+        (
+            *("dynamic_loss_scale", "fp16_groups", "fp32_partitioned_groups_flat", "loss_scaler", "optimizer"),
+            *("overflow", "sub_group_to_group_id"),
+        ),
+    )
+
+
+_check_contract()
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402  the contract gives the better error
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParameter:
+    """A parameter, as far as this rank has it.
+
+    Attributes:
+        name: in the engine's module.
+        shape: of the whole.
+        mine: the elements that this rank has.
+        first: element of its sub-group's flat tensor at which they start; 0 for a frozen one.
+        numel: of them, padding included.
+        tensor: the parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    mine: FlatRange
+    first: int
+    numel: int
+    tensor: nn.Parameter
+
+
+class Zero3State:
+    """The state of training of a ZeRO-3 engine.
+
+    Args:
+        engine: of DeepSpeed's.
+
+    Attributes:
+        sub_groups: the parameters that the optimizer has, by sub-group.
+        frozen: the others.
+        buffers: of the module, by name, as far as its state dict has them.
+
+    Raises:
+        UnsupportedError: it is no engine of plain ZeRO-3.
+        IncompatibleVersionError: this DeepSpeed lacks something.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._zero = engine, _plain_zero3(engine)
+        names: dict[int, str] = {}
+        for name, parameter in engine.module.named_parameters():
+            if not is_partitioned(parameter):
+                raise UnsupportedError(f"{name}: is not partitioned; use the engine's own load_checkpoint")
+            names[id(parameter)] = name
+        self.sub_groups = [list(_held_of(group, names)) for group in self._zero.fp16_groups]
+        trained = {id(one.tensor) for group in self.sub_groups for one in group}
+        rest = [p for p in engine.module.parameters() if id(p) not in trained]
+        self.frozen = [held for p in rest for held in _held_of([p], names)]
+        state = engine.module.state_dict(keep_vars=True)
+        self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        """The optimizer that steps the flat tensors."""
+        base: torch.optim.Optimizer = self._zero.optimizer
+        return base
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether it is one of the Adams, which can take over each other's state."""
+        return isinstance(self.base, torch.optim.Adam | torch.optim.AdamW | FusedAdam | DeepSpeedCPUAdam)
+
+    def master_of(self, sub_group: int) -> tuple[torch.dtype, bool]:
+        """Return the dtype of a sub-group's flat tensor, and whether it is filled in host memory."""
+        master = self._zero.fp32_partitioned_groups_flat[sub_group]
+        return master.dtype, bool(master.device.type == "cpu")
+
+    @staticmethod
+    def partition_of(held: HeldParameter) -> tuple[torch.dtype, bool]:
+        """Return the dtype of a frozen parameter's partition, and whether it is filled in host memory."""
+        partition = held.tensor.ds_tensor
+        return partition.dtype, bool(partition.device.type == "cpu")
+
+    def group_of(self, sub_group: int) -> int:
+        """Return the number of the optimizer's group that a sub-group belongs to."""
+        return int(self._zero.sub_group_to_group_id[sub_group])
+
+    def check_groups(self, saved: Sequence[Mapping[str, Any]], moments: frozenset[str]) -> None:
+        """Raise ConfigError unless the optimizer can go on with saved groups and moments."""
+        groups = self.base.param_groups
+        kind = type(self.base).__name__
+        if len(saved) != len(groups):
+            raise ConfigError(
+                f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}"
+            )
+        if self.is_adam:
+            if moments and not ADAM_MOMENTS.issubset(moments):
+                raise ConfigError(f"the checkpoint's optimizer keeps {', '.join(sorted(moments))}; {kind} does not")
+            return
+        for old, new in zip(saved, groups, strict=True):
+            differing = sorted((set(old) ^ set(new)) - OF_IMPLEMENTATIONS)
+            if differing:
+                raise ConfigError(
+                    f"the checkpoint was saved with another optimizer than {kind}: "
+                    f"only one of the two has {', '.join(differing)}"
+                )
+
+    # -- filling it --------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Cut up whatever is whole now. Local."""
+        self._zero.checkpoint_event_prologue()
+
+    @contextlib.contextmanager
+    def memory(self, sub_group: int, moments: Sequence[str]) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Yield the flat fp32 values of a sub-group and its moments; afterwards bring the values where they are used.
+
+        Args:
+            sub_group: its number.
+            moments: keys of the optimizer's state, whose tensors are made, zero, where there are none.
+        """
+        zero, master = self._zero, self._zero.fp32_partitioned_groups_flat[sub_group]
+        is_swapped = zero._swappable_optimizer_subgroup(sub_group)
+        if is_swapped:
+            zero._optimizer_states_and_gradient_swap_in(sub_group)
+        state = self.base.state[master] if moments else {}
+        for key in moments:
+            if not isinstance(state.get(key), torch.Tensor):
+                state[key] = torch.zeros_like(master, requires_grad=False)
+        try:
+            yield master.detach(), {key: state[key].detach().view(-1) for key in moments}
+            zero._reassign_or_swap_out_partitioned_parameters(sub_group)
+        finally:
+            if is_swapped:  # also after an error: else the next load would find no buffer
+                zero._optimizer_states_and_gradient_swap_out(sub_group)
+
+    def set_scalars(self, sub_group: int, scalars: Mapping[str, Any]) -> None:
+        """Set what else the optimizer keeps for a sub-group: the number of steps, as its kind of optimizer counts."""
+        master = self._zero.fp32_partitioned_groups_flat[sub_group]
+        state = self.base.state[master]
+        for key, value in scalars.items():  # each sub-group counts by itself
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if self.is_adam and "step" in scalars:
+            step = int(scalars["step"])
+            if isinstance(self.base, FusedAdam | DeepSpeedCPUAdam):
+                state["step"] = step
+            else:
+                group = self.base.param_groups[self.group_of(sub_group)]
+                device = master.device if group.get("capturable") or group.get("fused") else "cpu"
+                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
+
+    def set_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups the saved hyperparameters."""
+        for old, new in zip(saved, self.base.param_groups, strict=True):
+            new.update({key: old[key] for key in new if key in old and key not in OF_IMPLEMENTATIONS})
+
+    @contextlib.contextmanager
+    def frozen_memory(self, held: HeldParameter) -> Iterator[torch.Tensor]:
+        """Yield the partition of a frozen parameter, padding included; one on nvme is written back afterwards."""
+        is_away = held.tensor.ds_tensor.status != PartitionedParamStatus.AVAILABLE
+        with partition_in_memory(held.tensor, held.name) as partition:
+            yield partition.detach()
+            if is_away:
+                held.tensor.nvme_swapper.swap_out_and_release([held.tensor])
+        held.tensor.ds_secondary_tensor = None  # under hpZ, a copy of what it was
+
+    def set_loss_scale(self, name: str, attributes: Mapping[str, Any], *, overflow: bool) -> None:
+        """Set the loss scaler as it was, if it is of the same class."""
+        scaler = self._zero.loss_scaler
+        if type(scaler).__name__ == name:
+            vars(scaler).update({key: value for key, value in attributes.items() if key in vars(scaler)})
+            self._zero.overflow = overflow
+
+    def set_counters(self, counters: Mapping[str, int], world_size: int) -> None:
+        """Set the engine's counters of steps.
+
+        Args:
+            counters: global_steps, global_samples and skipped_steps.
+            world_size: ranks that have saved.
+        """
+        for name, value in counters.items():
+            setattr(self._engine, name, value)
+        self._engine.loaded_checkpoint_dp_world_size = world_size
+        self._engine.loaded_checkpoint_mp_world_size = 1
+
+    def finish(self) -> None:
+        """Gather again what stays whole between steps. Collective: all ranks."""
+        self._zero.checkpoint_event_epilogue()
+
+
+def set_scheduler(engine: Any, state: Any) -> None:
+    """Give the engine's lr scheduler its saved state."""
+    engine.lr_scheduler.load_state_dict(state)
+
+
+def has_scheduler(engine: Any) -> bool:
+    """Return whether the engine steps an lr scheduler."""
+    return engine.lr_scheduler is not None
+
+
+def wants_universal(engine: Any) -> bool:
+    """Return whether the ds_config asks for universal checkpoints."""
+    return bool(engine.load_universal_checkpoint())
+
+
+def mark_unusable(engine: nn.Module) -> None:
+    """Keep an engine from being run, as it is about to hold half of a checkpoint."""
+    if _REFUSAL not in engine.__dict__:
+        engine.__dict__[_REFUSAL] = engine.register_forward_pre_hook(_refuse_to_run)
+
+
+def mark_usable(engine: nn.Module) -> None:
+    """Let it be run again."""
+    engine.__dict__.pop(_REFUSAL).remove()
+
+
+def _refuse_to_run(*_: Any) -> None:
+    raise ConfigError("a checkpoint was loaded into this engine halfway; load one again before it is run")
+
+
+def _held_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterator[HeldParameter]:
+    first = 0
+    for parameter in group:
+        if id(parameter) not in names:
+            raise UnsupportedError("the engine's optimizer trains parameters that its module does not have")
+        numel = int(parameter.partition_numel())
+        mine = held_range(parameter)
+        yield HeldParameter(names[id(parameter)], whole_shape(parameter), mine, first, numel, parameter)
+        first += numel
+
+
+def _plain_zero3(engine: Any) -> Any:
+    zero: Any = getattr(engine, "optimizer", None)
+    if type(zero) is not DeepSpeedZeroOptimizer_Stage3 or getattr(zero, "zenflow", False):
+        raise UnsupportedError(
+            f"load_checkpoint fills engines of plain ZeRO-3 that train, not one with {type(zero).__name__}; use the "
+            "engine's own load_checkpoint"
+        )
+    _check_made(zero)
+    require_attributes(SUPPORTED, engine, ("global_samples", "global_steps", "lr_scheduler", "skipped_steps"))
+    if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
+        raise UnsupportedError("random LTD and curriculum learning: use the engine's own load_checkpoint")
+    groups = {id(replicas_group_of(p)) for group in zero.fp16_groups for p in group}
+    if engine.mp_world_size != 1 or len(groups) > 1:
+        raise UnsupportedError("model or expert parallelism: use the engine's own load_checkpoint")
+    return zero

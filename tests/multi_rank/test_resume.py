@@ -1,0 +1,325 @@
+"""load_checkpoint: a run that DeepSpeed has saved goes on, on as many ranks as before or on others."""
+
+from __future__ import annotations
+
+import gc
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from lowmem_load.errors import CheckpointError, ConfigError, RankError, UnsupportedError
+from tests import builders
+from tests.multi_rank import test_partial_training as partial
+from tests.multi_rank.test_modes import is_compiled
+from tests.ranks import run_ranks
+
+SAMPLES = 12
+"""Of one step, of all ranks together."""
+
+SAVED_BY, RESUMED_BY = 2, 3
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}}
+CPU_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
+
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 10}}
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": BF16,
+    "lora": {**BF16, "lora": True},
+    "fp32": {},
+    "fp16": FP16,
+    "large": BF16,
+}
+"""What is saved: sections of the ds_config, and whether only a LoRA is trained. Only what is large goes to nvme."""
+
+IN_THE_TEST = ("bf16", "lora")
+"""The others `python -m benchmarks.resume matrix` runs too."""
+
+KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+def config(case: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
+    """Return a ds_config for the ranks that there are."""
+    stage_3 = {"stage": 3, "sub_group_size": 3000, "stage3_param_persistence_threshold": 40, **zero}
+    micro = {"train_micro_batch_size_per_gpu": SAMPLES // _world_size()}
+    sections = {key: section for key, section in case.items() if key != "lora"}
+    return {"zero_optimization": stage_3, **micro, **ADAM, **WARMUP, **sections}
+
+
+def _world_size() -> int:
+    from lowmem_load import DistributedInterface
+
+    return DistributedInterface().world_size
+
+
+def make_engine(path: str, case: Mapping[str, Any], ds_config: dict[str, Any], *, spoilt: bool = False) -> Any:
+    """Return an engine of a model of which the norms are frozen, or of which only a LoRA is trained.
+
+    Of one that is spoilt every weight is another, so that what was not loaded shows.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    from lowmem_load import load_model
+
+    if "fp16" in case:
+        get_accelerator().is_fp16_supported = lambda: True  # torch's CPU knows it
+    model: Any = load_model(path, ds_config)
+    if case.get("lora"):
+        import peft
+
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(False)
+    engine = deepspeed.initialize(model=model, config=ds_config)[0]
+    if spoilt:
+        for parameter in engine.module.parameters():
+            parameter.ds_tensor.data.add_(1.0)
+    return engine
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    """Return the losses of some steps over all ranks' samples, which do not depend on how many ranks there are."""
+    losses = []
+    each = SAMPLES // dist.get_world_size()
+    for step in range(first, last):
+        drawn = torch.randint(0, 100, (SAMPLES, 10), generator=torch.Generator().manual_seed(step % 2))
+        tokens = drawn[dist.get_rank() * each :][:each].to(engine.device)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        gathered = [torch.zeros((), dtype=torch.float32) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, loss.detach().float().cpu())
+        losses.append(float(sum(gathered)) / len(gathered))
+    return losses
+
+
+def whole_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Return all values of the optimizer and all frozen ones, gathered by DeepSpeed itself."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            found[f"{name} fp32"] = safe_get_full_fp32_param(parameter).view(parameter.ds_shape).clone()
+            for key in KEYS[1:]:
+                state = safe_get_full_optimizer_state(parameter, key)
+                found[f"{name} {key}"] = state.view(parameter.ds_shape).clone()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Assert that two states are the same, bit for bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+# -- what two ranks save ---------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> dict[str, list[float]]:
+    """Rank function: saves, trains on, and goes on from what was saved as the run that was not interrupted."""
+    from lowmem_load import load_checkpoint
+
+    losses: dict[str, list[float]] = {}
+    for name in names:
+        case = CASES[name]
+        path = paths.get(name, paths["bf16"])
+        engine = make_engine(path, case, config(case))
+        train(engine, 0, 3)
+        place = f"{folder}/{name}"
+        engine.save_checkpoint(place, client_state={"seen": [1, {"two": 2}], "rank": dist.get_rank()})
+        state = whole_state(engine)
+        if dist.get_rank() == 0:
+            torch.save(state, f"{place}/whole.pt")
+        scaler = dict(vars(engine.optimizer.loss_scaler))
+        losses[name] = train(engine, 3, 6)
+        assert case.get("lora") or losses[name][-1] < losses[name][0] - 0.005, losses[name]  # what moments are for
+        engine = make_engine(path, case, config(case), spoilt=True)
+        found, client_state = load_checkpoint(engine, place)
+        assert found == f"{place}/global_step3" and client_state["seen"] == [1, {"two": 2}]
+        assert client_state["rank"] == dist.get_rank()
+        assert (engine.global_steps, engine.global_samples) == (3, 3 * SAMPLES)
+        assert_equal(whole_state(engine), state)
+        assert vars(engine.optimizer.loss_scaler) == scaler
+        assert train(engine, 3, 6) == losses[name]
+        if name == "bf16":
+            load_checkpoint(engine, place, "global_step3")  # an engine that has stepped goes back
+            assert train(engine, 3, 6) == losses[name]
+            assert load_checkpoint(engine, f"{folder}/nowhere") == (None, {})
+        gc.collect()
+    make_universal(f"{folder}/bf16")
+    save_partial(paths["partial"], f"{folder}/partial")
+    return losses
+
+
+def make_universal(place: str) -> None:
+    """Have DeepSpeed convert a checkpoint."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    if dist.get_rank() == 0:
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+        flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+        main(Namespace(input_folder=f"{place}/global_step3", output_folder=f"{place}/universal", **workers, **flags))
+    dist.barrier()
+
+
+def save_partial(path: str, place: str) -> None:
+    """Save a run of ZeRO-3 on part of a model, and make a model folder of it."""
+    from lowmem_load import consolidate
+
+    engine = partial.make_engine(path, partial.CONFIG)
+    partial.train(engine, 0, 2)
+    engine.save_checkpoint(place)
+    state = engine.consolidated_state_dict()
+    if state is not None:
+        torch.save(state, f"{place}/whole.pt")
+        consolidate(place, f"{place}/made", config=False)
+        assert_equal(load_file(f"{place}/made/model.safetensors"), state)
+    dist.barrier()
+    engine.destroy()
+
+
+# -- what three ranks make of it -------------------------------------------------------------------------------------
+
+
+def go_on_elsewhere(
+    paths: dict[str, str], folder: str, expected: dict[str, list[float]], swap: str | None
+) -> dict[str, float]:
+    """Rank function: goes on from each of the folders, with other settings too; returns how far losses are apart."""
+    from lowmem_load import load_checkpoint
+
+    path = paths["bf16"]
+    # Of one sub-group: in 0.19.8 stock gives all of them one tensor that counts steps, and each counts it on.
+    stock = make_engine(path, BF16, {**config(BF16, sub_group_size=1 << 40), **UNIVERSAL})
+    stock.load_checkpoint(f"{folder}/bf16")
+    by_stock = train(stock, 3, 6)
+    apart = {"stock's universal": _apart(by_stock, expected["bf16"])}
+    for name, case, tag, sections, zero in ways(list(expected), swap):
+        ds_config = {**config(case, **zero), **sections}
+        engine = make_engine(paths.get(name, path), case, ds_config, spoilt="nvme" not in str(zero))
+        load_checkpoint(engine, f"{folder}/{name}", tag)
+        assert_equal(whole_state(engine), torch.load(f"{folder}/{name}/whole.pt", weights_only=True))
+        losses = train(engine, 3, 6)
+        assert losses == pytest.approx(expected[name], rel=1e-4), (name, zero)
+        apart[f"{name} {tag or ''} {sorted(zero)}"] = _apart(losses, expected[name])
+        if not sections and not zero and name == "bf16":
+            assert losses == by_stock  # on as many ranks, from the same values
+        del engine
+        gc.collect()
+    engine = partial.make_engine(paths["partial"], partial.CONFIG)
+    load_checkpoint(engine, f"{folder}/partial")
+    state = engine.consolidated_state_dict()
+    if state is not None:
+        assert_equal(state, torch.load(f"{folder}/partial/whole.pt", weights_only=True))
+    partial.train(engine, 2, 3)
+    engine.destroy()
+    if dist.get_world_size() > 1:
+        refuse(path, folder)
+    return apart
+
+
+def _apart(losses: list[float], expected: list[float]) -> float:
+    return max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+
+
+def ways(
+    names: Sequence[str], swap: str | None
+) -> list[tuple[str, dict[str, Any], str | None, dict[str, Any], dict[str, Any]]]:
+    """Return how runs go on: folder, case, tag, sections and settings of ZeRO."""
+    plain = [(name, CASES[name], None, {}, {}) for name in names]
+    found: list[tuple[str, dict[str, Any], str | None, dict[str, Any], dict[str, Any]]] = [*plain]
+    found.append(("bf16", BF16, "universal", {}, {}))
+    cpu = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": False}}
+    if is_compiled("cpu_adam"):
+        found.append(("bf16", BF16, None, CPU_ADAM, {**cpu, "sub_group_size": 500}))
+    if swap is not None and "large" in names:
+        nvme = {"device": "nvme", "nvme_path": swap, "pin_memory": False, "buffer_count": 4}
+        offload = {"offload_optimizer": nvme, "offload_param": {**nvme, "buffer_size": 1_400_000}}
+        found.append(("large", BF16, None, CPU_ADAM, {**offload, "sub_group_size": 1_000_000}))
+    return found
+
+
+def refuse(path: str, folder: str) -> None:
+    """What does not go together is an error on all ranks, and leaves the engine as it was."""
+    from lowmem_load import load_checkpoint
+
+    engine = make_engine(path, BF16, config(BF16))
+    before = train(engine, 0, 1), whole_state(engine)
+    with pytest.raises(CheckpointError, match=r"another model: missing: base_model.* not in the engine"):
+        load_checkpoint(make_engine(path, CASES["lora"], config(BF16)), f"{folder}/bf16", load_optimizer_states=False)
+    with pytest.raises(CheckpointError, match="no checkpoint 'global_step7'"):
+        load_checkpoint(engine, f"{folder}/bf16", "global_step7")
+    with pytest.raises(RankError, match="opening the checkpoint"):  # of different folders
+        load_checkpoint(engine, f"{folder}/{'lora' if dist.get_rank() else 'bf16'}")
+    place = Path(folder, "bf16", "global_step3")
+    victim = next(place.glob("*rank_1_*optim*"))
+    content = victim.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        victim.write_bytes(content[:-1000])
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt: no zip directory"):
+        load_checkpoint(engine, f"{folder}/bf16")
+    assert_equal(whole_state(engine), before[1])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        victim.write_bytes(content)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        from lowmem_load.read.source import LocalFile
+
+        patch.setattr(LocalFile, "read_into", failing_on_rank_1(LocalFile.read_into))
+        with pytest.raises(RankError, match="reading the checkpoint"):
+            load_checkpoint(engine, f"{folder}/bf16")
+    with pytest.raises(ConfigError, match="halfway"):
+        engine(input_ids=torch.zeros((1, 4), dtype=torch.int64))
+    load_checkpoint(engine, f"{folder}/bf16", load_module_only=True)
+    assert engine.global_steps == 1
+    train(engine, 3, 4)
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    engine = make_engine(path, BF16, {**config(BF16), **sgd})
+    with pytest.raises(ConfigError, match="another optimizer than SGD"):
+        load_checkpoint(engine, f"{folder}/bf16")
+    with pytest.raises(UnsupportedError, match="plain ZeRO-3"):
+        load_checkpoint(torch.nn.Linear(1, 1), f"{folder}/bf16")
+
+
+def failing_on_rank_1(read_into: Any) -> Any:
+    """Return a `read_into` that fails on rank 1 once weights are read: between the pickle and the directory."""
+
+    def failing(source: Any, offset: int, buffers: Any) -> None:
+        is_weight = sum(buffer.nbytes for buffer in buffers) > 100 and 8000 < offset < source.nbytes - 8000
+        if dist.get_rank() == 1 and is_weight:
+            raise CheckpointError(f"{source.path}: cannot be read: broken")
+        read_into(source, offset, buffers)
+
+    return failing
+
+
+def checkpoints_of(folder: Path) -> dict[str, str]:
+    """Return the models that are trained."""
+    large = builders.tiny_llama(folder, hidden_size=128, vocab_size=8192)
+    part = builders.tiny_llama(folder, torch.float32)
+    odd = builders.tiny_llama(folder, **builders.ODD_SIZES)
+    return {"bf16": str(odd), "large": str(large), "partial": str(part)}
+
+
+def test_a_run_goes_on(checkpoints: Path, tmp_path: Path) -> None:
+    paths, folder = checkpoints_of(checkpoints), str(tmp_path)
+    losses = run_ranks(save_and_go_on, paths, folder, IN_THE_TEST, world_size=SAVED_BY, timeout_s=200)[0]
+    run_ranks(go_on_elsewhere, paths, folder, losses, None, world_size=RESUMED_BY, timeout_s=200)

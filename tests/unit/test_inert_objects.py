@@ -1,0 +1,111 @@
+"""inert_objects.py: any pickle becomes a tree; of it plain values are made, and everything else is named."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import random
+import zipfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.formats.inert_objects import Foreign, objects, plain
+from lowmem_load.formats.inert_pickle import Tensor
+
+
+def saved(value: Any) -> bytes:
+    """Return the pickle in the file that torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with zipfile.ZipFile(buffer) as file:
+        return file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
+
+
+def made(value: Any) -> Any:
+    return plain(objects(saved(value), "x.pt"), "state", lambda tensor, where: (tensor.size, where))
+
+
+class Mine:
+    """A user's own class."""
+
+    def __init__(self) -> None:
+        self.value = 3
+
+
+class Call:
+    """What calls something when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def test_plain_values_come_back() -> None:
+    value = {
+        "numbers": [1, -2, 3.5, True, None, 1 << 70],
+        "tuple": ("a", {"b": ()}),
+        "bytes": b"\x00\xffa",
+        "sets": [{1, 2}, frozenset({"x"})],
+        "counter": collections.Counter([3, 3, 4]),
+        "ordered": collections.OrderedDict(a=1),
+        "numpy": [np.float64(1.5), np.int32(-4), np.bool_(True)],
+        "dtype": torch.bfloat16,
+    }
+    found = made(value)
+    assert found == value
+    assert type(found["ordered"]) is collections.OrderedDict and type(found["numpy"][1]) is np.int32
+
+
+def test_states_of_random_numbers_come_back() -> None:
+    state = made([random.getstate(), np.random.get_state()])
+    assert state[0] == random.getstate()
+    assert np.array_equal(state[1][1], np.random.get_state()[1])
+    fortran = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    assert np.array_equal(made(fortran), fortran)
+
+
+def test_tensors_are_described_also_with_attributes() -> None:
+    tensor = torch.zeros(2, 3)
+    tensor.note = "something"
+    tree = objects(saved({"t": tensor, "p": torch.nn.Parameter(torch.zeros(4))}), "x.pt")
+    assert isinstance(tree["t"], Tensor) and tree["t"].size == (2, 3)
+    assert plain(tree, "state", lambda tensor, where: (tensor.size, where))["p"] == ((4,), "state['p']")
+
+
+def test_objects_are_named_and_nothing_is_run(tmp_path: Any) -> None:
+    mark = tmp_path / "was-run"
+    value = {"mine": [Mine()], "call": Call(os.system, f"touch {mark}"), "class": Mine, "d": collections.deque([1])}
+    tree = objects(saved(value), "x.pt")
+    assert isinstance(tree["mine"][0], Foreign) and tree["mine"][0].state == {"value": 3}
+    with pytest.raises(CheckpointError) as caught:
+        plain(tree, "state", lambda tensor, where: tensor)
+    for text in ("state['mine'][0] (", "Mine)", "state['call'] (posix.system)", "collections.deque", "nothing was run"):
+        assert text in str(caught.value)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["O8", "V8", "S3", "i8,f8"])
+def test_what_is_no_plain_number_of_numpy_is_refused(kind: str) -> None:
+    with pytest.raises(CheckpointError, match=r"state is a malformed numpy.dtype"):
+        made(Call(np.dtype, kind, False, True))
+
+
+def test_one_object_many_times_is_made_once() -> None:
+    value: Any = [1]
+    for _ in range(60):  # 2 ** 60 elements if it were written out
+        value = [value, value]
+    found = made(value)
+    assert found[0] is found[1]
+
+
+def test_what_is_nested_too_deeply_is_an_error() -> None:
+    pickled = b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b"."
+    with pytest.raises(CheckpointError, match=r"too deeply|too many objects"):
+        plain(objects(pickled, "x.pt"), "state", lambda tensor, where: tensor)

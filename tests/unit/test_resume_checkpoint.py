@@ -1,0 +1,122 @@
+"""resume/checkpoint.py and opening.py: what a checkpoint holds besides weights, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.whole import read_whole
+from lowmem_load.resume.checkpoint import find_folder
+from lowmem_load.resume.layout import FP32
+from lowmem_load.resume.opening import open_checkpoint
+from tests.zero3_checkpoint import save_zero3
+
+VALUES = {"a": torch.randn(9, 2), "b": torch.randn(5)}
+
+
+class Mine:
+    """A user's own class."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mine)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def edited(place: Path, kind: str, edit: Callable[[Any], None]) -> None:
+    """Change what the files of one kind hold."""
+    for path in place.glob(f"*{kind}_states.pt"):
+        state = torch.load(path, weights_only=False)
+        edit(state)
+        torch.save(state, path)
+
+
+def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
+    state = {"epoch": 3, "rng": torch.arange(7, dtype=torch.uint8), "best": np.float64(0.5)}
+    place = save_zero3(tmp_path, VALUES, world_size=3, client_state=state, moments={"exp_avg": VALUES})
+    with Executor() as executor:
+        checkpoint = open_checkpoint(str(place), executor)
+        found = checkpoint.client_state(1, trusted=False)
+        assert found["epoch"] == 3 and found["best"] == 0.5 and torch.equal(found["rng"], state["rng"])
+        assert found.keys() >= {"ds_version", "ds_config"} and not found.keys() & {"module", "param_shapes"}
+        assert checkpoint.state("lr_scheduler") == {"last_batch_iteration": 2}
+        assert checkpoint.counters == {"skipped_steps": 0, "global_steps": 3, "global_samples": 6}
+        assert checkpoint.loss_scaler == ("LossScaler", {"cur_scale": 1.0, "dynamic": False})
+        assert checkpoint.param_groups == [{"lr": 1e-3, "params": [0]}]
+        moment = read_whole(executor, checkpoint.parameters["a"].pieces["exp_avg"].part(FlatRange(4, 15)))
+        assert torch.equal(moment, VALUES["a"].view(-1)[4:15])
+        assert float(checkpoint.parameters["b"].scalars["step"]) == 3.0
+
+
+def test_objects_in_the_client_state_need_trust(tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=1, client_state={"args": {"mine": Mine()}})
+    with Executor() as executor:
+        checkpoint = open_checkpoint(str(place), executor)
+        with pytest.raises(CheckpointError, match=r"args\['mine'\] \(.*Mine\); nothing was run\. .*trusted=True"):
+            checkpoint.client_state(0, trusted=False)
+        assert checkpoint.client_state(0, trusted=True)["args"] == {"mine": Mine()}
+
+
+def test_fragments_of_frozen_parameters_are_found(tmp_path: Path) -> None:
+    frozen = {"c": torch.randn(4, 4).bfloat16(), "empty": torch.zeros(0, 3)}
+    place = save_zero3(tmp_path, VALUES, world_size=3, frozen=frozen)
+    with Executor() as executor:
+        checkpoint = open_checkpoint(str(place), executor)
+        assert checkpoint.parameters["c"].group is None and checkpoint.parameters["empty"].shape == (0, 3)
+        found = read_whole(executor, checkpoint.parameters["c"].pieces[FP32].part(FlatRange(0, 16)))
+        assert torch.equal(found.view(4, 4), frozen["c"])
+
+
+def on_nvme(state: Any) -> None:
+    state["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.empty(0)
+
+
+def without_a_moment(state: Any) -> None:
+    del state["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]["exp_avg"]
+
+
+def too_short(state: Any) -> None:
+    state["optimizer_state_dict"]["fp32_flat_groups"][1] = torch.zeros(2)
+
+
+def one_group_less(state: Any) -> None:
+    state["optimizer_state_dict"]["fp32_flat_groups"].pop()
+
+
+def of_experts(state: Any) -> None:
+    state["optimizer_state_dict"]["ds_zero_partition_groups"] = [{}]
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "text"),
+    [
+        (on_nvme, UnsupportedError, "optimizer states were on nvme"),
+        (without_a_moment, CheckpointError, "sub-groups with other states than exp_avg, fp32"),
+        (too_short, CheckpointError, r"flat group 1 is of shape \(2,\), expected 3 elements"),
+        (one_group_less, CheckpointError, "1 flat groups, its model states name 2"),
+        (of_experts, UnsupportedError, "AutoEP"),
+    ],
+)
+def test_what_does_not_fit_together(edit: Any, error: type[Exception], text: str, tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=2, sub_group_size=9, moments={"exp_avg": VALUES})
+    edited(place, "optim", edit)
+    with Executor() as executor, pytest.raises(error, match=text):
+        open_checkpoint(str(place), executor)
+
+
+def test_the_tag_is_found(tmp_path: Path) -> None:
+    assert find_folder(tmp_path, None) is None
+    place = save_zero3(tmp_path, VALUES, world_size=1)
+    assert find_folder(tmp_path, None) == find_folder(tmp_path, "global_step3") == str(place)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest_universal").write_text("global_step3\n")
+    assert find_folder(tmp_path, None) is None
+    assert find_folder(tmp_path, None, ("latest", "latest_universal")) == str(place)
