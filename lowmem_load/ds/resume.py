@@ -13,6 +13,7 @@ Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_s
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -190,7 +191,7 @@ class Zero3State:
         zero, master = self._zero, self._zero.fp32_partitioned_groups_flat[sub_group]
         is_swapped = zero._swappable_optimizer_subgroup(sub_group)
         if is_swapped:
-            zero._optimizer_states_and_gradient_swap_in(sub_group)
+            zero._optimizer_states_and_gradient_swap_in(sub_group, *_timers())
         state = self.base.state[master] if moments else {}
         for key in moments:
             if not isinstance(state.get(key), torch.Tensor):
@@ -200,7 +201,7 @@ class Zero3State:
             zero._reassign_or_swap_out_partitioned_parameters(sub_group)
         finally:
             if is_swapped:  # also after an error: else the next load would find no buffer
-                zero._optimizer_states_and_gradient_swap_out(sub_group)
+                zero._optimizer_states_and_gradient_swap_out(sub_group, *_timers())
 
     def set_scalars(self, sub_group: int, scalars: Mapping[str, Any]) -> None:
         """Set what else the optimizer keeps for a sub-group: the number of steps, as its kind of optimizer counts."""
@@ -280,6 +281,12 @@ def mark_unusable(engine: nn.Module) -> None:
 def mark_usable(engine: nn.Module) -> None:
     """Let it be run again."""
     engine.__dict__.pop(_REFUSAL).remove()
+
+
+def _timers() -> tuple[set[str], ...]:
+    """Return what a swap is given besides: 0.16.4 wants the set of names of timers that a step collects."""
+    parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in).parameters
+    return (set(),) if parameters["timer_names"].default is inspect.Parameter.empty else ()
 
 
 def _refuse_to_run(*_: Any) -> None:
