@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.inert_pickle import CALLS, Dialect, Global, OrderedNames, Tensor, described
+from lowmem_load.formats.inert_pickle import CALLS, Dialect, Global, OrderedNames, Tensor, described, is_key
 
 
 @dataclass(eq=False, slots=True)
@@ -153,15 +153,25 @@ def _encoded(arguments: tuple[Any, ...], _: Any) -> bytes:
     return bytes(text.encode("latin1"))
 
 
-def _filled(kind: Callable[[Iterable[Any]], Any]) -> Callable[[tuple[Any, ...], Any], Any]:
-    return lambda arguments, _: kind(*arguments[:1])
+def _set_of(kind: Callable[[Iterable[Any]], Any]) -> Callable[[tuple[Any, ...], Any], Any]:
+    def make(arguments: tuple[Any, ...], _: Any) -> Any:
+        items = arguments[0] if arguments else []
+        if not all(isinstance(item, str | bytes) or is_key(item) for item in items):
+            raise ValueError("a set of something else than text and numbers")
+        return kind(items)
+
+    return make
+
+
+def _counter(arguments: tuple[Any, ...], _: Any) -> collections.Counter[Any]:
+    return collections.Counter(*arguments)  # of a dict, whose keys were checked
 
 
 _MAKERS: Mapping[str, Callable[[tuple[Any, ...], Any], Any]] = {
     "_codecs.encode": _encoded,
-    "builtins.set": _filled(set),
-    "builtins.frozenset": _filled(frozenset),
-    "collections.Counter": _filled(collections.Counter),
+    "builtins.set": _set_of(set),
+    "builtins.frozenset": _set_of(frozenset),
+    "collections.Counter": _counter,
     "numpy.dtype": _numpy_dtype,
     "numpy.core.multiarray.scalar": _numpy_number,
     "numpy.core.multiarray._reconstruct": _numpy_array,

@@ -206,7 +206,7 @@ class _Machine:
         target = self._stack[-1]
         if self._dialect.drops_items(target):
             return
-        if not isinstance(target, dict) or not all(map(_is_key, items[::2])):
+        if not isinstance(target, dict) or not all(map(is_key, items[::2])):
             raise TypeError("items are set on something else than a dict with plain keys")
         target.update(zip(items[::2], items[1::2], strict=True))
 
@@ -341,7 +341,7 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 60
 
 
-def _is_key(value: object) -> bool:
+def is_key(value: object) -> bool:
     """Return whether a dict may have this key: of larger integers any number can have one hash."""
     return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 

@@ -33,7 +33,7 @@ import torch
 from torch._weights_only_unpickler import Unpickler
 
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
-from lowmem_load.formats import inert_pickle
+from lowmem_load.formats import inert_objects, inert_pickle
 from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.formats.safetensors import PREFIX_NBYTES, Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
@@ -284,6 +284,11 @@ def torch_zip(data: bytes) -> None:
                 _check_inside(region, source)
 
 
+def objects(data: bytes) -> None:
+    """The `data.pkl` of a checkpoint of training. What is made of it are plain values, and `_watched` sees the rest."""
+    inert_objects.plain(inert_objects.objects(data, "x.pt"), "state", lambda tensor, _: tensor)
+
+
 def pickled(data: bytes) -> None:
     """The `data.pkl` in a `pytorch_model.bin`. What we take, torch's weights-only loader finds the same tensors in."""
     found = inert_pickle.state_dict(data, "x.bin")
@@ -391,6 +396,12 @@ _PICKLE = (
     *(b"\x8b\xff\xff\xff\x7f", b"r\xff\xff\xff\xff", b"h\x00", b"q\x00", b"(", b"t", b"R", b"}", b"]", b")", b"b"),
 )
 
+_OBJECTS = (
+    *(b"c_codecs\nencode\n", b"cnumpy\ndtype\n", b"cnumpy.core.multiarray\nscalar\n", b"X\x06\x00\x00\x00latin1"),
+    *(b"c__builtin__\nset\n", b"ccollections\nCounter\n", b"cnumpy.core.multiarray\n_reconstruct\n", b"\x81"),
+    *(b"ctorch._tensor\n_rebuild_from_type_v2\n", b"X\x02\x00\x00\x00f8", b"X\x01\x00\x00\x00<"),
+)
+
 TARGETS: dict[str, Target] = {
     "safetensors": Target(
         safetensors_file,
@@ -403,6 +414,7 @@ TARGETS: dict[str, Target] = {
         torch_zip, "bytes", (*_PICKLE, b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06"), 2.0
     ),
     "pickle": Target(pickled, "pickle", _PICKLE, 2.0),
+    "objects": Target(objects, "pickle", (*_PICKLE, *_OBJECTS), 0.5),
     "ds_config": Target(ds_config, "json", (*_JSON, *_quoted(_ZERO_KEYS)), 2.0),
     "model_config": Target(model_config, "json", (*_JSON, *_quoted(_CONFIG_KEYS)), 2.0, memory=False),
     "adapter": Target(adapter, "json", (*_JSON, *_quoted(("base_model_name_or_path",))), 0.5),

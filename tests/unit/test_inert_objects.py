@@ -97,6 +97,13 @@ def test_what_is_no_plain_number_of_numpy_is_refused(kind: str) -> None:
         made(Call(np.dtype, kind, False, True))
 
 
+@pytest.mark.parametrize("items", [{1 << 70}, {(1,)}])
+def test_sets_hold_text_and_numbers(items: set[Any]) -> None:
+    """Of larger integers any number can have one hash, and a set of them would take for ever."""
+    with pytest.raises(CheckpointError, match=r"malformed builtins.set"):
+        made(items)
+
+
 def test_one_object_many_times_is_made_once() -> None:
     value: Any = [1]
     for _ in range(60):  # 2 ** 60 elements if it were written out
