@@ -1,5 +1,7 @@
 """What planning the largest models costs: python -m benchmarks.scale MODEL --rank R --world-size W, or --all.
 
+With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and together.
+
 Simulated: the checkpoints are sparse files with true headers and holes for data (`benchmarks.published`), nothing but
 headers is read from them, and one plain process plans as rank R of W. Every measurement is a fresh process.
 """
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.machine import describe_machine
 from benchmarks.measure import MemorySampler
+from benchmarks.node_reads import NODE_COLUMNS, NODE_DEFINITIONS
 from benchmarks.published import MODELS, write
 from benchmarks.table import aligned
 
@@ -135,10 +138,7 @@ def measure(folder: Path, row: Row) -> Result:
 
     published = MODELS[row.model]
     getattr(transformers, published.config["architectures"][0])  # imports the model's module
-    keywords: dict[str, Any] = {}
-    if "quantization_config" in published.config:
-        method = DEQUANTIZING[published.config["quantization_config"]["quant_method"]]
-        keywords["quantization_config"] = getattr(transformers, method)(dequantize=True)
+    keywords = keywords_of(row.model)
     with MemorySampler() as sampler:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         plan = lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)
@@ -163,6 +163,31 @@ def measure(folder: Path, row: Row) -> Result:
         staging_bytes=plan.staging_bytes,
         largest_temporary_bytes=plan.largest_temporary_bytes,
     )
+
+
+def keywords_of(model: str) -> dict[str, Any]:
+    """Return what loading a model of `MODELS` takes besides its folder."""
+    import transformers
+
+    config = MODELS[model].config
+    if "quantization_config" not in config:
+        return {}
+    method = DEQUANTIZING[config["quantization_config"]["quant_method"]]
+    return {"quantization_config": getattr(transformers, method)(dequantize=True)}
+
+
+def node_table(model: str, first: int, world_size: int, size: int, folder: Path, sharing: str) -> list[list[str]]:
+    """Return rows about what ranks `first` to `first + size - 1` read, each alone and together."""
+    import lowmem_load
+    from benchmarks.node_reads import node_reads, rank_reads
+    from lowmem_load.planning.cooperative import Sharing
+
+    found = []
+    for rank in range(first, first + size):
+        plan = lowmem_load.plan(folder, DS_CONFIG, rank=rank, world_size=world_size, **keywords_of(model))
+        found.append(rank_reads(plan, Sharing(sharing)))
+        print(f"rank {rank} of {world_size} planned", file=sys.stderr, flush=True)
+    return [[model, f"{first}-{first + size - 1}/{world_size}", *each.cells()] for each in node_reads(found)]
 
 
 def measure_apart(folder: Path, row: Row) -> Result:
@@ -194,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
+    parser.add_argument("--node", type=int, metavar="N", help="what the node of ranks R to R + N - 1 reads")
+    parser.add_argument("--share", choices=["auto", "off", "on"], default="auto", help="with --node: as the setting")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None):
         parser.error("name a model, or pass --all")
@@ -201,10 +228,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("a model needs --world-size W and --rank R, from 0 to W - 1")
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
+    if options.node and (options.all or not 0 < options.node <= options.world_size - options.rank):
+        parser.error("--node needs a model, and at least as many ranks from --rank on")
     rows = ROWS if options.all else [Row(options.model, options.rank, options.world_size)]
     os.environ.update(ENVIRONMENT)
     shown, found = [], []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.node:
+            checkpoint = write(options.model, Path(folder) / options.model)
+            row = options.model, options.rank, options.world_size
+            table = aligned([NODE_COLUMNS, *node_table(*row, options.node, checkpoint, options.share)])
+            print("\n".join([*table, "", NODE_DEFINITIONS]))
+            return
         for results in measure_rows(rows, options.repeats, Path(folder)):
             shown.append(median_of(results))
             found.append({**asdict(shown[-1]), "cpu_s_of_repeats": [result.cpu_s for result in results]})

@@ -11,6 +11,7 @@ import torch
 
 from lowmem_load.differences import known_differences
 from lowmem_load.phases import FileReads, Memory, Phases
+from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import REPLICATED, LoadPlan, SlowPath
 from lowmem_load.quantities import count, duration, size
 from lowmem_load.tables import facts
@@ -104,6 +105,8 @@ class LoadReport(Phases):
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
         seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read.
         files: what was read of each file, by its path.
+        shared: what came of reading together with the other ranks of the node; None where this rank read alone.
+        not_shared: why it did, where it had reads to share.
         start_device, peak_device_bytes: accelerator memory of this process's tensors before the load, and the most
             during it; 0 on the CPU. The most is exact where it is more than ever before in the process, else the most
             that was seen after a parameter was made.
@@ -142,6 +145,8 @@ class LoadReport(Phases):
     headers_from: int = 0
     num_retries: int = 0
     files: Mapping[str, FileReads] = field(default_factory=dict)
+    shared: Shared | None = None
+    not_shared: str = ""
     start_device: DeviceMemory = DeviceMemory(0, 0)
     peak_device_bytes: int = 0
     overlap: Overlap | None = None
@@ -216,6 +221,15 @@ class LoadReport(Phases):
             f", {grown:.1f} MiB on the device; read {read_s:.2f} s, copied {copy_s:.2f} s, both at once {both_s:.2f} s"
         )
 
+    def _sharing_text(self) -> str:
+        if self.shared is None:
+            return f"not, though some could be: {self.not_shared}" if self.not_shared else ""
+        of = self.shared
+        return (
+            f"by {of.num_ranks} ranks of this node {size(of.node_bytes)} instead of {size(of.wanted_bytes)}, of it "
+            f"{size(of.read_bytes)} here; {size(of.exchanged_bytes)} taken from the others"
+        )
+
     def figures(self) -> dict[str, str]:
         """Return what there is to say, by topic, as text."""
         dtype = self.dtype.removeprefix("torch.")
@@ -234,6 +248,7 @@ class LoadReport(Phases):
             * bool(self.num_quantized),
             "read": f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, "
             f"{size(self.needed_bytes)} needed; {self.num_reads:,} reads{retries}",
+            "read together": self._sharing_text(),
             "host memory": f"{size(grown)} above the start at the most",
             "device memory": device,
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
@@ -274,6 +289,8 @@ class LoadReport(Phases):
             f"  peak {grown:.1f} MiB above the start" + self._device_text(),
             "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]
+        if self._sharing_text():
+            lines.insert(4, f"  read together: {self._sharing_text()}")
         if self.num_quantized:
             scales = f"{self.companion_bytes / mib:.1f} MiB of scales whole on every rank"
             lines.insert(2, f"  {self.num_quantized} parameters are quantized; {scales}")

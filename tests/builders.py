@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -157,6 +158,48 @@ def tiny_qwen_vl(root: Path) -> Path:
         "tie_word_embeddings": False,
     }
     return _save(root, "qwen-vl", Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, settings, torch.float32, None)
+
+
+def tiny_qwen3_vl_moe(root: Path) -> Path:
+    """Returns the folder of a Qwen3-VL-MoE checkpoint as it is published: its experts (one) are transposed on load."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    text = {
+        **_DECODER,
+        "head_dim": 8,
+        "moe_intermediate_size": 36,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+    }
+    settings = {
+        "vision_config": vision,
+        "text_config": text,
+        "image_token_id": 127,
+        "video_token_id": 126,
+        "vision_start_token_id": 125,
+        "vision_end_token_id": 124,
+        "tie_word_embeddings": False,
+    }
+    make = Qwen3VLMoeForConditionalGeneration
+    folder = _save(root, "qwen3-vl-moe", make, Qwen3VLMoeConfig, settings, torch.bfloat16, None)
+    published = folder.with_name(f"{folder.name}-published")
+    if not published.is_dir():
+        shutil.copytree(folder, published)
+        state = load_file(folder / "model.safetensors")
+        turned = {name: value.mT.contiguous() if ".experts." in name else value for name, value in state.items()}
+        save_file(turned, published / "model.safetensors", {"format": "pt"})
+    return published
 
 
 def as_torch_bin(folder: Path, num_files: int = 1, ties: dict[str, str] | None = None) -> Path:

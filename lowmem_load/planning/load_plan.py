@@ -232,7 +232,9 @@ class LoadPlan:
             that each read; most loads have none.
         missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
         costs: of executing the plan.
-        read_cost: by which it was chosen what is read together.
+        read_cost: by which it was chosen what one read takes.
+        shareable_bytes: of `read_bytes`, those of reads that the ranks of a node rather do together; see
+            [Note: cooperative reading] in `cooperative.py`. Each of them holds a window of `WINDOW_BYTES` for that.
         seconds: that describing and planning took on this machine; two plans that differ in them alone are equal.
         planning_bytes: anonymous host memory that these two took, and that stays taken for as long as the model is
             described: of a plan that was made without loading, else 0. Compared as little.
@@ -251,6 +253,7 @@ class LoadPlan:
     mismatched_keys: tuple[Any, ...]
     costs: Costs
     read_cost: ReadCost = field(default_factory=ReadCost)
+    shareable_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     planning_bytes: int = field(default=0, compare=False)
 
@@ -346,6 +349,7 @@ class LoadPlan:
             "num_reads": self.num_reads,
             "staging_bytes": self.staging_bytes,
             "largest_temporary_bytes": self.largest_temporary_bytes,
+            "shareable_bytes": self.shareable_bytes,
             "read_call_s": self.read_cost.call_s,
             "read_bytes_per_s": self.read_cost.bytes_per_s,
             "files": [{"path": file.path, "nbytes": file.nbytes, "digest": file.digest} for file in self.files],

@@ -12,6 +12,7 @@ import hashlib
 import os
 import pickle
 import re
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError, RankError, spelled
 from lowmem_load.ranks.life import Limits, Progress
-from lowmem_load.ranks.line import Line, LostError
+from lowmem_load.ranks.line import SIGN_EVERY_S, Line, LostError
 
 T = TypeVar("T")
 
@@ -206,6 +207,35 @@ class RankGroup:
         line = RankGroup._lines.get(self._key())
         if line is not None and line.trouble:
             raise StoppedError(f"stopped because of rank(s) {spell_ranks(sorted(line.trouble))}")
+
+    def watch(self) -> Callable[[], None]:
+        """Return what to call now and then while this rank waits for others by means of its own, as in shared memory.
+
+        It raises StoppedError if this rank has heard that another one has failed, or if the store by which it would
+        hear has not answered for `Limits.gone_s`: its process may be the one that is waited for. Local.
+        """
+        line = None if self._is_alone else self._line()
+        signs, since, silence_s = -1, time.monotonic(), 0.0
+
+        def check() -> None:
+            nonlocal signs, since, silence_s
+            self.stop_if_troubled()
+            now = time.monotonic()
+            if line is None or now - since < SIGN_EVERY_S:
+                return
+            # Counted, not measured, as in `Line.exchange`.
+            silence_s = 0.0 if line.num_signs != signs else silence_s + SIGN_EVERY_S
+            signs, since = line.num_signs, now
+            line.silence_s = silence_s  # the exchange that follows need not wait as long again
+            if silence_s > line.limits.gone_s:
+                raise StoppedError(f"stopped because the store has not answered for {line.limits.gone_s:g} s")
+
+        return check
+
+    @property
+    def hears_of_trouble(self) -> bool:
+        """Whether this rank learns of others' failures while it waits for them by other means than exchanges."""
+        return not self._is_alone and self._line() is not None
 
     @property
     def _is_alone(self) -> bool:

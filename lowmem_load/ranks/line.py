@@ -96,6 +96,7 @@ class Line:
     Attributes:
         pid: of the process that the line belongs to.
         limits: how long other ranks are waited for.
+        silence_s: for how long the store has not answered when the next exchange begins, as far as the caller knows.
         trouble: what is the matter with other ranks that will make the next exchange fail, by rank in the world, as far
             as this rank has heard.
     """
@@ -103,6 +104,7 @@ class Line:
     def __init__(self, store: Store, name: str, members: Sequence[int], rank: int, leaves: dict[str, int]) -> None:
         self.pid = os.getpid()
         self.limits = Limits()
+        self.silence_s = 0.0
         self.trouble: dict[int, str] = {}
         self._store, self._name, self._members, self._rank = store, name, members, rank
         self._leaves = leaves
@@ -151,7 +153,7 @@ class Line:
         current.steps = (self._collect if self._rank == 0 else self._submit)(current)
         self._current, self._left = current, None
         self._work.put(current)
-        answered, silence_s = self._answered, 0.0
+        answered, silence_s, self.silence_s = self._answered, self.silence_s, 0.0
         try:
             while not current.done.wait(SIGN_EVERY_S) and silence_s <= self.limits.gone_s:
                 # Counted, not measured: while all of this process was stopped, nobody waited.
@@ -186,6 +188,11 @@ class Line:
         if self._thread is None:  # else the last life sign will say it
             with self.doing("leaving"):
                 pass
+
+    @property
+    def num_signs(self) -> int:
+        """How many life signs this rank has tried to give: as long as the store answers, one more each second."""
+        return self._num_signs
 
     def warn(self, why: str) -> None:
         """Tell the others at once that this rank will have failed when it comes to the next exchange. Local."""

@@ -120,6 +120,19 @@ class Executor:
         for task in _move_tasks(scatter, values.detach().contiguous().view(-1), self._put_into(destination)):
             self._run(task)
 
+    def read_range(self, path: str, start: int, memory: torch.Tensor, what: str) -> None:
+        """Fill host memory, uint8, from byte `start` of a file on; `what` names it. Raises as `finish` does."""
+        self._read(Source(path, what, start, tuple(memory.shape), memory.dtype), 0, memory)
+
+    def place(self, scatter: Scatter, values: torch.Tensor, destination: torch.Tensor) -> None:
+        """Move elements of the flat host tensor `values` to `destination`; it may be overwritten once this returns."""
+        if destination.device.type == "cpu":
+            scatter_elements(scatter, values, destination, 0)
+            return
+        for task in _move_tasks(scatter, values, self._put_into(destination)):
+            self._run(task)
+        self._finish_reads()
+
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file that was read is no longer what it was when it was planned against."""
         self.sources.check_unchanged()
@@ -203,7 +216,7 @@ class Executor:
                     result = next((each for each in inputs if each.dtype == step.dtype), None)
                     if result is None:
                         result = take(piece.numel, step.dtype)
-                    _compute(compute, inputs, result)
+                    compute_into(result, compute, inputs)
                     scatter_elements(piece.scatter, result, destination, 0)
 
             yield task
@@ -282,7 +295,7 @@ class Executor:
     ) -> Task:
         def write(memory: torch.Tensor) -> None:
             with self._temporaries().frame() as take:
-                _compute(material.functions[step.function], self._inputs(piece, known, material, take), memory)
+                compute_into(memory, material.functions[step.function], self._inputs(piece, known, material, take))
 
         return lambda: put(piece.scatter, piece.numel, step.dtype, write)
 
@@ -361,8 +374,8 @@ class Executor:
             future.result()
 
 
-def _compute(
-    compute: Callable[[Sequence[torch.Tensor]], torch.Tensor], inputs: Sequence[torch.Tensor], result: torch.Tensor
+def compute_into(
+    result: torch.Tensor, compute: Callable[[Sequence[torch.Tensor]], torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> None:
     """Fill `result`, which may be one of the inputs, a block of elements at a time: what comes in between is small."""
     for start in range(0, result.numel(), BLOCK_NUMEL):

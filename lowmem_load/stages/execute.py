@@ -11,13 +11,21 @@ from lowmem_load.describe.quantized import QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor, forget
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
+from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
+from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.executor import Executor
 from lowmem_load.stages.plan import Planned
 from lowmem_load.targets.target import Target
 
 
-def execute(planned: Planned, target: Target, executor: Executor, sample: Callable[[], None] = lambda: None) -> None:
+def execute(
+    planned: Planned,
+    target: Target,
+    executor: Executor,
+    sample: Callable[[], None] = lambda: None,
+    sharing: SharedReads | None = None,
+) -> Shared | None:
     """Fill the described model: every symbolic parameter and buffer becomes one that holds its values.
 
     Args:
@@ -25,6 +33,10 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
         target: makes the memory; prepared.
         executor: fills it.
         sample: called after each parameter.
+        sharing: what reads together with the other ranks of the node, where some of the plan is to be.
+
+    Returns:
+        What came of reading together; None where there was none.
     """
     plan = planned.plan
     executor.expect(plan.files)
@@ -40,8 +52,10 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
         _check_dtypes(part, (made, *memory))
         for destination, tensor in zip(part.destinations, memory, strict=True):
             if destination.fill is not None:
-                fill = destination.fill
-                executor.fill(fill, tensor[: fill.numel], plan.values, planned.material)
+                fill, memory_of = destination.fill, tensor[: destination.fill.numel]
+                if sharing is not None:
+                    fill = sharing.take(fill, memory_of, planned.material)
+                executor.fill(fill, memory_of, plan.values, planned.material)
         copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
             restores.append(_restore(part, parameter, made, planned, target, executor))
@@ -54,6 +68,7 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
         if isinstance(parameter, SymbolicTensor):
             forget(parameter)
         sample()
+    shared = None if sharing is None else sharing.run(executor, plan.values, planned.material)
     executor.finish()
     executor.check_unchanged()
     for source, copy in copies:
@@ -61,6 +76,7 @@ def execute(planned: Planned, target: Target, executor: Executor, sample: Callab
     for restore in restores:
         restore()
     target.finish()
+    return shared
 
 
 def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

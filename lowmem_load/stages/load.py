@@ -28,6 +28,7 @@ from lowmem_load.errors import (
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.phases import host_memory
+from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.progress import progress_bar
 from lowmem_load.quantize import four_bit
@@ -36,18 +37,21 @@ from lowmem_load.ranks import environment
 from lowmem_load.ranks.board import Board, board
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
+from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory
 from lowmem_load.reports.file import write_report
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.checksums import agree_on_checksums, warn_of_holes
+from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.read_cost import read_cost
+from lowmem_load.stages.read_cost import read_cost, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
+from lowmem_load.stages.sharing import LITTLE_LESS, shared_reads
 from lowmem_load.targets.make import TargetMaker
 
 logger = logging.getLogger(__name__)
@@ -84,7 +88,7 @@ def plan_only(
     state, before = torch.get_rng_state(), host_memory().anonymous_bytes
     plans: list[LoadPlan] = []
     try:
-        with zero_init.set_aside(), _on_host(), Executor(open_source=open_source) as executor:
+        with zero_init.set_aside(), on_host(), Executor(open_source=open_source) as executor:
             described: Described | None = None
             for rank in ranks:
                 make_target = target_maker_of(rank)
@@ -93,7 +97,7 @@ def plan_only(
                 else:
                     described = replace(described, target=make_target(described.settings, described.model))
                 _check(described)
-                plan = make_plan(described, rank, read_cost()).plan
+                plan = make_plan(described, rank, read_cost(), sharing()).plan
                 if not plans:
                     grown_bytes = max(0, host_memory().anonymous_bytes - before)
                 plans.append(replace(plan, planning_bytes=grown_bytes))
@@ -165,8 +169,8 @@ class Load:
             shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state))
             stack.enter_context(heap_set_aside())
             around = stack.enter_context(zero_init.set_aside())
-            stack.enter_context(_on_host())
-            stack.enter_context(_random_state(random_states[0]))
+            stack.enter_context(on_host())
+            stack.enter_context(random_state_of(random_states[0]))
             executor = stack.enter_context(self._executor())
             report.num_nodes = nodes.num_nodes
             with self._streamable():
@@ -175,8 +179,9 @@ class Load:
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
-            self._check_files(described, executor, report)
-            self._execute(planned, described, executor, report)
+            offers = self._check_files(planned, described, executor, report)
+            with shared_reads(self.ranks, nodes, offers, planned.shared) as (together, report.not_shared):
+                self._execute(planned, described, executor, together, report)
             stats = executor.stats
             report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
             report.num_retries, report.num_opens = stats.num_retries, executor.sources.num_opens
@@ -255,7 +260,8 @@ class Load:
             _check(described)
             if described.settings.stage == 3:
                 _check_around(around, described)
-            planned = make_plan(described, self.ranks.rank, read_cost())
+            shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
+            planned = make_plan(described, self.ranks.rank, read_cost(), sharing() if shares else Sharing.OFF)
             digest.append(planned.plan.fingerprint)
         return planned
 
@@ -267,15 +273,27 @@ class Load:
         if described.settings.stage == 3 and described.settings.offload_device == "nvme":  # as all ranks have agreed
             agree_on_room(self.ranks, described.name, uses)
 
-    def _check_files(self, described: Described, executor: Executor, report: LoadReport) -> None:
+    def _check_files(
+        self, planned: Planned, described: Described, executor: Executor, report: LoadReport
+    ) -> list[bool]:
         name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
         with report.phase("compare"):
-            views = agree_on_bytes(self.ranks, name, files, sources, num_threads=num_threads)
+            views, offers = agree_on_bytes(
+                self.ranks, name, files, sources, num_threads=num_threads, offer=bool(planned.shared)
+            )
         if self.verify:
             with report.phase("verify"):
                 agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
+        return offers
 
-    def _execute(self, planned: Planned, described: Described, executor: Executor, report: LoadReport) -> None:
+    def _execute(
+        self,
+        planned: Planned,
+        described: Described,
+        executor: Executor,
+        together: SharedReads | None,
+        report: LoadReport,
+    ) -> None:
         needed_bytes = planned.plan.needed_bytes
         made = [0]
 
@@ -283,7 +301,7 @@ class Load:
             read_bytes = executor.stats.read_bytes
             share = f"{read_bytes / MIB:.1f} of {needed_bytes / MIB:.1f} MiB read"
             detail = f"{made[0]} parameters made, {share}, last from {executor.stats.path or 'no file'}"
-            return Progress(read_bytes + made[0], detail)
+            return Progress(read_bytes + made[0] + (together.waited if together is not None else 0), detail)
 
         def on_parameter() -> None:
             made[0] += 1
@@ -300,7 +318,9 @@ class Load:
             executor.on_bytes = on_bytes
             if self.ranks.rank == 0 and not self.verify:  # the others hold the same bytes
                 warn_of_holes(described.name, described.files, executor.sources)
-            execute(planned, described.target, executor, on_parameter)
+            report.shared = execute(planned, described.target, executor, on_parameter, together)
+            if together is not None and report.shared is None:
+                report.not_shared = LITTLE_LESS
 
     def _executor(self) -> Executor:
         cores = environment.cores(environment.local_world_size(self.ranks.world_size))
@@ -317,37 +337,6 @@ def _may_work_in_stock(error: Exception) -> bool:
     One that is not ours comes from code of transformers or of the model, which may not be ready for symbolic tensors.
     """
     return isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
-
-
-@contextlib.contextmanager
-def _on_host() -> Iterator[None]:
-    """Make tensors that name no device in host memory, whatever default device the caller has set.
-
-    What is described, and read to decide, is in host memory; where parameters and buffers go, the target says.
-    """
-    try:
-        default = torch.get_default_device().type
-    except AttributeError:  # torch 2.6 after `set_default_device(None)`
-        default = "cpu"
-    if default == "cpu":  # a context of torch's costs each of its calls some time
-        yield
-        return
-    with torch.device("cpu"):
-        yield
-
-
-@contextlib.contextmanager
-def _random_state(common: torch.Tensor | None) -> Iterator[None]:
-    """Give every rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
-    before = torch.get_rng_state()
-    if common is None or torch.equal(before, common):
-        yield
-        return
-    torch.set_rng_state(common)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
 
 
 def _is_left_alone(call: loader.Call, settings: Settings) -> bool:
@@ -368,6 +357,11 @@ def _is_local(call: loader.Call) -> bool:
 def _config_text(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     return "" if config is None else names.config_text(config)
+
+
+def _may_share(settings: Settings, open_source: Opener) -> bool:
+    """Return whether ranks may read together: into memory that stays, from files."""
+    return settings.offload_device != "nvme" and open_source is LocalFile
 
 
 def _check(described: Described) -> None:

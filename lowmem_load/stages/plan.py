@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lowmem_load.describe.quantized import QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor, initialised_part
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
+from lowmem_load.planning.cooperative import Sharing, reads_of, shared_steps
 from lowmem_load.planning.expression import (
     IN_MEMORY,
     Cast,
@@ -41,7 +42,7 @@ from lowmem_load.planning.load_plan import (
 )
 from lowmem_load.planning.planner import Material, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
-from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
+from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
 from lowmem_load.stages.describe import Described
 from lowmem_load.targets.target import Layout
 
@@ -59,6 +60,7 @@ class Planned:
         parameters: the described parameters, by the first of their names.
         places: all places of each parameter and buffer, by the first of its names.
         buffers: the described buffers, by the first of their names.
+        shared: the steps whose reads are done together with the other ranks of the node, if these have such, too.
     """
 
     plan: LoadPlan
@@ -66,16 +68,20 @@ class Planned:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: tuple[Step, ...] = ()
 
 
 @collector_off()
-def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> Planned:
+def make_plan(
+    described: Described, rank: int, cost: ReadCost | None = None, sharing: Sharing = Sharing.AUTO
+) -> Planned:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
 
     Args:
         described: the model.
         rank: whose plan it is.
         cost: of reading; the default of `ReadCost`.
+        sharing: which reads the ranks of a node are to do together.
     """
     start, cost = time.perf_counter(), cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
@@ -113,7 +119,10 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
         read_cost=cost,
         seconds={"describe": described.seconds, "plan": time.perf_counter() - start},
     )
-    return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers)
+    shared = shared_steps(load_plan, sharing)
+    shareable_bytes = sum(read.read_bytes for step in shared for read in reads_of(step))
+    load_plan = replace(load_plan, shareable_bytes=shareable_bytes)
+    return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers, shared)
 
 
 def _distinct(model: nn.Module, listed: str) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:

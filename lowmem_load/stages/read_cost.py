@@ -1,7 +1,11 @@
-"""What reading costs where this process runs: the defaults, or what its environment says."""
+"""What reading costs where this process runs, and who reads: the defaults, or what its environment says."""
 
 from __future__ import annotations
 
+import os
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
 from lowmem_load.ranks.environment import positive_number
 
@@ -18,3 +22,20 @@ def read_cost() -> ReadCost:
     default = ReadCost()
     call_us = positive_number(CALL_US, default.call_s * 1e6, "microseconds")
     return ReadCost(call_us / 1e6, positive_number(MB_PER_S, default.bytes_per_s / 1e6, "MB/s") * 1e6)
+
+
+SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
+"""Variable of the environment: whether the ranks of a node read together, "auto", "off" or "on"; see `Sharing`."""
+
+
+def sharing() -> Sharing:
+    """Return which reads the ranks of a node do together.
+
+    Raises:
+        ConfigError: the variable of the environment holds something else.
+    """
+    text = os.environ.get(SHARE_READS) or Sharing.AUTO.value
+    try:
+        return Sharing(text)
+    except ValueError:
+        raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto, off or on") from None

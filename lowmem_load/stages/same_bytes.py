@@ -34,8 +34,14 @@ class View:
 
 
 def agree_on_bytes(
-    ranks: RankGroup, name: str, files: Sequence[PlannedFile], sources: OpenSources, *, num_threads: int
-) -> list[str]:
+    ranks: RankGroup,
+    name: str,
+    files: Sequence[PlannedFile],
+    sources: OpenSources,
+    *,
+    num_threads: int,
+    offer: bool = False,
+) -> tuple[list[str], list[bool]]:
     """Raise on all ranks unless their files hold the same bytes; see [Note: the sample] in `planning/sample.py`.
 
     Ranks of one machine that opened the very same files count as one, and one machine needs no sample.
@@ -48,9 +54,10 @@ def agree_on_bytes(
         files: that were planned against.
         sources: which their headers were read from.
         num_threads: files read at a time.
+        offer: what this rank tells the others by the way: whether it has reads to share.
 
     Returns:
-        By rank, what is equal for those that opened the very same files.
+        By rank, what is equal for those that opened the very same files; and what they tell.
 
     Raises:
         CheckpointError: names the first file that differs, and which ranks hold which.
@@ -58,11 +65,11 @@ def agree_on_bytes(
     """
     ordered = sorted(files, key=lambda file: (file.path.rpartition("/")[2], file.digest))
     seen = fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)])
-    gathered = ranks.all_gather_object((seen, secrets.randbits(64)))
-    seen_by = [theirs for theirs, _ in gathered]
+    gathered = ranks.all_gather_object((seen, secrets.randbits(64), offer))
+    seen_by, offers = [theirs for theirs, *_ in gathered], [theirs for *_, theirs in gathered]
     first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
     if len(first_of) == 1:
-        return seen_by
+        return seen_by, offers
     sampled_blocks = [0]
 
     def on_block() -> None:
@@ -84,7 +91,7 @@ def agree_on_bytes(
             for theirs, first in first_of.items()
         ]
     )
-    return seen_by
+    return seen_by, offers
 
 
 def compare(views: Sequence[View]) -> None:

@@ -399,6 +399,8 @@ def _cases(rank: int, world_size: int) -> Iterator[Case]:
         yield from at(fault, moment, checkpoint="swapped", on_small_disk=fault in (DISK_FULL, DISK_FILLS))
     for fault in (READ_FAULTS[1], INTERRUPT, DEATHS[0], STOP):
         yield from at(fault, DESCRIBING, MIDDLE, job="stream")
+    for fault in (READ_FAULTS[1], SLOW, INTERRUPT, DEATHS[0], STOP, HANG):
+        yield from at(fault, FIRST, MIDDLE, LAST, job="share")
     yield from at(USERS_ERROR, MARKED_BLOCK, job="stream", arguments={"fails_on": rank})
     yield from at(NO_CONFIG, READ_CONFIG, job="stream")
     yield from at(READ_FAULTS[1], ARGUMENTS)

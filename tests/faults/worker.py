@@ -100,7 +100,16 @@ def train(ds_config: Any = "ds.json") -> Any:
     return lowmem_load.initialize(model, ds_config)
 
 
-JOBS: dict[str, Callable[..., Any]] = {"load": load, "stream": stream, "train": train}
+def share(ds_config: Any = "ds.json") -> Any:
+    """Loads with all reads shared by the ranks of the node."""
+    os.environ["LOWMEM_LOAD_SHARE_READS"] = "on"
+    try:
+        return load(ds_config)
+    finally:
+        del os.environ["LOWMEM_LOAD_SHARE_READS"]
+
+
+JOBS: dict[str, Callable[..., Any]] = {"load": load, "stream": stream, "train": train, "share": share}
 
 
 def digest_of(model: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,38 @@ def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype
         assert sorted(path.name for path in report.slow_paths) == report.missing_keys, name
 
 
+def load_together(path: str, others: list[str]) -> tuple[int, int]:
+    """Rank function: the same with reads that are shared; what this rank reads alone, and together with the others."""
+    alone = assert_loads_alike(path, BF16, None, torch.bfloat16)
+    assert alone.shared is None  # not of itself: a small model pays nothing for it
+    os.environ["LOWMEM_LOAD_SHARE_READS"] = "on"
+    together = assert_loads_alike(path, BF16, None, torch.bfloat16)
+    if together.world_size > 1:
+        assert together.shared is not None, together.not_shared
+        assert together.shared.num_ranks == together.world_size
+        assert together.shared.exchanged_bytes > 0
+        assert "ranks of this node" in str(together)
+    for other in others:  # cast, fused, sharded: all of it is shared
+        report = assert_loads_alike(other, BF16, None, torch.bfloat16)
+        assert report.world_size == 1 or report.shared is not None
+    assert not [name for name in os.listdir("/dev/shm") if "lowmem_load" in name]
+    return alone.read_bytes, together.read_bytes
+
+
+def load_alone_and_together(cases: dict[str, Any], transposed: str, others: list[str]) -> tuple[int, int]:
+    """Rank function."""
+    load_all(cases)
+    return load_together(transposed, others)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
-    run_ranks(load_all, cases(checkpoints, minilm), world_size=world_size, timeout_s=180)
+    found = cases(checkpoints, minilm)
+    transposed = str(builders.tiny_qwen3_vl_moe(checkpoints))
+    others = [found[name][0] for name in ("llama, odd sizes, sharded, cast", "mixtral, experts fused on load")]
+    read = run_ranks(load_alone_and_together, found, transposed, others, world_size=world_size, timeout_s=180)
+    alone, together = (sum(nbytes) for nbytes in zip(*read, strict=True))
+    assert together < alone if world_size > 1 else together == alone
 
 
 def name_the_missing_head(path: str) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from lowmem_load import plan
 from lowmem_load.errors import ConfigError
+from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
-from lowmem_load.stages.read_cost import read_cost
+from lowmem_load.stages.read_cost import read_cost, sharing
 from tests import builders
 from tests.parity import BF16
 
@@ -27,6 +28,15 @@ def test_what_is_no_positive_number_is_refused(text: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("LOWMEM_LOAD_READ_CALL_US", text)
     with pytest.raises(ConfigError, match=f"LOWMEM_LOAD_READ_CALL_US: the environment has {text!r}"):
         read_cost()
+
+
+def test_who_reads_together_is_said_in_one_of_three_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sharing() is Sharing.AUTO
+    monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "on")
+    assert sharing() is Sharing.ON
+    monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "yes")
+    with pytest.raises(ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off or"):
+        sharing()
 
 
 def test_a_plan_goes_by_it_and_says_so(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:

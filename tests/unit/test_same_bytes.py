@@ -51,10 +51,10 @@ class ScriptedRanks:
     def stop_if_troubled(self) -> None:
         pass
 
-    def _views(self, own: tuple[str, int]) -> list[Any]:
+    def _views(self, own: tuple[str, int, bool]) -> list[Any]:
         mine = self._nodes[self.rank]
         self.seed = own[1] if self.rank == 0 else SEED
-        return [(own[0] if node == mine else node, SEED) for node in self._nodes]
+        return [(own[0] if node == mine else node, SEED, False) for node in self._nodes]
 
     def _samples(self) -> list[Any]:
         """Only the first rank that looks at the same files has read them."""

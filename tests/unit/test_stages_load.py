@@ -76,9 +76,9 @@ def between_describing_and_reading(monkeypatch: pytest.MonkeyPatch, act: Callabl
     """Has `act` done at the agreement on the bytes of the files."""
     ordinary = stages.agree_on_bytes
 
-    def acting(*args: Any, **kwargs: Any) -> None:
+    def acting(*args: Any, **kwargs: Any) -> Any:
         act()
-        ordinary(*args, **kwargs)
+        return ordinary(*args, **kwargs)
 
     monkeypatch.setattr(stages, "agree_on_bytes", acting)
 

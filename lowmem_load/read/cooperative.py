@@ -1,0 +1,315 @@
+"""Reads what the ranks of a node need together: each its bands, into memory that all of them share.
+
+See [Note: cooperative reading] in `planning/cooperative.py`, which says who reads what.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lowmem_load.errors import PlanError
+from lowmem_load.planning.cooperative import (
+    MIN_ADVANTAGE,
+    Schedule,
+    Segment,
+    Shared,
+    Wanted,
+    reads_of,
+    schedule,
+    wanted,
+    within,
+)
+from lowmem_load.planning.load_plan import Value
+from lowmem_load.planning.planner import Material
+from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Scatter, Step
+from lowmem_load.read.executor import Executor, compute_into
+from lowmem_load.read.scatter import scatter_elements
+
+_WANTED, _FILLED, _TAKEN = 0, 1, 2
+"""Counters: whether a rank has said what it wants, and heard of the others; rounds that it has read; and taken from."""
+
+_CPU = torch.device("cpu")
+
+
+class Windows(Protocol):
+    """Memory that the ranks of a node share; see `ranks/shared_memory.py`."""
+
+    place: int
+    num_ranks: int
+    window_bytes: int
+
+    def window(self, place: int) -> torch.Tensor:
+        """Return the window of a rank, uint8."""
+
+    def tell(self, counter: int, value: int) -> None:
+        """Set a counter of this rank, once all that was written before can be seen."""
+
+    def wait(self, counter: int, value: int, check: Callable[[Sequence[int]], None]) -> None:
+        """Wait until the counter of every rank has reached a value; `check` is given the places that are behind."""
+
+
+class SharedReads:
+    """Takes steps out of fills, and carries them out together with the other ranks of the node.
+
+    Memory: the window of this rank, and `MAX_OPEN_BYTES` for elementwise operations that wait for their inputs.
+
+    Args:
+        steps: that are taken out of the fills that they are in.
+        windows: of the ranks that take part.
+        block_bytes: of the file system; see `schedule`.
+        is_forced: whether to read together even where that reads little less.
+        check: raises where another rank has failed; called while this one waits.
+
+    Attributes:
+        waited: grows while this rank waits for others.
+        missing: places of the ranks that it waits for.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], windows: Windows, block_bytes: int, *, is_forced: bool, check: Callable[[], None]
+    ) -> None:
+        self.waited = 0
+        self.missing: tuple[int, ...] = ()
+        self._chosen = {id(step): step for step in steps}
+        self._windows, self._block_bytes, self._is_forced, self._check = windows, block_bytes, is_forced, check
+        self._taken: list[_Taken] = []
+        self._stopping = threading.Event()
+        self._waiting_since = 0.0
+
+    def take(self, fill: Fill, destination: torch.Tensor, material: Material) -> Fill:
+        """Return what of a fill is left to do alone; the rest is done by `run`."""
+        mine = [step for step in fill.steps if id(step) in self._chosen]
+        for step in mine:
+            numbers = {part.value for part in _parts(step) if isinstance(part, Move)}
+            self._taken.append(_Taken(step, destination, {number: material.tensors[number] for number in numbers}))
+        return replace(fill, steps=tuple(step for step in fill.steps if id(step) not in self._chosen)) if mine else fill
+
+    def run(self, executor: Executor, values: Sequence[Value], material: Material) -> Shared | None:
+        """Carry out what was taken; alone, and returning None, where the ranks would read little less together.
+
+        Raises:
+            CheckpointError: as of `Executor.finish`.
+            PlanError: the bands do not hold all that this rank needs.
+        """
+        found = self._agreed_schedule()
+        if found is None:
+            for taken in self._taken:
+                fill = Fill(taken.destination.numel(), taken.destination.dtype, (taken.step,), tuple(taken.known))
+                executor.fill(fill, taken.destination, values, Material(dict(taken.known), material.functions))
+            return None
+        deliveries: dict[tuple[str, int], list[_Delivery]] = {}
+        for taken in self._taken:
+            for delivery in _deliveries(taken, executor, material):
+                tensor = delivery.read.tensor
+                deliveries.setdefault((tensor.path, tensor.start), []).append(delivery)
+        with ThreadPoolExecutor(1, "lowmem_load-band") as pool:
+            reading = pool.submit(self._read_bands, executor, found)
+            try:
+                exchanged_bytes = self._take_bands(executor, found, deliveries, reading)
+            finally:
+                self._stopping.set()
+            read_bytes = reading.result()
+        missing = sorted({each.read.tensor.name for group in deliveries.values() for each in group if each.left})
+        if missing:
+            raise PlanError(f"{', '.join(missing[:8])}: not all that is needed was in what the ranks read together")
+        return Shared(found.num_ranks, found.wanted_bytes, found.read_bytes, read_bytes, exchanged_bytes)
+
+    def _agreed_schedule(self) -> Schedule | None:
+        """Return who reads what, as all ranks of the node find it from what each wants; None if it is not worth it."""
+        windows = self._windows
+        mine = wanted(read for taken in self._taken for read in reads_of(taken.step))
+        _Letter(self._is_forced, self._block_bytes, tuple(mine)).write(windows.window(windows.place))
+        windows.tell(_WANTED, 1)
+        windows.wait(_WANTED, 1, self._check_others)
+        letters = [_Letter.read(windows.window(place)) for place in range(windows.num_ranks)]
+        windows.tell(_WANTED, 2)
+        windows.wait(_WANTED, 2, self._check_others)
+        known = [letter for letter in letters if letter is not None]
+        if len(known) < len(letters):
+            return None
+        block_bytes = max(letter.block_bytes for letter in known)
+        found = schedule([letter.wanted for letter in known], block_bytes, windows.window_bytes // 2)
+        is_forced = any(letter.is_forced for letter in known)
+        return found if is_forced or found.wanted_bytes > MIN_ADVANTAGE * found.read_bytes else None
+
+    def _read_bands(self, executor: Executor, found: Schedule) -> int:
+        """Read what this rank has to, in a thread of its own; return the bytes."""
+        windows, num_bytes = self._windows, 0
+        for number in range(found.num_rounds):
+            windows.wait(_TAKEN, number - 1, self._check_stopping)  # everybody is done with this half of the window
+            memory = self._half(windows.place, number)
+            for segment in found.band(number, windows.place):
+                part = segment.wanted
+                size = part.end - part.start
+                what = f"the tensor at byte {part.origin}"
+                executor.read_range(part.path, part.start, memory[segment.place : segment.place + size], what)
+                num_bytes += size
+            windows.tell(_FILLED, number + 1)
+        return num_bytes
+
+    def _take_bands(
+        self,
+        executor: Executor,
+        found: Schedule,
+        deliveries: Mapping[tuple[str, int], Sequence[_Delivery]],
+        reading: Future[int],
+    ) -> int:
+        """Take what this rank needs of all bands; return the bytes that others have read."""
+        windows, exchanged_bytes = self._windows, 0
+
+        def check(missing: Sequence[int]) -> None:
+            if reading.done():
+                reading.result()  # raises what went wrong there
+            self._check_others(missing)
+
+        for number in range(found.num_rounds):
+            windows.wait(_FILLED, number + 1, check)
+            for place in range(found.num_ranks):
+                memory = self._half(place, number)
+                for segment in found.band(number, place):
+                    part = segment.wanted
+                    for delivery in deliveries.get((part.path, part.origin), ()):
+                        num_bytes = delivery.deliver(segment, memory)
+                        executor.on_bytes(num_bytes)
+                        exchanged_bytes += num_bytes if place != windows.place else 0
+            windows.tell(_TAKEN, number + 1)
+        return exchanged_bytes
+
+    def _half(self, place: int, number: int) -> torch.Tensor:
+        half = self._windows.window_bytes // 2
+        return self._windows.window(place).narrow(0, number % 2 * half, half)
+
+    def _check_stopping(self, _: Sequence[int]) -> None:
+        if self._stopping.is_set():
+            raise PlanError("reading together was given up")  # nobody hears of it: the other thread has raised
+
+    def _check_others(self, missing: Sequence[int]) -> None:
+        """Count the seconds in which this rank waits for others alone, so that it is not taken for one that hangs."""
+        self._check()
+        now = time.monotonic()
+        if self._windows.place in missing or tuple(missing) != self.missing:
+            self.missing, self._waiting_since = tuple(missing), now
+        elif now - self._waiting_since >= 1:
+            self._waiting_since, self.waited = now, self.waited + 1
+
+
+class _Letter(NamedTuple):
+    """What a rank tells the others of its node, in its window before anything is read into it."""
+
+    is_forced: bool
+    block_bytes: int
+    wanted: Sequence[Wanted]
+
+    def write(self, window: torch.Tensor) -> None:
+        """Put it into a window; one that does not fit says so, and nothing is read together then."""
+        paths = sorted({each.path for each in self.wanted})
+        numbers = {path: number for number, path in enumerate(paths)}
+        ranges = [[numbers[each.path], *each[1:]] for each in self.wanted]
+        text = json.dumps([self.is_forced, self.block_bytes, paths, ranges]).encode()
+        if 8 + len(text) > window.numel():
+            text = b"null"
+        content = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+        window[: content.numel()] = content
+
+    @classmethod
+    def read(cls, window: torch.Tensor) -> _Letter | None:
+        """Return what a window holds; None for one that did not fit."""
+        content = window.numpy()
+        size = int.from_bytes(content[:8].tobytes(), "little")
+        found = json.loads(content[8 : 8 + size].tobytes())
+        if found is None:
+            return None
+        is_forced, block_bytes, paths, ranges = found
+        return cls(is_forced, block_bytes, [Wanted(paths[number], *rest) for number, *rest in ranges])
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A step that was taken, the memory that it fills, and the values in memory that it needs."""
+
+    step: Step
+    destination: torch.Tensor
+    known: Mapping[int, torch.Tensor]
+
+
+class _Delivery:
+    """A read whose elements come from bands; `put` is given what has come, as its destination is to be filled."""
+
+    def __init__(self, read: Read, put: Callable[[Scatter, torch.Tensor], None]) -> None:
+        self.read, self._put = read, put
+        self.left = read.num_reads * math.prod(loop.size for loop in read.scatter.loops)
+
+    def deliver(self, segment: Segment, memory: torch.Tensor) -> int:
+        """Put what is in a segment where it belongs; return the bytes of it that were needed."""
+        num_bytes, part = 0, segment.wanted
+        for scatter in within(self.read, segment):
+            values = memory[segment.place : segment.place + part.end - part.start].view(self.read.tensor.dtype)
+            self._put(scatter, values)
+            self.left -= math.prod(loop.size for loop in scatter.loops)
+            num_bytes += math.prod(loop.size for loop in scatter.loops if loop.source) * part.itemsize
+        return num_bytes
+
+
+class _OpenPiece:
+    """A piece of an elementwise operation, which is computed once all of its inputs have come."""
+
+    def __init__(self, taken: _Taken, step: Apply, piece: Piece, executor: Executor, material: Material) -> None:
+        self._taken, self._piece, self._executor = taken, piece, executor
+        self._compute, self._dtype = material.functions[step.function], step.dtype
+        self._inputs: list[torch.Tensor] = []
+        reads = [part for fill in piece.inputs for part in fill.steps if isinstance(part, Read)]
+        self._left = sum(each.num_reads * math.prod(loop.size for loop in each.scatter.loops) for each in reads)
+
+    def put(self, number: int, scatter: Scatter, values: torch.Tensor) -> None:
+        """Fill a part of input `number`."""
+        if not self._inputs:
+            self._open()
+        scatter_elements(scatter, values, self._inputs[number], 0)
+        self._left -= math.prod(loop.size for loop in scatter.loops)
+        if self._left == 0:
+            result = next((each for each in self._inputs if each.dtype == self._dtype), None)
+            if result is None:
+                result = torch.empty(self._piece.numel, dtype=self._dtype, device=_CPU)
+            compute_into(result, self._compute, self._inputs)
+            self._inputs = []
+            self._executor.place(self._piece.scatter, result, self._taken.destination)
+
+    def _open(self) -> None:
+        for fill in self._piece.inputs:
+            self._inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device=_CPU))
+            for part in fill.steps:
+                if isinstance(part, Move):
+                    scatter_elements(part.scatter, self._taken.known[part.value], self._inputs[-1], 0)
+
+
+def _deliveries(taken: _Taken, executor: Executor, material: Material) -> list[_Delivery]:
+    step = taken.step
+    if isinstance(step, Read):
+        return [_Delivery(step, lambda scatter, values: executor.place(scatter, values, taken.destination))]
+    assert isinstance(step, Apply)  # as `shared_steps` chooses
+    found = []
+    for piece in step.pieces:
+        opened = _OpenPiece(taken, step, piece, executor, material)
+        for number, fill in enumerate(piece.inputs):
+            reads = [part for part in fill.steps if isinstance(part, Read)]
+            found += [_Delivery(read, _partial(opened, number)) for read in reads]
+    return found
+
+
+def _partial(opened: _OpenPiece, number: int) -> Callable[[Scatter, torch.Tensor], None]:
+    return lambda scatter, values: opened.put(number, scatter, values)
+
+
+def _parts(step: Step) -> list[Step]:
+    if not isinstance(step, Apply):
+        return [step]
+    return [part for piece in step.pieces for fill in piece.inputs for part in fill.steps]

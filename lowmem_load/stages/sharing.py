@@ -1,0 +1,105 @@
+"""Before reading: whether the ranks of a node read together, and the shared memory for it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+
+from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
+from lowmem_load.planning.reads import Step
+from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.nodes import Nodes
+from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of
+from lowmem_load.read.cooperative import SharedReads
+from lowmem_load.stages.read_cost import sharing
+
+LITTLE_LESS = "the ranks of this node would read little less together"
+BLOCK_BYTES = 4096
+"""Of the page cache: no two ranks read one of them."""
+
+ALONE = "no other rank of this node has reads to share"
+
+
+def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
+    """Return the ranks that read together by node: those with reads to share, where there are at least two.
+
+    Args:
+        nodes: that the ranks run on.
+        offers: by rank, whether it has reads to share.
+    """
+    found: dict[str, list[int]] = {}
+    for rank, has_reads in enumerate(offers):
+        if has_reads:
+            found.setdefault(nodes.names[rank], []).append(rank)
+    return {node: members for node, members in found.items() if len(members) > 1}
+
+
+@contextlib.contextmanager
+def shared_reads(
+    ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], steps: Sequence[Step]
+) -> Iterator[tuple[SharedReads | None, str]]:
+    """Yield what carries out shared steps, and else why there is nothing: "" where this rank has no such steps.
+
+    Collective: see `shared_windows`.
+
+    Args:
+        ranks: that load together.
+        nodes: that they run on.
+        offers: by rank, whether it has steps to share.
+        steps: this rank's.
+    """
+    with shared_windows(ranks, nodes, offers) as (windows, why):
+        found = None
+        if windows is not None:
+            is_forced = sharing() is Sharing.ON
+            found = SharedReads(steps, windows, BLOCK_BYTES, is_forced=is_forced, check=ranks.watch())
+        yield found, why
+
+
+@contextlib.contextmanager
+def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> Iterator[tuple[Windows | None, str]]:
+    """Yield the windows of this rank's node, and else why there are none; "" where this rank has nothing to share.
+
+    Collective: two small exchanges, of the first rank's memory of each node and of whether it could be opened; none
+    where no node has two ranks with reads to share.
+    """
+    together = sharing_ranks(nodes, offers)
+    mine = together.get(nodes.names[ranks.rank], [])
+    if ranks.rank not in mine:
+        mine = []
+    if not together:
+        yield None, ALONE if offers[ranks.rank] else ""
+        return
+    made, memory, trouble = -1, None, ""
+    nbytes = Windows.nbytes_of(len(mine), WINDOW_BYTES)
+    try:
+        if mine and mine[0] == ranks.rank:
+            made, trouble = _made(nbytes)
+        places = ranks.all_gather_object((os.getpid(), made))
+        if mine and places[mine[0]][1] >= 0:
+            memory, trouble = _opened(*places[mine[0]], nbytes)
+        troubles = ranks.all_gather_object(trouble)
+    finally:
+        if made >= 0:
+            os.close(made)  # whoever has opened it keeps it
+    found = next((f"rank {rank}: {troubles[rank]}" for rank in mine if troubles[rank]), "")
+    if not mine or memory is None or found:
+        yield None, found or (ALONE if offers[ranks.rank] else "")
+    else:
+        yield Windows(memory, mine.index(ranks.rank), len(mine), WINDOW_BYTES), ""
+
+
+def _made(nbytes: int) -> tuple[int, str]:
+    try:
+        return make_memory(nbytes), ""
+    except OSError as error:
+        return -1, f"no shared memory of {nbytes} bytes can be made: {error.strerror}"
+
+
+def _opened(pid: int, descriptor: int, nbytes: int) -> tuple[mmap.mmap | None, str]:
+    try:
+        return memory_of(pid, descriptor, nbytes), ""
+    except (OSError, ValueError) as error:
+        return None, f"the shared memory of process {pid} cannot be opened: {error}"

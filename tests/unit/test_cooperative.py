@@ -1,0 +1,251 @@
+"""What the ranks of a node read together is read once, and every rank gets its elements; in threads, without ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_load.errors import TruncatedFileError
+from lowmem_load.planning import cooperative
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.cooperative import Segment, Shared, Wanted, reads_of, schedule, wanted, within
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import partition_range
+from lowmem_load.planning.reads import Apply, Fill, Loop, Read, ReadLimits, Scatter
+from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of
+from lowmem_load.read.cooperative import SharedReads
+from lowmem_load.read.executor import Executor
+
+SHAPE = (5, 12, 30)
+NUMEL = 5 * 12 * 30
+START = 41
+"""Byte of the file at which the tensor starts: no multiple of anything."""
+
+VALUES = torch.arange(NUMEL, dtype=torch.int32).reshape(SHAPE)
+WINDOW_BYTES = 1 << 14
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(b"\xff" * START + VALUES.numpy().tobytes())
+    return path
+
+
+def leaf(path: Path | str = "data") -> ex.Source:
+    return ex.Source(str(path), "w", START, SHAPE, torch.int32)
+
+
+def fills(node: ex.Expression, world_size: int, limits: ReadLimits) -> tuple[Planner, list[Fill]]:
+    """Every rank's plan of its partition; one planner, so that values and functions have one number."""
+    planner = Planner(limits)
+    ranges = [partition_range(ex.numel(node), rank, world_size) for rank in range(world_size)]
+    return planner, [planner.plan_fill("w", node, each) for each in ranges]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    dims=st.permutations([0, 1, 2]),
+    world_size=st.integers(2, 40),
+    staging=st.sampled_from([64, 700, 1 << 20]),
+    gap=st.sampled_from([0, 40, 1 << 20]),
+    band=st.sampled_from([129, 1000, 1 << 14]),
+    block=st.sampled_from([1, 512, 4096]),
+    data=st.data(),
+)
+def test_the_union_is_read_once_and_holds_what_each_rank_needs(
+    dims: list[int], world_size: int, staging: int, gap: int, band: int, block: int, data: st.DataObject
+) -> None:
+    node = ex.permute(leaf(), dims)
+    _, plans = fills(node, world_size, ReadLimits(staging, staging, gap))
+    first = data.draw(st.integers(0, world_size - 1))
+    node_plans = plans[first : data.draw(st.integers(first + 1, world_size))]
+    reads = [[read for step in fill.steps for read in reads_of(step)] for fill in node_plans]
+    found = schedule([wanted(mine) for mine in reads], block, band)
+    content = np.concatenate([np.full(START, 255, np.uint8), VALUES.numpy().reshape(-1).view(np.uint8)])
+    times_read = np.zeros(len(content), int)
+    for of_band in found.bands:
+        assert sum(-(-(part.end - part.start) // 64) * 64 for part, _ in of_band[:-1]) <= band
+        for part, _ in of_band:
+            times_read[part.start : part.end] += 1
+    needed = np.zeros(len(content), bool)
+    for each in (each for mine in reads for each in wanted(mine)):
+        needed[each.start : each.end] = True
+    assert (times_read == needed).all()
+    assert found.read_bytes == needed.sum()
+    expected = VALUES.permute(dims).reshape(-1)
+    for offset, (fill, mine) in enumerate(zip(node_plans, reads, strict=True)):
+        got = torch.full((fill.numel,), -1, dtype=torch.int32)
+        for segment in (segment for of_band in found.bands for segment in of_band):
+            values = torch.from_numpy(content[segment.wanted.start : segment.wanted.end].copy()).view(torch.int32)
+            for scatter in (scatter for read in mine for scatter in within(read, segment)):
+                assert (move(scatter, values, got) == -1).all(), "an element came twice"
+        own = partition_range(NUMEL, first + offset, world_size)
+        assert torch.equal(got, expected[own.start : own.end])
+
+
+def move(scatter: Scatter, values: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+    """Moves elements; returns what was there before."""
+    sizes = [loop.size for loop in scatter.loops]
+    source = values.as_strided(sizes, [loop.source for loop in scatter.loops], scatter.source_start)
+    place = destination.as_strided(sizes, [loop.destination for loop in scatter.loops], scatter.destination_start)
+    before = place.clone()
+    place.copy_(source)
+    return before
+
+
+def test_bands_end_at_blocks_and_between_items() -> None:
+    found = schedule([[Wanted("f", 5, 4, 4097, 40_005)]], 4096, 10_000)
+    assert found.num_rounds == len(found.bands) == 5
+    ends = [part.end for band in found.bands for part, _ in band]
+    assert ends == [12_285, 20_477, 28_669, 36_861, 40_005]  # the last item that begins before 12288, and so on
+    assert all((end - 5) % 4 == 0 for end in ends)
+
+
+def test_ranks_that_want_little_share_it_evenly() -> None:
+    """Not one of them all of it, as bands of the usual size would have it."""
+    found = schedule([[Wanted("f", 0, 1, 0, 80_000)]] * 4, 4096)
+    assert [sum(part.end - part.start for part, _ in band) for band in found.bands] == [20_480, 20_480, 20_480, 18_560]
+    assert (found.num_rounds, found.wanted_bytes, found.read_bytes) == (1, 320_000, 80_000)
+
+
+def test_an_element_that_goes_to_many_places_goes_to_all_of_them() -> None:
+    repeated = Scatter(0, 0, (Loop(3, 0, 1), Loop(4, 1, 3)), ())
+    read = Read(leaf(), 10, 4, (), repeated, is_direct=False)
+    segment = Segment(Wanted("data", START, 4, START + 44, START + 52), 0)  # elements 11 and 12
+    (scatter,) = within(read, segment)
+    assert scatter == Scatter(0, 3, (Loop(2, 1, 3), Loop(3, 0, 1)), ())
+
+
+# -- in threads --------------------------------------------------------------------------------------------------------
+
+
+def together(num_ranks: int, act: Callable[[int, Windows], object]) -> list[BaseException | object]:
+    """Returns what `act` returns or raises for each rank, each in a thread with its own mapping of the same memory."""
+    nbytes = Windows.nbytes_of(num_ranks, WINDOW_BYTES)
+    descriptor = make_memory(nbytes)
+    found: list[BaseException | object] = [None] * num_ranks
+
+    def run(place: int) -> None:
+        try:
+            memory = memory_of(os.getpid(), descriptor, nbytes)
+            found[place] = act(place, Windows(memory, place, num_ranks, WINDOW_BYTES))
+        except BaseException as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=[place]) for place in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    os.close(descriptor)
+    return found
+
+
+def test_what_is_read_together_equals_torch(file: Path) -> None:
+    node = ex.cast(ex.permute(leaf(file), (2, 0, 1)), torch.float64)
+    planner, plans = fills(node, 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    results = [torch.full((fill.numel,), -1.0, dtype=torch.float64) for fill in plans]
+
+    def load(place: int, windows: Windows) -> object:
+        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=False, check=lambda: None)
+        with Executor() as executor:
+            assert sharing.take(plans[place], results[place], planner.material).steps == ()
+            shared = sharing.run(executor, planner.values, planner.material)
+            assert isinstance(shared, Shared) and executor.stats.read_bytes == shared.read_bytes
+            return shared
+
+    shared = together(3, load)
+    assert torch.equal(torch.cat(results), VALUES.permute(2, 0, 1).reshape(-1).double())
+    assert all(isinstance(each, Shared) for each in shared), shared
+    assert sum(each.read_bytes for each in shared if isinstance(each, Shared)) == NUMEL * 4
+    assert {(each.node_bytes, each.wanted_bytes > 2 * NUMEL * 4) for each in shared if isinstance(each, Shared)} == {
+        (NUMEL * 4, True)
+    }
+
+
+def test_an_operation_is_computed_once_its_inputs_have_come(file: Path) -> None:
+    turned = ex.permute(leaf(file), (2, 0, 1))
+    parts = (turned, ex.expand(ex.reshape(ex.slice_dim(turned, 2, 3, 1, 1), (30, 5, 1)), (30, 5, 12)))
+    node = ex.Elementwise("sum", lambda inputs: inputs[0] + inputs[1], parts, (30, 5, 12), torch.int32)
+    planner, plans = fills(node, 2, ReadLimits(1 << 12, 1 << 12, 1 << 20))
+    assert all(isinstance(step, Apply) for fill in plans for step in fill.steps)
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+
+    def load(place: int, windows: Windows) -> object:
+        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=True, check=lambda: None)
+        with Executor() as executor:
+            sharing.take(plans[place], results[place], planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert all(isinstance(each, Shared) for each in together(2, load))
+    expected = VALUES.permute(2, 0, 1)
+    assert torch.equal(torch.cat(results), (expected + expected[:, :, 3:4]).reshape(-1))
+
+
+def test_where_little_is_spared_each_reads_alone(file: Path) -> None:
+    planner, plans = fills(leaf(file), 2, ReadLimits())
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+
+    def load(place: int, windows: Windows) -> object:
+        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=False, check=lambda: None)
+        with Executor() as executor:
+            sharing.take(plans[place], results[place], planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert together(2, load) == [None, None]
+    assert torch.equal(torch.cat(results), VALUES.reshape(-1))
+
+
+def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
+    """Its own error is raised there; the others raise what their check raises once they have heard of it."""
+    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    failed = threading.Event()
+
+    def check() -> None:
+        if failed.is_set():
+            raise InterruptedError
+
+    class Failing(Executor):
+        def read_range(self, *args: object) -> None:
+            failed.set()
+            raise TruncatedFileError("ended early")
+
+    def load(place: int, windows: Windows) -> object:
+        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=False, check=check)
+        with Failing() if place == 1 else Executor() as executor:
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert [type(each) for each in together(3, load)] == [InterruptedError, TruncatedFileError, InterruptedError]
+
+
+def test_a_rank_that_waits_for_others_gets_on_and_one_that_reads_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the life signs would name those that wait for a rank that hangs."""
+    clock = iter([100.0, 101.1, 102.2, 103.3, 104.4])
+    monkeypatch.setattr("lowmem_load.read.cooperative.time.monotonic", lambda: next(clock))
+    (windows,) = together(1, lambda _, windows: windows)
+    assert isinstance(windows, Windows)
+    sharing = SharedReads((), windows, 512, is_forced=False, check=lambda: None)
+    waits = []
+    for missing in ([1], [1], [1], [0, 1], [0, 1]):
+        sharing._check_others(missing)
+        waits.append(sharing.waited)
+    assert waits == [0, 1, 2, 2, 2]
+
+
+def test_reads_are_shared_where_that_is_cheaper() -> None:
+    """Gaps that are read along cost more than the way through shared memory; a run does not."""
+    turned, run = (fills(node, 60, ReadLimits())[1][7].steps for node in (ex.permute(leaf(), (0, 2, 1)), leaf()))
+    cost = cooperative.ReadCost(call_s=1e-9)
+    for steps, is_shared in ((turned, True), (run, False)):
+        assert cooperative._pays(*cooperative._seconds(reads_of(steps[0]), cost)) is is_shared
