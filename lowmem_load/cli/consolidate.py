@@ -26,7 +26,9 @@ def consolidate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a Hugging Face folder of what DeepSpeed's save_checkpoint wrote under ZeRO-3. Needs no GPU and no ranks.
+    """Make a Hugging Face folder of a ZeRO-3 checkpoint.
+
+    Of what DeepSpeed's save_checkpoint wrote; needs no GPU and no ranks.
 
     \b
     lowmem-load consolidate out/checkpoint-500 out/model --dtype bf16 --config meta-llama/Llama-3.1-8B

@@ -39,7 +39,9 @@ def digest(
     dequantize: Dequantize = False,
     as_json: Json = False,
 ) -> None:
-    """Print the digest of a checkpoint's model: what `lowmem_load.model_digest` gives once it is loaded, on any ranks.
+    """Print the digest of a model, or what differs between two.
+
+    It is what `lowmem_load.model_digest` gives once the checkpoint is loaded, on any ranks.
 
     One parameter is in memory at a time. With OTHER, exits with 1 if the two differ, and names the tensors.
 

@@ -18,7 +18,9 @@ def doctor(
     quiet: Annotated[bool, typer.Option("--quiet", help="Leave out what is as it should be.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this machine and its environment, and say what to do. Exits with 1 if there is a problem.
+    """Check this machine, and say what to do.
+
+    Exits with 1 if there is a problem.
 
     Releases beside the tested ones, memory, limits, huge pages, DeepSpeed's compiled ops, libaio, the file system of
     FOLDER and how fast it reads, the launcher's variables, devices and pinned memory. Run it where the job will run.

@@ -39,7 +39,9 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds and what loading it does to its tensors. Reads headers only, also from the Hub.
+    """Show what a checkpoint holds and what loading does to it.
+
+    Reads headers only, also of models on the Hub.
 
     \b
     lowmem-load inspect /models/Llama-3.1-8B

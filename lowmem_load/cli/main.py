@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from lowmem_load.cli.bench import bench
 from lowmem_load.cli.consolidate import consolidate
 from lowmem_load.cli.digest import digest
 from lowmem_load.cli.doctor import doctor
@@ -35,7 +36,7 @@ def lowmem_load() -> None:
     """
 
 
-for command in (inspect, plan, doctor, verify, digest, consolidate, report):
+for command in (inspect, plan, doctor, bench, verify, digest, consolidate, report):
     app.command()(command)
 # Options after the command's own name are that command's.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)

@@ -76,7 +76,9 @@ def plan(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a job will read and need, loading and training, and whether it fits. Reads headers only.
+    """Show what a job reads and needs, and whether it fits.
+
+    Loading and training; reads headers only, also of models on the Hub.
 
     Sizes take GB (10**9) and GiB (2**30). Exits with 1 if the job does not fit.
 

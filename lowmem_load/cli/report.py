@@ -38,7 +38,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Join the reports that ranks wrote: who was slow, which file, how far they lie apart.
+    """Join the reports of ranks: who was slow, and which file.
 
     Ranks write them if LOWMEM_LOAD_REPORT_DIR names a folder, one file for each load.
 

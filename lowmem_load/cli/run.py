@@ -21,7 +21,9 @@ def run(
         bool, typer.Option("--strict", help="A load that cannot be streamed is an error, not left to stock ZeRO-3.")
     ] = False,
 ) -> None:
-    """Run a launcher or a script with lowmem_load switched on, in it and in every process that it starts.
+    """Run a launcher or a script with lowmem_load switched on.
+
+    In it, and in every process that it starts.
 
     As `lowmem_load.install()` at the top of the training script would: models load straight into partitions while
     ZeRO-3 is active in transformers. Nothing else changes.

@@ -21,7 +21,9 @@ from lowmem_load.tables import table
 
 
 def verify(name: Name, subfolder: Subfolder = "", revision: Revision = None, as_json: Json = False) -> None:
-    """Compare the files of a checkpoint with the checksums that are known of them. Nothing is fetched.
+    """Compare the files of a checkpoint with their checksums.
+
+    Nothing is fetched.
 
     Known are those that the Hub gave with a download, and those of SHA256SUMS or *.sha256 beside the files. Exits with
     1 if there are files of weights of which nothing is known, with 3 if one differs.

@@ -20,7 +20,7 @@ from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
 from tests.ranks import REPO
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
-COMMANDS = ["consolidate", "digest", "doctor", "inspect", "plan", "report", "run", "verify"]
+COMMANDS = ["bench", "consolidate", "digest", "doctor", "inspect", "plan", "report", "run", "verify"]
 
 Answer = Callable[..., tuple[int, Any]]
 

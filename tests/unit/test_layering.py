@@ -97,12 +97,13 @@ MODULES: dict[str, set[str]] = {
     "remote": {"checkpoint", "source"},
     "inspection": {"checkpoint", "conversions", "files"},
     "forecast": {"job", "load", "picture", "stock", "training", "verdict"},
+    "bench": {"compare", "launch", "picture", "worker"},
     "doctor": {"checks", "devices", "finding", "host", "launcher", "storage", "versions"},
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},
     "resume": {"checkpoint", "consolidate", "copying", "layout", "load", "opening", "plan"},
     "pipelines": {"additions", "arguments", "install", "model_engine", "saves"},
     "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},
-    "cli": {"consolidate", "digest", "doctor", "inspect", "main", "output", "plan", "report", "run", "verify"},
+    "cli": {"bench", "consolidate", "digest", "doctor", "inspect", "main", "output", "plan", "report", "run", "verify"},
     "__main__": set(),
     "testing": {"format", "memory", "raises", "source", "target"},
     "__init__": set(),
@@ -149,6 +150,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forecast": {
         *("ds.estimates", "hf", "inspection", "load", "planning", "phases", "read.rate", "remote", "settings"),
     },
+    "bench": {
+        *(
+            "ds.partition",
+            "errors",
+            "hf",
+            "inspection.files",
+            "integrity.model",
+            "load",
+            "phases",
+            "ranks",
+            "read.source",
+        ),
+        "report",
+    },
     "doctor": {"errors", "quantities", "ranks.environment", "read.rate"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
     "resume": {
@@ -174,6 +189,7 @@ ALSO: dict[str, set[str]] = {
 
 # What a module may import inside functions and under TYPE_CHECKING only, so that it is not there before it is needed.
 LAZILY: dict[str, set[str]] = {
+    "cli.bench": {"bench", "settings.ds_config"},
     "cli.consolidate": {"resume.consolidate"},
     "cli.digest": {"hf.quantizers", "load"},
     "cli.doctor": {"doctor"},
@@ -226,6 +242,7 @@ OUR_DS_NAMES: set[str] = {"ds_config"}
 # Opening, reading and writing files: calls by plain name, by module and name, and by method name of a pathlib.Path.
 MAY_DO_IO: set[str] = {
     *(
+        "bench",
         "ds.arena",
         "doctor",
         "ds.extensions",

@@ -1,0 +1,28 @@
+"""A picture of a comparison: seconds and host memory of each method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from lowmem_load.bench.compare import Row
+
+
+def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Write the picture as PNG, or as what the file's name ends in.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    run = [row for row in rows if not row.skipped]
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(run)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    methods = [row.method for row in run]
+    left.barh(methods, [row.seconds for row in run], color="#4c78a8")
+    left.set_xlabel("seconds, slowest rank")
+    left.invert_yaxis()
+    right.barh(methods, [row.peak_bytes / 2**20 for row in run], color="#f58518")
+    right.set_xlabel("MiB of host memory, largest rank")
+    figure.savefig(path, dpi=120)
