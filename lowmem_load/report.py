@@ -17,7 +17,7 @@ from lowmem_load.quantities import count, duration, size
 from lowmem_load.tables import facts
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 
 _LISTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "uninitialised_parameters", "slow_paths")
@@ -263,7 +263,7 @@ class LoadReport(Phases):
         rows["known"] = "; ".join(self.differences_from_stock)
         return rows
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
         return facts(f"{self.name}: rank {self.rank} of {self.world_size}", self.figures())
 
     def show(self) -> None:

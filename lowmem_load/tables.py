@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group, RenderableType
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
     """Return a table.
 
     Args:
-        title: above it.
+        title: above it, on a line of its own; "" for none.
         columns: their headings.
         rows: cells as text.
         right: headings of columns that are flush right.
@@ -22,25 +22,31 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
-    return made
+    return _titled(title, made)
 
 
-def facts(title: str, values: Mapping[str, str]) -> Table:
-    """Return a table of names and values, without headings."""
+def facts(title: str, values: Mapping[str, str]) -> Group:
+    """Return a table of names and values, without headings; empty values are left out."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(
-        title=Text(title), title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
-    )
+    made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in values.items():
         if value:
             made.add_row(name, Text(value))
-    return made
+    return _titled(title, made)
+
+
+def _titled(title: str, made: RenderableType) -> Group:
+    """Return a renderable with its title on a line of its own: rich would fold that to the width of the table."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(title, style="bold"), made) if title else Group(made)

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 MAX_RANKS = 3
 """That are shown; --json has all."""
 
+NOTHING = "0 B"
+"""What a row of figures is left out for."""
+
 BAR = 36
 """Characters of the longest bar."""
 
@@ -149,12 +152,15 @@ def _head(found: Forecast) -> dict[str, str]:
     rate = "not known: give --read-rate"
     if found.read_rate is not None and found.read_seconds is not None:
         rate = f"{duration(found.read_seconds)} at {found.read_rate[0] / 1e9:.2f} GB/s of a node ({found.read_rate[1]})"
-    nodes = f"{found.setup.num_nodes} of {min(found.gpus_per_node, found.world_size)}"
+    setup = found.setup
+    nodes = (
+        f"{min(setup.gpus_per_node, setup.world_size)} on each of {setup.num_nodes} node{'s' * (setup.num_nodes > 1)}"
+    )
     return {
         "checkpoint": f"{size(found.file_bytes)} in {found.num_files} files",
         "model": f"{count(found.model.num_elements)} parameters in {found.dtype}",
-        "job": f"{found.world_size} ranks on nodes: {nodes}; offload_param {found.setup.offload_param}, "
-        f"offload_optimizer {found.setup.offload_optimizer}",
+        "job": f"{setup.world_size} ranks, {nodes}",
+        "offload": f"parameters: {setup.offload_param}, optimizer: {setup.offload_optimizer}",
         "reading takes": rate,
         "planned in": f"{duration(seconds['all'])} (describing {duration(seconds['describe'])}, "
         f"planning a rank {duration(seconds['plan'])})",
@@ -163,7 +169,7 @@ def _head(found: Forecast) -> dict[str, str]:
 
 _FIGURES: tuple[tuple[str, Callable[[RankNeeds], str]], ...] = (
     ("partition", lambda each: size(each.partition_bytes)),
-    ("whole", lambda each: size(each.whole_bytes)),
+    ("whole on every rank", lambda each: size(each.whole_bytes)),
     ("peak of the host", lambda each: size(each.host_peak_bytes)),
     ("peak of the device", lambda each: size(each.device_peak_bytes)),
     ("written to nvme", lambda each: size(each.disk_bytes)),
@@ -183,6 +189,7 @@ def _ranks_table(found: Forecast) -> Any:
     if largest not in shown:
         shown[-1] = largest
     rows = [(label, *(value(each) for each in shown)) for label, value in _FIGURES]
+    rows = [row for row in rows if set(row[1:]) != {NOTHING}]
     which = "all alike" if are_alike else f"rank {largest.rank} is the largest"
     title = f"The load, by rank: {len(found.ranks)} of {found.world_size} planned, {which}; peaks are above the start"
     columns = ("", "each rank") if are_alike else ("", *(f"rank {each.rank}" for each in shown))
@@ -222,7 +229,7 @@ def _needs_table(found: Forecast) -> Any:
         )
         for need in found.verdict.needs
     ]
-    title = f"Needs, with {size(found.process_bytes)} of a process that has imported all"
+    title = f"Needs; a process holds {size(found.process_bytes)} of host memory before it loads"
     return table(title, ("what", "needed", "there is", ""), rows, right=("needed", "there is"))
 
 

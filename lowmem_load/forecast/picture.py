@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from lowmem_load.forecast.job import Forecast
+from lowmem_load.quantities import size
 
 
 def memory_by_phase(found: Forecast) -> Sequence[tuple[str, str, int]]:
@@ -38,7 +39,7 @@ def draw(found: Forecast, path: str | os.PathLike[str]) -> None:
         axes.invert_yaxis()
         limit = limits[each]
         if limit is not None:
-            axes.axvline(limit / 2**30, color="black", linestyle="--", label="there is")
-            axes.legend(loc="lower right")
+            axes.axvline(limit / 2**30, color="black", linestyle="--")
+            axes.set_title(f"there is: {size(limit)}", loc="right", fontsize="small")
     figure.suptitle(f"{found.name}: {found.world_size} ranks")
     figure.savefig(path, dpi=120)

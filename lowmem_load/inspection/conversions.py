@@ -67,7 +67,7 @@ def kind_of(target: TargetPlan, plan: LoadPlan) -> str:
 def _sources(target: TargetPlan, reads: list[Read]) -> Iterator[str]:
     tensors = list({(read.tensor.path, read.tensor.name): read.tensor for read in reads}.values())
     if len(tensors) > 1:
-        yield f"made of {len(tensors)}"
+        yield f"made of {len(tensors)} tensors"
     elif tensors and tensors[0].name not in target.names:
         yield "renamed" if math.prod(tensors[0].shape) == target.numel else "cut out of a larger one"
 

@@ -30,8 +30,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return [
             json.dumps(
                 {
-                    "method": spec["method"], "rank": rank, "world_size": world_size, "digest": digest,
-                    "seconds": len(specs) + rank, "peak_bytes": 10 - rank, "device_peak_bytes": 0,
+                    "method": spec["method"],
+                    "rank": rank,
+                    "world_size": world_size,
+                    "digest": digest,
+                    "seconds": len(specs) + rank,
+                    "peak_bytes": 10 - rank,
+                    "device_peak_bytes": 0,
                 }
             )
             for rank in range(world_size)

@@ -110,7 +110,7 @@ def test_inspect_says_what_is_done_on_load(answer: Answer, tmp_path: Path) -> No
     code, found = answer("inspect", tiny_mixtral(tmp_path), "--json")
     kinds = {each["kind"]: each["num_parameters"] for each in found["conversions"]}
     assert code == 0
-    assert kinds["made of 8"] == kinds["made of 4"] > 0 and kinds["as it lies"] > 0
+    assert kinds["made of 8 tensors"] == kinds["made of 4 tensors"] > 0 and kinds["as it lies"] > 0
     assert found["architectures"] == ["MixtralForCausalLM"] and found["not_described"] is None
     tied = answer("inspect", tiny_qwen2_tied(tmp_path), "--json")[1]["tied"]
     assert tied == [["model.embed_tokens.weight", "lm_head.weight"]]

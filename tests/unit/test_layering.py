@@ -148,7 +148,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "remote": {"errors", "read.source"},
     "inspection": {"errors", "formats", "hf", "load", "planning", "read.source", "remote"},
     "forecast": {
-        *("ds.estimates", "hf", "inspection", "load", "planning", "phases", "read.rate", "remote", "settings"),
+        *(
+            "ds.estimates",
+            "hf",
+            "inspection",
+            "load",
+            "planning",
+            "phases",
+            "quantities",
+            "read.rate",
+            "remote",
+            "settings",
+        ),
     },
     "bench": {
         *(
