@@ -54,6 +54,7 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
                 describe(method, _DEQUANTIZED[method])
             if is_cut_up:
                 _refuse_when_checked(quantizer)
+                _refuse_stacked(quantizer)
             return quantizer
 
         with replaced(AutoHfQuantizer, "from_config", from_config):
@@ -89,6 +90,31 @@ def _refuse_when_checked(quantizer: Any) -> None:
             refuse_quantized(quantizer, {})
 
     quantizer.validate_environment = validate_environment
+
+
+_STACKS_AT_ONCE = ("CompressedTensorsDequantize", "DecompressExperts")
+"""Operations that write what they dequantize of experts into memory for all of them: 5.17 to 5.23."""
+
+
+def _refuse_stacked(quantizer: Any) -> None:
+    """Refuse experts that are dequantized into memory for all of them: each rank would hold the model whole."""
+    ordinary = getattr(quantizer, "update_weight_conversions", None)
+    if ordinary is None:  # before 5.0
+        return
+
+    def update_weight_conversions(*args: Any, **kwargs: Any) -> Any:
+        conversions = ordinary(*args, **kwargs)
+        for conversion in conversions:
+            first, *others = getattr(conversion, "operations", None) or [None]
+            if others and type(first).__name__ in _STACKS_AT_ONCE:
+                raise UnsupportedError(
+                    "quantization 'compressed-tensors': transformers dequantizes the experts of this model whole on "
+                    "every rank; load a dequantized or an fp8 checkpoint (quant_method 'fp8'), or use ZeRO stage 0, 1 "
+                    "or 2"
+                )
+        return conversions
+
+    quantizer.update_weight_conversions = update_weight_conversions
 
 
 def _nothing(*_: Any, **__: Any) -> None:

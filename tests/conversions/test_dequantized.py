@@ -96,6 +96,25 @@ def test_the_last_block_of_fp8_may_be_partial(
     assert not outcome.computed
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(shape: tuple[int, ...], tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    if not hasattr(Fp8Dequantize, "_dequantize_one"):
+        pytest.skip("this transformers takes scales of blocks alone")
+    weight = (torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 100).to(torch.float8_e4m3fn)
+    scale = torch.full(shape, 0.37)
+    save_file({"weight": weight, "scale": scale}, tmp_path / "model.safetensors")
+    operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None)))
+    expected = operation._dequantize_one(weight, scale, output_dtype=BF16)
+    assert torch.equal(expected, (weight.float() * 0.37).to(BF16))
+    with Executor() as executor, standing_in(fp8.replacements):
+        get = symbolic(tmp_path / "model.safetensors", executor)
+        described = operation._dequantize_one(get("weight"), get("scale"), output_dtype=BF16)
+    outcome = mappings.fill_all_ranks("w", described, expected, None)
+    assert not outcome.computed
+
+
 def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transformers(tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 

@@ -1,0 +1,48 @@
+"""Quantizers of transformers while a model is described."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf.quantizers import described_quantizers
+
+
+class CompressedTensorsDequantize:
+    """By its name, as it has many: it needs a package that is not installed."""
+
+
+class Quantizer:
+    def __init__(self, conversions: list[Any]) -> None:
+        self.quantization_config = SimpleNamespace(quant_method="compressed-tensors", dequantize=True)
+        self._conversions = conversions
+
+    def validate_environment(self) -> None:
+        pass
+
+    def update_weight_conversions(self, *_: Any) -> list[Any]:
+        return self._conversions
+
+
+@pytest.mark.parametrize("is_cut_up", [True, False])
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_experts_that_would_be_dequantized_whole_are_refused(
+    is_cut_up: bool, is_stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations: list[object] = [CompressedTensorsDequantize(), *([object()] if is_stacked else [])]
+    conversions = [SimpleNamespace(), SimpleNamespace(operations=[]), SimpleNamespace(operations=operations)]
+    monkeypatch.setattr(AutoHfQuantizer, "from_config", lambda *_, **__: Quantizer(conversions))
+    with described_quantizers(is_cut_up=is_cut_up):
+        quantizer: Any = AutoHfQuantizer.from_config(None)
+        quantizer.validate_environment()
+        if is_cut_up and is_stacked:
+            with pytest.raises(
+                UnsupportedError, match=r"compressed-tensors.*dequantizes the experts of this model whole"
+            ):
+                quantizer.update_weight_conversions([], None)
+        else:
+            assert quantizer.update_weight_conversions([], None) is conversions
