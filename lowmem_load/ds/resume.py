@@ -162,6 +162,12 @@ class Zero3State:
             raise ConfigError(
                 f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}"
             )
+        held = [value for state in self.base.state.values() for value in state.values()]
+        if not moments and any(isinstance(value, torch.Tensor) and value.dim() for value in held):
+            raise ConfigError(
+                "the checkpoint was saved before the optimizer's first step, and this one has made some, whose moments "
+                "would stay; make a new engine"
+            )
         if self.is_adam:
             if moments and not ADAM_MOMENTS.issubset(moments):
                 raise ConfigError(f"the checkpoint's optimizer keeps {', '.join(sorted(moments))}; {kind} does not")

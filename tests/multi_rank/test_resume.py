@@ -259,7 +259,10 @@ def refuse(path: str, folder: str) -> None:
     from lowmem_load import load_checkpoint
 
     engine = make_engine(path, BF16, config(BF16))
+    engine.save_checkpoint(f"{folder}/first")
     before = train(engine, 0, 1), whole_state(engine)
+    with pytest.raises(ConfigError, match="before the optimizer's first step"):
+        load_checkpoint(engine, f"{folder}/first")
     with pytest.raises(CheckpointError, match=r"another model: missing: base_model.* not in the engine"):
         load_checkpoint(make_engine(path, CASES["lora"], config(BF16)), f"{folder}/bf16", load_optimizer_states=False)
     with pytest.raises(CheckpointError, match="no checkpoint 'global_step7'"):
