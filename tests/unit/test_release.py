@@ -39,3 +39,4 @@ def test_the_version_is_the_same_everywhere() -> None:
         for name, sign in (("pyproject.toml", ' = "'), ("CITATION.cff", ": "))
     }
     assert [version.strip('"') for version in found["pyproject.toml"]] == found["CITATION.cff"] != []
+    assert f"\n## [{found['CITATION.cff'][0]}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
