@@ -6,18 +6,17 @@ import os
 from collections.abc import Sequence
 
 from lowmem_load.bench.compare import Row
+from lowmem_load.plots import new_figure
 
 
 def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write the picture as PNG, or as what the file's name ends in.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ConfigError: there is no matplotlib.
     """
-    from matplotlib.figure import Figure
-
     run = [row for row in rows if not row.skipped]
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(run)), layout="constrained")
+    figure = new_figure(8, 1.2 + 0.5 * len(run))
     left, right = figure.subplots(1, 2, sharey=True)
     methods = [row.method for row in run]
     left.barh(methods, [row.seconds for row in run], color="#4c78a8")

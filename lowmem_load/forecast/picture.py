@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from lowmem_load.forecast.job import Forecast
+from lowmem_load.plots import new_figure
 from lowmem_load.quantities import size
 
 
@@ -22,16 +23,14 @@ def draw(found: Forecast, path: str | os.PathLike[str]) -> None:
     """Write the picture as PNG, or as what the file's name ends in.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ConfigError: there is no matplotlib.
     """
-    from matplotlib.figure import Figure
-
     phases = memory_by_phase(found)
     limits = {"node": None, "GPU": None} | {
         ("node" if need.what.startswith("host") else "GPU"): need.available_bytes for need in found.verdict.needs
     }
     whose = list(dict.fromkeys(each for _, each, _ in phases))
-    figure = Figure(figsize=(7, 1.2 + 1.1 * len(whose)), layout="constrained")
+    figure = new_figure(7, 1.2 + 1.1 * len(whose))
     for axes, each in zip(figure.subplots(len(whose), squeeze=False)[:, 0], whose, strict=True):
         bars = [(phase, nbytes / 2**30) for phase, owner, nbytes in phases if owner == each]
         axes.barh([phase for phase, _ in bars], [amount for _, amount in bars], color=["#4c78a8", "#f58518"])

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lowmem_load.plots import new_figure
+
 COLORS = {"describe": "#4c78a8", "plan": "#72b7b2", "compare": "#b279a2", "verify": "#9d755d", "read": "#f58518"}
 OTHER = "#bab0ac"
 
@@ -14,17 +16,16 @@ def draw(reports: Iterable[Mapping[str, Any]], path: str | os.PathLike[str]) -> 
     """Write the picture as PNG, or as what the file's name ends in.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ConfigError: there is no matplotlib.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     known = sorted(reports, key=lambda report: report["rank"])
     first = min((span["begin_s"] for report in known for span in report["spans"]), default=0.0)
     phases = dict.fromkeys(span["phase"] for report in known for span in report["spans"])
     ranks = sorted({report["rank"] for report in known})
-    figure = Figure(figsize=(9, 1.5 + min(12.0, 0.3 * len(ranks))), layout="constrained")
+    figure = new_figure(9, 1.5 + min(12.0, 0.3 * len(ranks)))
     axes = figure.subplots()
+    from matplotlib.patches import Patch
+
     for report in known:
         for span in report["spans"]:
             begin, width = span["begin_s"] - first, span["end_s"] - span["begin_s"]

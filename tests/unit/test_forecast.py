@@ -1,0 +1,133 @@
+"""What a job will need: arithmetic on plans, DeepSpeed's estimate and its corrections, the verdict."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.forecast.load import OVERHEAD_BYTES, rank_needs
+from lowmem_load.forecast.stock import stock_needs
+from lowmem_load.forecast.training import Model, Setup, model_of, training_needs
+from lowmem_load.forecast.verdict import Fixed, Limits, judge, needs_of
+from lowmem_load.load import plan_ranks
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.plots import new_figure
+from lowmem_load.settings.settings import Settings, read_settings
+from tests.builders import tiny_llama, tiny_mixtral
+
+MIB, GIB = 1 << 20, 1 << 30
+B = 10**9
+MODEL = Model(8 * B, B, 10, 1000, 2, "AdamW", 8)
+FIXED = Fixed(process_bytes=GIB, shared_bytes=GIB, host_bytes=100 * MIB, device_bytes=MIB, is_host=False)
+
+
+def planned(folder: Path, device: str, *, world_size: int = 2, **zero: Any) -> tuple[LoadPlan, Settings]:
+    config = {"zero_optimization": {"stage": 3, **zero}, "bf16": {"enabled": True}}
+    (plan,) = plan_ranks(folder, config, ranks=[0], world_size=world_size, device=torch.device(device))
+    return plan, read_settings(config, world_size=world_size)
+
+
+def test_partitions_are_held_where_they_go(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    on_cpu = rank_needs(*planned(folder, "cpu"), is_host=True, num_threads=1)
+    assert (on_cpu.host_bytes, on_cpu.device_bytes) == (on_cpu.partition_bytes + on_cpu.whole_bytes, 0)
+    assert on_cpu.host_peak_bytes >= on_cpu.host_bytes + OVERHEAD_BYTES and on_cpu.device_peak_bytes == 0
+    on_device = rank_needs(*planned(folder, "cuda"), is_host=False, num_threads=3)
+    assert (on_device.host_bytes, on_device.device_bytes) == (0, on_cpu.host_bytes)
+    assert on_device.host_peak_bytes - on_device.host_bytes >= OVERHEAD_BYTES + 64 * MIB  # 6 slots are rounded up to 8
+    offloaded = rank_needs(*planned(folder, "cuda", offload_param={"device": "cpu"}), is_host=False, num_threads=1)
+    assert (offloaded.host_bytes, offloaded.device_bytes) == (offloaded.partition_bytes, offloaded.whole_bytes)
+    nvme = {"device": "nvme", "nvme_path": "/x", "buffer_count": 3, "buffer_size": 1000}
+    swapped = rank_needs(*planned(folder, "cuda", offload_param=nvme), is_host=False, num_threads=1)
+    assert (swapped.disk_bytes, swapped.host_bytes) == (swapped.partition_bytes, 3 * 1000 * 2)
+
+
+def test_reads_are_those_of_the_plan(tmp_path: Path) -> None:
+    plan, settings = planned(tiny_mixtral(tmp_path, torch.float32), "cpu")
+    needs = rank_needs(plan, settings, is_host=True, num_threads=2)
+    assert sum(nbytes * number for nbytes, number in needs.read_sizes.items()) == plan.read_bytes
+    assert sum(needs.read_sizes.values()) == plan.num_reads == needs.num_reads
+    assert needs.host_peak_bytes - needs.host_bytes - plan.planning_bytes - OVERHEAD_BYTES == 2 * MIB  # cast: staged
+
+
+def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:
+    plan, _ = planned(tiny_llama(tmp_path), "cpu")
+    stock = stock_needs(plan, held_on_host_bytes=1000)
+    files = sum(path.stat().st_size for path in tiny_llama(tmp_path).glob("*.safetensors"))
+    assert (stock.read_bytes, stock.host_peak_bytes) == (files, files + 1000)
+    assert stock.collective_bytes == 3 * 2 * sum(target.numel for target in plan.targets)
+    assert stock.whole_parameter_bytes == 2 * max(target.numel for target in plan.targets)
+
+
+def test_the_estimate_is_deepspeeds_for_what_it_knows() -> None:
+    needs = training_needs(MODEL, Setup(8, 8))
+    assert needs.deepspeed_device_bytes == 4 * B + 18 * B
+    assert needs.device_bytes == needs.deepspeed_device_bytes + 2 * MODEL.persistent_elements
+    assert needs.host_bytes == needs.deepspeed_host_bytes == 4 * B * 8 * 1.5
+    offloaded = training_needs(MODEL, Setup(8, 8, "cpu", "cpu"))
+    assert (offloaded.deepspeed_device_bytes, offloaded.host_bytes) == (4 * B, 8 * 18 * B * 1.5)
+
+
+def test_the_estimate_is_corrected_by_the_ds_config() -> None:
+    plain = training_needs(MODEL, Setup(8, 8))
+    assert plain.device_bytes - training_needs(replace(MODEL, state_bytes=0), Setup(8, 8)).device_bytes == 8 * B
+    in_fp32 = training_needs(replace(MODEL, item_bytes=4, persistent_elements=0), Setup(8, 8))
+    assert in_fp32.device_bytes == plain.deepspeed_device_bytes + 2 * B
+    on_nvme = training_needs(MODEL, Setup(16, 8, "nvme", "cpu"))
+    on_cpu = training_needs(MODEL, Setup(16, 8, "cpu", "cpu"))
+    assert on_nvme.disk_bytes == 8 * B * 12 / 2 and on_cpu.disk_bytes == 0
+    assert on_cpu.host_bytes - on_nvme.host_bytes == 8 * B * 12 / 2 * 1.5
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_bytes"),
+    [
+        *(({}, 8), ({"type": "AdamW"}, 8), ({"type": "SGD"}, 0), ({"type": "SGD", "params": {"momentum": 0.9}}, 4)),
+        *(({"type": "Lion"}, 4), ({"type": "SomethingElse"}, 8)),
+    ],
+)
+def test_what_matters_of_a_model_is_read_off_its_plan(
+    optimizer: dict[str, Any], state_bytes: int, tmp_path: Path
+) -> None:
+    plan, _ = planned(tiny_llama(tmp_path), "cpu")
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
+    settings = read_settings({"zero_optimization": zero, "optimizer": optimizer}, world_size=2)
+    model = model_of(plan, settings)
+    small = [target.numel for target in plan.targets if target.numel <= 100]
+    assert (model.persistent_parameters, model.persistent_elements) == (len(small), sum(small)) and small
+    assert model.num_elements == sum(target.numel for target in plan.targets)
+    assert model.largest_layer == max(target.numel for target in plan.targets)  # no layer here has two parameters
+    assert (model.item_bytes, model.state_bytes) == (4, state_bytes)
+
+
+def test_a_verdict_names_what_would_fit() -> None:
+    setup = Setup(8, 8)
+    fits = judge(MODEL, setup, FIXED, Limits(1024 * GIB, 80 * GIB))
+    assert fits.fits and fits.world_size == 2 and fits.offloads == ("none", "none")  # 4 + 144 / 2 < 80 GiB
+    tight = judge(MODEL, setup, FIXED, Limits(1024 * GIB, 12 * GIB))
+    assert not tight.fits and tight.world_size == 24 and tight.offloads == ("cpu", "none")  # 4 + 144 / 24 = 10 GB
+    hopeless = judge(MODEL, setup, FIXED, Limits(GIB, GIB))
+    assert (hopeless.fits, hopeless.world_size, hopeless.offloads) == (False, None, None)
+    unknown = judge(MODEL, setup, FIXED, Limits(None, None))
+    assert unknown.fits and [need.available_bytes for need in unknown.needs] == [None] * 4
+
+
+def test_ranks_on_the_host_share_its_memory() -> None:
+    on_device, on_host = (
+        needs_of(MODEL, Setup(4, 4), replace(FIXED, is_host=each), Limits(None, None)) for each in (False, True)
+    )
+    assert len(on_host) == 2
+    assert on_host[0].needed_bytes == on_device[0].needed_bytes + 4 * on_device[2].needed_bytes
+    assert on_device[2].needed_bytes == 2 * 2 * B + MIB
+
+
+def test_pictures_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lowmem-load\[plots\]'"):
+        new_figure(1, 1)
