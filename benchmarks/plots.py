@@ -141,3 +141,40 @@ def _plot_samples(axes: Any, group: Group) -> None:
         axes.plot(times, anon, color=color, linewidth=1.0, linestyle=":")
     partition = max(rank.partition_bytes for rank in group.ranks) / MIB
     axes.axhline(partition, color="black", linewidth=0.8)
+
+
+def plot_scale(worlds: list[dict[str, Any]], layers: list[dict[str, Any]], path: Path) -> None:
+    """Write what plans cost, before and now: against the size of the world, and against the number of tensors.
+
+    Args:
+        worlds, layers: results of `benchmarks.scale` as JSON has them; failed ones are left out.
+        path: of the PNG.
+    """
+    figure, grid = plt.subplots(2, 2, figsize=(10, 7))
+    titles = [f"{rows[0]['model']}, simulated" for rows in (worlds, layers)]
+    for column, (rows, across, label) in enumerate(
+        [(worlds, "world_size", "ranks of the world"), (layers, "num_tensors", "tensors of the checkpoint")]
+    ):
+        for version, color in (("before", COLORS["stock"]), ("now", COLORS["lowmem"])):
+            found = [row for row in rows if row["version"] == version and "failed" not in row]
+            xs = [row[across] for row in found]
+            seconds = [row["phases_s"]["describe"] + row["phases_s"]["plan"] for row in found]
+            reads = [row["touched"]["num_reads"] for row in found]
+            over = [row["over_bytes"] / MIB for row in found]
+            grid[0][column].plot(xs, seconds, "o-", color=color, label=version)
+            grid[1][column].plot(xs, over if column else reads, "o-", color=color, label=version)
+        grid[0][column].set_title(titles[column], fontsize=10)
+        grid[0][column].set_ylabel("CPU seconds to describe and plan")
+        grid[1][column].set_ylabel("peak of memory, MiB" if column else "reads of the rank")
+        for axes in (grid[0][column], grid[1][column]):
+            axes.set_xlabel(label)
+            axes.set_ylim(bottom=0)
+            axes.legend(fontsize=8, frameon=False)
+            axes.spines[["top", "right"]].set_visible(False)
+    for row in (0, 1):
+        grid[row][0].set_xscale("log", base=2)
+    grid[1][0].set_ylim(bottom=1)
+    grid[1][0].set_yscale("log")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

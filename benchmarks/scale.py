@@ -1,31 +1,32 @@
-"""What planning the largest models costs: python -m benchmarks.scale MODEL --rank R --world-size W, or --all.
+"""What the largest models cost: python -m benchmarks.scale MODEL --rank R --world-size W, or --all.
+
+Simulated: the checkpoints are sparse files with true headers and holes for data (`benchmarks.published`), and one
+process is rank R of W. A rank whose partition is small enough loads the model, on torch's fake process group, which has
+no other ranks; of others only the plan is made. Every measurement is a fresh process. With `--all`, what an earlier
+version of the package takes stands above each row.
 
 With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and together.
-
-Simulated: the checkpoints are sparse files with true headers and holes for data (`benchmarks.published`), nothing but
-headers is read from them, and one plain process plans as rank R of W. Every measurement is a fresh process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.apart import FailedError, run_apart, unpack_package
 from benchmarks.machine import describe_machine
 from benchmarks.measure import MemorySampler
-from benchmarks.node_reads import NODE_COLUMNS, NODE_DEFINITIONS
 from benchmarks.published import MODELS, write
 from benchmarks.table import aligned
+from benchmarks.touched import Touched, touched_by
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -33,136 +34,123 @@ DS_CONFIG = {
     "zero_optimization": {"stage": 3},
 }
 
-# Read by the libraries when they are imported. Planning needs no accelerator, and the figures are those of one core.
+# Read by the libraries when they are imported. Nothing needs an accelerator, and the figures are those of one core.
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 DEQUANTIZING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """transformers' class of quantization configs for each method that checkpoints of `MODELS` are stored in."""
 
+BEFORE = "f8082b3"
+"""The last commit before large models were described and planned as they are now."""
+
+MAX_LOADED_BYTES = 4 << 30
+"""Of the largest partition that is loaded; of larger ones only the plan is made."""
+
+LIMIT_S, LIMIT_BYTES = 200.0, 12 << 30
+"""Of one measurement: earlier versions dequantized whole models on every rank."""
+
 COLUMNS = (
-    "model", "tensors", "rank/world", "describe s", "plan s", "wall s", "CPU s", "peak", "anon", "file", "targets",
-    "reads", "needed", "read", "partition",
+    "model", "tensors", "rank/world", "version", "describe", "plan", "read s", "over", "anon", "file", "partition",
+    "reads", "median", "pages", "blocks", "read/needed",
 )  # fmt: skip
 
-DEFINITIONS = """\
-Simulated: sparse checkpoints with true headers and holes for data; one plain process plans as rank R of W, without
-process group or GPU, and reads headers only, which are in the page cache. No figure here includes reading weights.
-All sizes in MiB (2**20 bytes). Every row is a fresh process; of several, the one of median CPU seconds is shown.
+DEFINITIONS = f"""\
+Simulated: sparse checkpoints with true headers and holes for data; one process is rank R of W, on torch's fake process
+group, with one reading thread. Sizes in MiB (2**20 bytes) where nothing else is said. Every row is a fresh process; of
+several, the one of median CPU seconds is shown. Headers, and what is read, are in the page cache or come from holes.
 tensors    in all files, those included that the model does not use.
-describe   transformers' loader run on symbolic tensors; plan: from there to the finished plan; wall: the whole call.
-CPU s      of the process during the call, all threads; the memory sampler's about 1 % included.
-peak       high-water mark of resident memory (VmHWM, reset at the start) above the start, which is after imports
-           (torch, transformers and the model's module, deepspeed) and malloc_trim.
-anon, file largest sample of RssAnon, and of RssFile + RssShmem, every 5 ms, above the start.
-targets    distinct parameters. reads: read calls that the plan makes. needed: bytes of the files that end up on this
-           rank; read: bytes that those calls fetch. partition: bytes of this rank's partitions, padding included."""
+describe, plan, read   CPU seconds of all threads: transformers' loader run on symbolic tensors; from there to the
+           finished plan; partitions made and filled ('-' where they are more than {MAX_LOADED_BYTES >> 30} GiB).
+over       high-water mark of resident memory (VmHWM, reset at the start) above the start and the partition; of the plan
+           alone where nothing is read. The start is after imports (torch, transformers and the model's module,
+           deepspeed) and malloc_trim.
+anon, file largest sample of RssAnon, and of RssFile + RssShmem, every 5 ms, above the start; anon holds the partition.
+reads      read calls of the plan; median: bytes of one of them.
+pages, blocks   4 KiB pages, and 1 MiB blocks, of the files that these touch, in bytes over the bytes that are needed.
+version    now: this checkout; before: commit {BEFORE}."""
 
 
 class Row(NamedTuple):
-    """A model of `MODELS`, planned as one rank of a world."""
+    """A model of `MODELS`, or its first layers, as one rank of a world."""
 
     model: str
     rank: int
     world_size: int
+    num_layers: int | None = None
+
+    @property
+    def folder_name(self) -> str:
+        """Of the checkpoint."""
+        return self.model if self.num_layers is None else f"{self.model}-{self.num_layers}"
 
 
 ROWS = (
     Row("llama-3.1-405b", 3, 8),
-    Row("llama-3.1-405b", 33, 64),
-    Row("llama-3.1-405b", 257, 512),
+    Row("llama-3.1-405b", 517, 1024),
     Row("qwen3-235b-a22b", 517, 1024),
     Row("deepseek-v3-bf16", 517, 1024),
     Row("deepseek-v3-fp8", 517, 1024),
     Row("kimi-k2-fp8", 517, 1024),
+    Row("qwen3-vl-235b-a22b", 33, 64),
     Row("qwen3-vl-235b-a22b", 517, 1024),
+    Row("qwen3-vl-235b-a22b", 1, 4096),
     Row("gpt-oss-120b", 33, 64),
     Row("gpt-oss-120b", 517, 1024),
 )
-"""What `--all` measures: ranks in the middle of each world, since the last one's partitions may be cut short."""
+"""What `--all` measures: ranks in the middle of most worlds, since the last one's partitions may be cut short."""
+
+WORLDS = tuple(Row("qwen3-vl-235b-a22b", world_size // 2 + 1, world_size) for world_size in (16, 64, 256, 1024, 4096))
+LAYERS = tuple(Row("deepseek-v3-bf16", 517, 1024, num_layers) for num_layers in (8, 16, 32, 61))
+"""What is drawn: plans against the size of the world, and against the number of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one plan cost, and what it says; bytes and seconds.
+    """What one rank cost, and what its plan says; bytes and seconds.
 
     Attributes:
-        phases_s: wall seconds of each phase of the plan, as it reports them.
-        held_bytes: anonymous memory above the start at the end, while the plan is alive.
+        phases_s: CPU seconds of each phase.
+        over_bytes: peak of resident memory above the start and the partition, if that was made.
     """
 
     model: str
     rank: int
     world_size: int
+    num_layers: int | None
     num_tensors: int
-    num_parameters: int
+    is_loaded: bool
     phases_s: dict[str, float]
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
+    over_bytes: int
     peak_anon_bytes: int
     peak_file_bytes: int
-    held_bytes: int
-    num_targets: int
-    num_reads: int
+    partition_bytes: int
     needed_bytes: int
     read_bytes: int
-    partition_bytes: int
-    staging_bytes: int
-    largest_temporary_bytes: int
+    touched: Touched
 
-    def cells(self) -> list[str]:
+    @property
+    def cpu_s(self) -> float:
+        """Of all phases."""
+        return sum(self.phases_s.values())
+
+    def cells(self, version: str) -> list[str]:
         """Return the row of the table."""
-        sizes = (self.needed_bytes, self.read_bytes, self.partition_bytes)
+        seconds = [self.phases_s.get(phase) for phase in ("describe", "plan", "read")]
+        sizes = (self.over_bytes, self.peak_anon_bytes, self.peak_file_bytes, self.partition_bytes)
+        shares = (self.touched.page_bytes / self.needed_bytes, self.touched.block_bytes / self.needed_bytes)
         return [
-            self.model,
-            f"{self.num_tensors:,}",
-            f"{self.rank}/{self.world_size}",
-            *(f"{seconds:.2f}" for seconds in (self.phases_s["describe"], self.phases_s["plan"])),
-            *(f"{seconds:.2f}" for seconds in (self.wall_s, self.cpu_s)),
-            *map(_mib, (self.peak_bytes, self.peak_anon_bytes, self.peak_file_bytes)),
-            *(f"{count:,}" for count in (self.num_targets, self.num_reads)),
-            *map(_mib, sizes),
+            *_names(self, version, self.num_tensors),
+            *("-" if each is None else f"{each:.2f}" for each in seconds),
+            *(f"{size / 2**20:.0f}" for size in sizes),
+            f"{self.touched.num_reads:,}",
+            f"{self.touched.median_bytes:,}",
+            *(f"{share:.3f}" for share in shares),
+            f"{self.read_bytes / self.needed_bytes:.4f}",
         ]
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f}"
-
-
-def measure(folder: Path, row: Row) -> Result:
-    """Plan in this process, which must be a fresh one: what an earlier plan left behind would not be counted."""
-    import deepspeed  # noqa: F401  a ZeRO-3 plan needs it; imported here so that the figures are the plan's alone
-    import transformers
-
-    import lowmem_load
-
-    published = MODELS[row.model]
-    getattr(transformers, published.config["architectures"][0])  # imports the model's module
-    keywords = keywords_of(row.model)
-    with MemorySampler() as sampler:
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        plan = lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)
-        wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    memory = sampler.use()
-    return Result(
-        *row,
-        num_tensors=published.num_tensors,
-        num_parameters=published.num_parameters,
-        phases_s=dict(plan.seconds),
-        wall_s=wall_s,
-        cpu_s=cpu_s,
-        peak_bytes=memory.peak,
-        peak_anon_bytes=memory.peak_anon,
-        peak_file_bytes=memory.peak_file,
-        held_bytes=memory.end_anon,
-        num_targets=len(plan.targets),
-        num_reads=plan.num_reads,
-        needed_bytes=plan.needed_bytes,
-        read_bytes=plan.read_bytes,
-        partition_bytes=plan.partition_bytes,
-        staging_bytes=plan.staging_bytes,
-        largest_temporary_bytes=plan.largest_temporary_bytes,
-    )
+def _names(row: Any, version: str, num_tensors: int) -> list[str]:
+    return [row.model, f"{num_tensors:,}", f"{row.rank}/{row.world_size}", version]
 
 
 def keywords_of(model: str) -> dict[str, Any]:
@@ -176,10 +164,10 @@ def keywords_of(model: str) -> dict[str, Any]:
     return {"quantization_config": getattr(transformers, method)(dequantize=True)}
 
 
-def node_table(model: str, first: int, world_size: int, size: int, folder: Path, sharing: str) -> list[list[str]]:
-    """Return rows about what ranks `first` to `first + size - 1` read, each alone and together."""
+def node_table(model: str, first: int, world_size: int, size: int, folder: Path, sharing: str) -> list[str]:
+    """Return what ranks `first` to `first + size - 1` read, each alone and together, as lines of a table."""
     import lowmem_load
-    from benchmarks.node_reads import node_reads, rank_reads
+    from benchmarks.node_reads import NODE_COLUMNS, NODE_DEFINITIONS, node_reads, rank_reads
     from lowmem_load.planning.cooperative import Sharing
 
     found = []
@@ -187,37 +175,108 @@ def node_table(model: str, first: int, world_size: int, size: int, folder: Path,
         plan = lowmem_load.plan(folder, DS_CONFIG, rank=rank, world_size=world_size, **keywords_of(model))
         found.append(rank_reads(plan, Sharing(sharing)))
         print(f"rank {rank} of {world_size} planned", file=sys.stderr, flush=True)
-    return [[model, f"{first}-{first + size - 1}/{world_size}", *each.cells()] for each in node_reads(found)]
+    rows = [[model, f"{first}-{first + size - 1}/{world_size}", *each.cells()] for each in node_reads(found)]
+    return [*aligned([NODE_COLUMNS, *rows]), "", NODE_DEFINITIONS]
 
 
-def measure_apart(folder: Path, row: Row) -> Result:
-    """Run `measure` in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, folder, row).result()
+def measure(folder: Path, row: Row, is_loaded: bool) -> Result:
+    """Load, or plan, in this process, which must be fresh: what an earlier load left behind would not be counted."""
+    import deepspeed  # noqa: F401  imported here so that the figures are the load's alone
+    import transformers
+
+    import lowmem_load
+    from lowmem_load.stages import load as stages
+
+    getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
+    keywords, plans = keywords_of(row.model), []
+    ordinary = stages.make_plan
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        planned = ordinary(*args, **kwargs)
+        plans.append(planned.plan)
+        return planned
+
+    stages.make_plan = kept
+    if is_loaded:
+        _be_rank(row.rank, row.world_size)
+    with MemorySampler() as sampler:
+        time.perf_counter = time.process_time  # phases are measured by it
+        if is_loaded:
+            model = lowmem_load.load_model(folder, DS_CONFIG, **keywords)
+            phases_s = dict(lowmem_load.load_report(model).seconds)
+        else:
+            lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)
+            phases_s = dict(plans[0].seconds)
+    memory, plan = sampler.use(), plans[0]
+    return Result(
+        *row,
+        num_tensors=len(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]),
+        is_loaded=is_loaded,
+        phases_s=phases_s,
+        over_bytes=memory.peak - (plan.partition_bytes if is_loaded else 0),
+        peak_anon_bytes=memory.peak_anon,
+        peak_file_bytes=memory.peak_file,
+        partition_bytes=plan.partition_bytes,
+        needed_bytes=plan.needed_bytes,
+        read_bytes=plan.read_bytes,
+        touched=touched_by(plan),
+    )
 
 
-def measure_rows(rows: Sequence[Row], repeats: int, folder: Path) -> Iterator[list[Result]]:
-    """Yield the repeats of each row; the checkpoints are written below `folder`."""
-    for model in dict.fromkeys(row.model for row in rows):
-        write(model, folder / model)
+def _be_rank(rank: int, world_size: int) -> None:
+    """Make this process a rank of a world that has no others."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="8")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # DeepSpeed asks for them, and uses the group
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+def measure_row(row: Row, repeats: int, folder: Path, package: Path | None, *, may_load: bool = True) -> Result:
+    """Return the repeat of median CPU seconds (the lower one of an even number); each is a fresh process.
+
+    Raises:
+        FailedError: one of them failed.
+    """
+    checkpoint = folder / row.folder_name
+    if not checkpoint.exists():
+        write(row.model, checkpoint, row.num_layers)
+    is_loaded = may_load and MODELS[row.model].num_parameters * 2 // row.world_size <= MAX_LOADED_BYTES
+    limits = {"package": package, "limit_s": LIMIT_S, "limit_bytes": LIMIT_BYTES}
+    results: list[Result] = [run_apart(measure, checkpoint, row, is_loaded, **limits) for _ in range(repeats)]
+    return sorted(results, key=lambda result: result.cpu_s)[(len(results) - 1) // 2]
+
+
+def measure_all(
+    rows: Sequence[Row], repeats: int, folder: Path, packages: dict[str, Path | None], *, may_load: bool = True
+) -> Iterator[tuple[str, Row, Result | FailedError]]:
+    """Yield what each row costs with each version of the package."""
     for row in rows:
-        yield [measure_apart(folder / row.model, row) for _ in range(repeats)]
-
-
-def median_of(repeats: Sequence[Result]) -> Result:
-    """Return the repeat of median CPU seconds (the lower one of an even number)."""
-    return sorted(repeats, key=lambda result: result.cpu_s)[(len(repeats) - 1) // 2]
+        for version, package in packages.items():
+            try:
+                result: Result | FailedError = measure_row(row, repeats, folder, package, may_load=may_load)
+            except FailedError as error:
+                result = error
+            yield version, row, result
+            line = f"failed: {result}" if isinstance(result, FailedError) else "  ".join(result.cells(version))
+            print(f"{row.folder_name} {row.rank}/{row.world_size} {version}: {line}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: measure, print the table, write it as JSON where `--json` says."""
+    """Command line: measure, print the table, write it as JSON and figures where `--json` and `--figure` say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", choices=list(MODELS), help="what to plan")
+    parser.add_argument("model", nargs="?", choices=list(MODELS), help="what to load or plan")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world-size", type=int)
-    parser.add_argument("--all", action="store_true", help="plan the default table instead of one model")
+    parser.add_argument("--all", action="store_true", help="the default table instead of one model")
+    parser.add_argument("--before", metavar="COMMIT", help="compare with lowmem_load as of it; under --all: " + BEFORE)
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw cost against world size and tensors (PNG)")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
     parser.add_argument("--node", type=int, metavar="N", help="what the node of ranks R to R + N - 1 reads")
     parser.add_argument("--share", choices=["auto", "off", "on"], default="auto", help="with --node: as the setting")
@@ -232,24 +291,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--node needs a model, and at least as many ranks from --rank on")
     rows = ROWS if options.all else [Row(options.model, options.rank, options.world_size)]
     os.environ.update(ENVIRONMENT)
-    shown, found = [], []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    table: list[list[str]] = [list(COLUMNS)]
+    failures: list[str] = []
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder, packages = Path(name), {}
         if options.node:
-            checkpoint = write(options.model, Path(folder) / options.model)
+            checkpoint = write(options.model, folder / options.model)
             row = options.model, options.rank, options.world_size
-            table = aligned([NODE_COLUMNS, *node_table(*row, options.node, checkpoint, options.share)])
-            print("\n".join([*table, "", NODE_DEFINITIONS]))
+            print("\n".join(node_table(*row, options.node, checkpoint, options.share)))
             return
-        for results in measure_rows(rows, options.repeats, Path(folder)):
-            shown.append(median_of(results))
-            found.append({**asdict(shown[-1]), "cpu_s_of_repeats": [result.cpu_s for result in results]})
-            print("  ".join(shown[-1].cells()), file=sys.stderr, flush=True)
+        commit = options.before or (BEFORE if options.all else None)
+        if commit:
+            packages["before"] = unpack_package(commit, folder / "before")
+        packages["now"] = None
+        for version, row, result in measure_all(rows, options.repeats, folder, packages):
+            if isinstance(result, FailedError):
+                failures.append(f"{row.model} {row.rank}/{row.world_size} {version}: {result}")
+                result_cells = [*_names(row, version, MODELS[row.model].num_tensors), "failed"]
+                table.append(result_cells + [""] * (len(COLUMNS) - len(result_cells)))
+            else:
+                table.append(result.cells(version))
+            found.append(_as_json(version, row, result))
+        if options.figure:
+            found += _draw(options.repeats, folder, packages, options.figure)
     described = describe_machine()
-    table = aligned([COLUMNS, *(result.cells() for result in shown)])
-    print("\n".join([*described.lines(), "", *table, "", DEFINITIONS]))
+    print("\n".join([*described.lines(), "", *aligned(table), "", *failures, "", DEFINITIONS]))
     if options.json:
         data = {"simulated": True, "machine": asdict(described), "ds_config": DS_CONFIG, "rows": found}
         options.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _as_json(version: str, row: Row, result: Result | FailedError) -> dict[str, Any]:
+    figures = {"failed": str(result)} if isinstance(result, FailedError) else asdict(result)
+    return {**row._asdict(), "version": version, **figures}
+
+
+def _draw(repeats: int, folder: Path, packages: dict[str, Path | None], path: Path) -> list[dict[str, Any]]:
+    """Measure and draw plans against the size of the world and the number of tensors; return the results."""
+    from benchmarks.plots import plot_scale
+
+    worlds, layers = (
+        [_as_json(*each) for each in measure_all(rows, repeats, folder, packages, may_load=False)]
+        for rows in (WORLDS, LAYERS)
+    )
+    plot_scale(worlds, layers, path)
+    return [{**each, "drawn": True} for each in (*worlds, *layers)]
 
 
 if __name__ == "__main__":
