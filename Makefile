@@ -154,7 +154,7 @@ coverage: $(EXTENSIONS)
 
 zoo: export HF_HUB_OFFLINE := 1
 zoo: $(SHM_COMM)
-	cd $(ROOT) && $(RUN) -m tests.zoo.walk --world-sizes 2 3 --precision fp32 bf16 --methods lowmem stock $(ARGS)
+	cd $(ROOT) && $(RUN) -m tests.zoo.walk --world-sizes 2 3 --precision fp32 bf16 --methods lowmem stock --saves $(ARGS)
 
 # Without atheris (.venv/bin/python -m pip install atheris) inputs are mutated at random.
 FUZZ_SECONDS ?= 600

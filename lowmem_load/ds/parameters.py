@@ -6,7 +6,8 @@ Written for deepspeed 0.16.4 to 0.19.8. Glossary: `ds/partition.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ def _check_contract() -> None:
         {
             **({KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")} if has(KEEPS_FP32) else {}),
             "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
-            "deepspeed.runtime.zero.partition_parameters": ("PartitionedParamStatus.AVAILABLE",),
+            "deepspeed.runtime.zero.partition_parameters": (
+                *("GatheredParameters", "PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
+            ),
             "deepspeed.runtime.zero.utils": ("is_zero_param",),
             "deepspeed.utils": ("safe_get_local_fp32_param",),
             "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
@@ -40,7 +43,11 @@ _check_contract()
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
+    GatheredParameters,
+    PartitionedParamStatus,
+    ZeroParamStatus,
+)
 from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
 from deepspeed.utils import safe_get_local_fp32_param  # noqa: E402
 
@@ -150,6 +157,36 @@ def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Te
     finally:
         if is_away:
             swapper.remove_partition_and_release_buffers([parameter])
+
+
+@contextlib.contextmanager
+def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have all of these parameters whole on every rank for the block; those of no ZeRO-3 are so already.
+
+    Collective: all ranks that hold partitions of them.
+    """
+    partitioned = [parameter for parameter in parameters if is_zero_param(parameter)]
+    with GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
+        yield
+
+
+def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return which of the parameters a `GatheredParameters` block has gathered at present, as positions.
+
+    What is changed in such a block reaches the partitions at its end. Only the newest releases mark its parameters;
+    but in all of them the object of a block lives while it lasts, and an engine's own gathering needs none.
+
+    Source: deepspeed 0.16.4 to 0.19.8 `partition_parameters.py`, `GatheredParameters`.
+    """
+    if not any(is_zero_param(p) and p.ds_status == ZeroParamStatus.AVAILABLE for p in parameters):
+        return []
+    blocks = [found for found in gc.get_objects() if type(found) is GatheredParameters and found.enabled]
+    held = {id(parameter) for block in blocks for parameter in block.params}
+    return [
+        position
+        for position, parameter in enumerate(parameters)
+        if id(parameter) in held and parameter.ds_status == ZeroParamStatus.AVAILABLE
+    ]
 
 
 def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:

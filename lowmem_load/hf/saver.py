@@ -68,11 +68,13 @@ class SavedFile:
         tensors: what each tensor in it is made of, by its name in the file. Leaves are `Source`s whose `path` is "" and
             whose `name` is that of a parameter or buffer of the model.
         metadata: of its header.
+        is_zip: whether it is one of torch.save's, not of safetensors'.
     """
 
     name: str
     tensors: Mapping[str, Expression]
     metadata: Mapping[str, str]
+    is_zip: bool = False
 
 
 def describe_save(
@@ -102,12 +104,10 @@ def describe_save(
     files: list[SavedFile] = []
 
     def record(weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Any = None, **_: Any) -> None:
-        name = Path(path).relative_to(scratch).as_posix()
-        expressions = {key: _expression(name, key, value) for key, value in weights.items()}
-        files.append(SavedFile(name, expressions, dict(metadata or {})))
+        files.append(recorded(scratch, weights, path, metadata or {}))
 
     numel = sum(_numel(tensors[id(parameter)]) for parameter in model.parameters())
-    arguments = {**kwargs, "state_dict": _symbolic_state(model, tensors, dtype), "is_main_process": True}
+    arguments = {**kwargs, "state_dict": symbolic_state(model, tensors, dtype), "is_main_process": True}
     if isinstance(model, transformers.PreTrainedModel):
         arguments["max_shard_size"] = max_shard_size
     with contextlib.ExitStack() as stack:
@@ -154,7 +154,25 @@ def _modules_that_write(model: nn.Module) -> list[Any]:
     return modules
 
 
-def _symbolic_state(model: nn.Module, tensors: Mapping[int, Source], dtype: torch.dtype | None) -> dict[str, Any]:
+def recorded(
+    scratch: Path,
+    weights: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str],
+    *,
+    is_zip: bool = False,
+) -> SavedFile:
+    """Return the file that somebody wants to write below `scratch`.
+
+    Raises:
+        UnsupportedError: something in it is none of the model's tensors.
+    """
+    name = Path(path).relative_to(scratch).as_posix()
+    expressions = {key: _expression(name, key, value) for key, value in weights.items()}
+    return SavedFile(name, expressions, dict(metadata), is_zip)
+
+
+def symbolic_state(model: nn.Module, tensors: Mapping[int, Source], dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the model's state dict with a symbolic tensor for each tensor: the same one for all names of a tie."""
     symbols: dict[int, torch.Tensor] = {}
     state: dict[str, Any] = {}

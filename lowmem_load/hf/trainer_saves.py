@@ -30,8 +30,8 @@ class NotGathered(dict[str, Any]):
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise LookedIntoError(
-            "this code looks into the weights that Trainer.save_model hands to it, and lowmem_load does not gather "
-            "them; call lowmem_load.install(saves=False)"
+            "this code looks into the weights of a state dict, and lowmem_load does not gather them; hand it to "
+            "save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse

@@ -55,8 +55,9 @@ def install(
         progress: as for `load_model`.
         verify: as for `load_model`. What cannot be streamed cannot be verified either, and is an error then.
         strict: whether a load that cannot be streamed is an error (an `UnsupportedError` as a rule).
-        saves: whether `Trainer.save_model` under ZeRO-3 writes the same files without gathering; see `save_model`. It
-            needs no stage3_gather_16bit_weights_on_model_save. (False: as transformers does it.)
+        saves: whether `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` under ZeRO-3 write
+            the same files without gathering, and `save_pretrained` refuses to write empty parameters; docs/saving.md.
+            They need no stage3_gather_16bit_weights_on_model_save. (False: all as in stock.)
         on_load: called with the `LoadReport` of each streamed load when it has ended, on every rank.
 
     Raises:

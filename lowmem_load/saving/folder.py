@@ -19,14 +19,17 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from lowmem_load.errors import ConfigError
 
 PROBE = ".lowmem_load_probe"
 """File by which ranks tell that they see one folder. A folder that has it is of a save that has not ended."""
+
+EMPTY: Mapping[int, bytes] = MappingProxyType({})
 
 _SAVING, _REMOVED = "saving-", "removed-"
 """What names of folders have in them: of those that are filled, and of those that are on their way out."""
@@ -81,7 +84,11 @@ def make_staging(folder: str | os.PathLike[str], needed_bytes: int) -> Staging:
         _finish_what_is_left(target, place, prefix)
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < needed_bytes:
-            raise ConfigError(f"{folder}: needs {needed_bytes} bytes, but {free_bytes} are free; nothing was written")
+            beside = " beside the former files, which stay until the new ones are complete" if target.is_dir() else ""
+            raise ConfigError(
+                f"{folder}: needs {needed_bytes} bytes{beside}, but {free_bytes} are free; nothing was written. Free "
+                "space, remove the former files first, or save to another folder"
+            )
         path = place / f"{prefix}{_SAVING}{token}"
         path.mkdir()
         try:
@@ -107,12 +114,15 @@ def check_seen(staging: Staging) -> None:
     )
 
 
-def make_file(staging: Staging, name: str, header: bytes, nbytes: int) -> None:
-    """Make a file of its full length, with its first bytes. What is not written later stays zero."""
+def make_file(staging: Staging, name: str, header: bytes, nbytes: int, others: Mapping[int, bytes] = EMPTY) -> None:
+    """Make a file of its full length, with its first bytes and others. What is not written later stays zero."""
     path = staging.path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         file.write(header)
+        for start, data in others.items():
+            file.seek(start)
+            file.write(data)
         file.truncate(nbytes)
         file.flush()
         os.fsync(file.fileno())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 
@@ -69,7 +69,9 @@ def holdings_of(model: nn.Module, rank: int, *, master: bool) -> list[Holding]:
 
     Raises:
         UnsupportedError: names a tensor that has no values here.
+        ConfigError: names a parameter that a `GatheredParameters` block has gathered.
     """
+    _refuse_gathered(model)
     found: dict[int, Holding] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in found:
@@ -84,6 +86,21 @@ def groups_of(model: nn.Module) -> Sequence[Any]:
     from lowmem_load.ds.parameters import is_partitioned, replicas_group_of
 
     return list(dict.fromkeys(replicas_group_of(p) for p in model.parameters() if is_partitioned(p)))
+
+
+def _refuse_gathered(model: nn.Module) -> None:
+    if "deepspeed" not in sys.modules:
+        return
+    from lowmem_load.ds.parameters import gathered_by_others
+
+    named = list(model.named_parameters())
+    open_ones = [named[position][0] for position in gathered_by_others([parameter for _, parameter in named])]
+    if open_ones:
+        raise ConfigError(
+            f"{open_ones[0]}: is gathered by an open deepspeed.zero.GatheredParameters"
+            f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}; what is changed in it reaches the "
+            "partitions at its end only: call save_model after the block, on all ranks"
+        )
 
 
 def _holding(name: str, tensor: torch.Tensor, rank: int, master: bool) -> Holding:

@@ -10,13 +10,13 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED, PREFIX_NBYTES
+from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
 from lowmem_load.planning.expression import Shape
 
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items() if code not in PACKED}
@@ -33,17 +33,19 @@ class FileLayout:
         header: its first bytes.
         nbytes: of all of it.
         starts: first byte of the data of each tensor, absolute in the file, by name; in the order in which they lie.
+        others: what else is no data of a tensor, by its first byte.
     """
 
     name: str
     header: bytes
     nbytes: int
     starts: Mapping[str, int]
+    others: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
     def data_bytes(self) -> int:
-        """Bytes after the header."""
-        return self.nbytes - len(self.header)
+        """Bytes of tensors."""
+        return self.nbytes - len(self.header) - sum(map(len, self.others.values()))
 
 
 def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
@@ -71,7 +73,7 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
 
 def digest_of(files: Iterable[FileLayout]) -> str:
     """Return a fingerprint of names, sizes and headers: of all that decides what lies where."""
-    return fingerprint(f"{file.name} {file.nbytes} {file.header[PREFIX_NBYTES:].decode()}" for file in files)
+    return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.others.items())}" for file in files)
 
 
 def _width(dtype: torch.dtype) -> int:

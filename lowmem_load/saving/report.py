@@ -22,7 +22,10 @@ class SaveReport(Phases):
         scattered: tensors that this rank writes piece by piece, because a conversion of transformers moves rows or
             elements apart: how many pieces, and bytes of the largest, by the tensor's name in the files.
         num_masters: parameters of which the optimizer's fp32 values were written.
-        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are plan, write, sync, rename.
+        num_merged: weights into which adapters were merged; see `save_model`.
+        adapter_bytes: bytes of the adapters that this rank held whole to merge them row by row.
+        gathered: weights that had to be whole to merge an adapter into them, one after the other: bytes, by name.
+        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
     """
 
     folder: str
@@ -34,6 +37,9 @@ class SaveReport(Phases):
     staged_bytes: int = 0
     scattered: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_masters: int = 0
+    num_merged: int = 0
+    adapter_bytes: int = 0
+    gathered: dict[str, int] = field(default_factory=dict)
     start_memory: Memory = field(default_factory=host_memory, kw_only=True)
     peak_memory: Memory = field(default_factory=host_memory, kw_only=True)
 
@@ -50,6 +56,12 @@ class SaveReport(Phases):
         ]
         if self.num_masters:
             lines.insert(2, f"  {self.num_masters} parameters as the optimizer's fp32 values")
+        if self.num_merged:
+            lines.insert(2, f"  {self.num_merged} weights merged with adapters of {self.adapter_bytes / mib:.1f} MiB")
+        for name, nbytes in list(self.gathered.items())[:5]:
+            lines.append(f"  gathered to merge it: {name}, {nbytes / mib:.1f} MiB")
+        if len(self.gathered) > 5:
+            lines.append(f"  gathered to merge them: {len(self.gathered) - 5} more")
         for name, (count, largest) in list(self.scattered.items())[:5]:
             lines.append(f"  in pieces: {name}: {count} of at most {largest} bytes")
         if len(self.scattered) > 5:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from lowmem_load.errors import PlanError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.hf import intercept, saver
+from lowmem_load.hf import intercept, merging, saver
+from lowmem_load.hf.merging import Merge
 from lowmem_load.integrity.model import unwrapped
+from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.progress import progress_bar
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress
@@ -24,11 +27,16 @@ from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.holdings import Holding, groups_of, holdings_of
 from lowmem_load.saving.layout import FileLayout, digest_of, lay_out
-from lowmem_load.saving.plan import Write, held_writes, plan_writes, strided, total_bytes
+from lowmem_load.saving.merged import digest_of_values, merged_pieces, merged_whole, whole_adapters
+from lowmem_load.saving.plan import Write, held_part, held_writes, plan_writes, strided, total_bytes
 from lowmem_load.saving.report import SaveReport
+from lowmem_load.saving.torch_layout import lay_out_zip
 from lowmem_load.saving.writer import Writer
 
 MIB = float(1 << 20)
+
+Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]
+"""See `save_described`."""
 
 
 def save_model(
@@ -37,6 +45,7 @@ def save_model(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
+    merge_adapters: bool = False,
     processors: Sequence[Any] = (),
     progress: bool | None = None,
     **save_pretrained_kwargs: Any,
@@ -44,10 +53,10 @@ def save_model(
     """Write a model as `save_pretrained` of the whole model would, each rank the bytes that it holds.
 
     Every rank must call it, between steps: not inside `GatheredParameters`, whose changes reach the partitions at its
-    end. The files are ordinary Hugging Face ones: the same names, keys, shards and
-    bytes, with transformers' conversions turned back, tied and ignored weights left out. Of a PEFT model the adapters
-    are written. Works under ZeRO-3 whatever holds the partitions (offload to cpu or nvme, hpZ, MiCS, partial ZeRO-3,
-    frozen parts), under stages 0 to 2, and without DeepSpeed.
+    end. The files are ordinary Hugging Face ones: the same names, keys, shards and bytes, with transformers'
+    conversions turned back, tied and ignored weights left out. Of a PEFT model the adapters are written, or the base
+    model with the adapters merged into it. Works under ZeRO-3 whatever holds the partitions (offload to cpu or nvme,
+    hpZ, MiCS, partial ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed.
 
     The folder appears all at once when all ranks are done; until then, and after any failure, what was there before is
     there still. Files in it that a save does not write stay.
@@ -60,6 +69,10 @@ def save_model(
             has them. With torch.float32, of parameters that an engine of ZeRO-3 trains in 16 bits, the optimizer's fp32
             values are written; `SaveReport.num_masters` counts them. (Under stages 0 to 2 it is the 16-bit values,
             cast.)
+        merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model itself
+            stays as it is. PEFT's own code merges, row by row, a LoRA of linear layers and embeddings; for that every
+            rank gathers the adapters (`SaveReport.adapter_bytes`). Anything else (DoRA, LoHa, IA3, experts, biases) is
+            gathered with its weight, one at a time (`SaveReport.gathered`). With a dtype, what was merged is cast.
         processors: tokenizers, processors and the like, whose `save_pretrained` writes into the folder too.
         progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
         **save_pretrained_kwargs: as the model's `save_pretrained` takes them: variant, save_original_format, ...
@@ -67,22 +80,57 @@ def save_model(
     Returns:
         What was done on this rank.
 
-    Collective: all ranks that hold partitions of the model, or all ranks. No weight crosses the network.
-    Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device.
+    Collective: all ranks that hold partitions of the model, or all ranks. No weight crosses the network, but for
+        adapters that are merged.
+    Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; a few times that to merge rows.
 
     Raises:
-        ConfigError: the folder cannot be used, is not shared by all ranks, or too small; or an argument.
+        ConfigError: the folder cannot be used, is not shared by all ranks, or too small; or an argument; or a parameter
+            is gathered by an open `GatheredParameters`.
         UnsupportedError: names what cannot be saved without gathering it, and why.
         CheckpointError: the system refuses a write: the disk is full.
         RankError: another rank failed; the same error is raised on every rank.
     """
     model = unwrapped(model)
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[saver.SavedFile], list[Merge]]:
+        with contextlib.ExitStack() as stack:
+            whole, merges = stack.enter_context(merging.unloaded(model)) if merge_adapters else (model, [])
+            given: Any = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
+            return saver.describe_save(whole, scratch, sources, **given), merges
+
+    arguments = f"{max_shard_size!r} {dtype} {merge_adapters} {sorted(save_pretrained_kwargs.items())}"
+    uses_masters = dtype == torch.float32 and not merge_adapters
+    return save_described(model, folder, describe, arguments, masters=uses_masters, also=processors, progress=progress)
+
+
+def save_described(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    describe: Describe,
+    arguments: str,
+    *,
+    masters: bool = False,
+    also: Sequence[Any] = (),
+    progress: bool | None = None,
+) -> SaveReport:
+    """Write the files that are described. See `save_model`. Collective.
+
+    Args:
+        model: whose parameters and buffers they are made of; not what holds it.
+        folder: see `save_model`.
+        describe: gets an empty folder of this rank's own, to which it writes all that is no file of weights, and what
+            stands for each parameter and buffer, by `id`. Returns the files of weights, and what is merged.
+        arguments: all that the files depend on besides; the same on all ranks.
+        masters: see `holdings_of`.
+        also: processors, see `save_model`.
+        progress: see `save_model`.
+    """
     with intercept.in_turn(open_ended=False):
         ranks = ranks_of(model)
         report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
         with ranks.together("save_model"):
-            save = _Save(ranks, os.fspath(folder), report, progress)
-            return save(model, dtype, max_shard_size, processors, save_pretrained_kwargs)
+            return _Save(ranks, os.fspath(folder), report, progress)(model, describe, arguments, masters, also)
 
 
 def ranks_of(model: nn.Module) -> RankGroup:
@@ -101,6 +149,12 @@ class _Planned:
     holdings: dict[str, Holding]
     writes: list[Write]
     all_bytes: int
+    merges: list[Merge]
+
+    def holdings_of(self, merge: Merge) -> list[Holding]:
+        """Return those of the weights that are merged together."""
+        found = {id(holding.tensor): holding for holding in self.holdings.values()}
+        return [found[id(parameter)] for parameter in merge.parameters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,50 +169,40 @@ class _Save:
     def __call__(
         self,
         model: nn.Module,
-        dtype: torch.dtype | None,
-        max_shard_size: int | str,
-        processors: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        describe: Describe,
+        arguments: str,
+        masters: bool,
+        also: Sequence[Any],
     ) -> SaveReport:
         with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name:
             scratch = Path(name)
             with self.ranks.agreed("planning the save", name=self.folder) as digest, self.report.phase("plan"):
-                arguments = f"{os.path.realpath(self.folder)} {max_shard_size!r} {dtype} {sorted(kwargs.items())}"
-                planned = self._plan(model, scratch, dtype, max_shard_size, kwargs)
-                digest.append(f"{fingerprint([arguments])}, files {digest_of(planned.files)}")
+                planned = self._plan(model, describe, scratch, masters)
+                digest.append(
+                    f"{fingerprint([os.path.realpath(self.folder), arguments])}, files {digest_of(planned.files)}"
+                )
             self._prove(planned)
             with self._staging(planned) as staging:
                 self._write(planned, staging)
                 with self.ranks.agreed("renaming", name=self.folder), self.report.phase("rename"):
                     if self.ranks.rank == 0:
-                        for processor in processors:
+                        for processor in also:
                             processor.save_pretrained(scratch)
                         folders.put_beside(staging, scratch)
                         folders.commit(staging, [file.name for file in planned.files])
         return self.report
 
-    def _plan(
-        self,
-        model: nn.Module,
-        scratch: Path,
-        dtype: torch.dtype | None,
-        max_shard_size: int | str,
-        kwargs: Mapping[str, Any],
-    ) -> _Planned:
-        holdings = holdings_of(model, self.ranks.rank, master=dtype == torch.float32)
-        sources = {id(holding.tensor): holding.source for holding in holdings}
-        saved = saver.describe_save(model, scratch, sources, dtype=dtype, max_shard_size=max_shard_size, kwargs=kwargs)
-        files = [
-            lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
-            for file in saved
-        ]
-        writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
+    def _plan(self, model: nn.Module, describe: Describe, scratch: Path, masters: bool) -> _Planned:
+        holdings = holdings_of(model, self.ranks.rank, master=masters)
+        saved, merges = describe(scratch, {id(holding.tensor): holding.source for holding in holdings})
+        files = [_laid_out(file, scratch) for file in saved]
+        writes = plan_writes([(layout, _once(file)) for layout, file in zip(files, saved, strict=True)])
         mine = held_writes(writes, {holding.source.name: holding.mine for holding in holdings})
         self.report.files = {file.name: file.nbytes for file in files}
         self.report.scattered = strided(mine)
         used = {write.parameter for write in writes}
         self.report.num_masters = sum(one.is_master for one in holdings if one.source.name in used)
-        return _Planned(files, {one.source.name: one for one in holdings}, mine, total_bytes(writes))
+        return _Planned(files, {one.source.name: one for one in holdings}, mine, total_bytes(writes), merges)
 
     def _prove(self, planned: _Planned) -> None:
         """Raise unless the ranks together write as many bytes as there are. See [Note: the plan read backwards]."""
@@ -178,7 +222,7 @@ class _Save:
                 if self.ranks.rank == 0:
                     made = folders.make_staging(self.folder, sum(file.nbytes for file in planned.files))
                     for file in planned.files:
-                        folders.make_file(made, file.name, file.header, file.nbytes)
+                        folders.make_file(made, file.name, file.header, file.nbytes, file.others)
             staging = self.ranks.broadcast_object(made)
             assert staging is not None  # as all ranks have agreed
             with self.ranks.agreed("reaching the folder", name=self.folder):
@@ -203,16 +247,76 @@ class _Save:
 
         bar = progress_bar(total, "Saving partitions", self.progress, self.ranks.rank)
         with bar as update, Writer(paths, on_bytes) as writer:
+            todo = dict(_by_parameter(planned.writes))
+            self._write_gathered(planned, writer, todo)
+            pieces_of = self._pieces_of(planned)
             with self.ranks.agreed("writing", name=self.folder, progress=progress), report.phase("write"):
-                for name, writes in _by_parameter(planned.writes):
-                    with planned.holdings[name].memory() as (memory, first):
-                        for write in writes:
+                for name, writes in todo.items():
+                    for memory, first in pieces_of(planned.holdings[name]):
+                        for write in _within(writes, memory, first):
                             writer.write(write, memory, first)
                     report.sample_memory()
             with self.ranks.agreed("syncing", name=self.folder, progress=progress), report.phase("sync"):
                 writer.sync()
         report.written_bytes, report.num_writes = writer.written_bytes, writer.num_writes
         report.staged_bytes = writer.staged_bytes
+
+    def _write_gathered(self, planned: _Planned, writer: Writer, todo: dict[str, list[Write]]) -> None:
+        """Write the weights that can only be merged whole, one after the other, and take them out of what is to do."""
+        for merge in planned.merges:
+            if merge.by_rows:
+                continue
+            holdings = planned.holdings_of(merge)
+            name = holdings[0].source.name
+            with self.ranks.agreed(f"merging {name}", name=self.folder), self.report.phase("merge"):
+                merged = merged_whole(merge, holdings)
+                for holding, memory in zip(holdings, merged, strict=False):
+                    for write in todo.pop(holding.source.name, ()):
+                        writer.write(write, memory, 0)
+                    self.report.gathered[holding.source.name] = memory.nbytes
+                    self.report.sample_memory()
+            self.report.num_merged += len(holdings)
+
+    def _pieces_of(self, planned: _Planned) -> Callable[[Holding], Iterator[tuple[torch.Tensor, int]]]:
+        """Return what yields what this rank writes of a weight: flat memory, and which element its first one is."""
+        merges = {id(merge.parameters[0]): merge for merge in planned.merges if merge.by_rows}
+        adapters: dict[int, torch.Tensor] = {}
+        if merges:
+            with self.ranks.agreed("gathering the adapters", name=self.folder) as digest, self.report.phase("merge"):
+                adapters = whole_adapters(merges.values())
+                digest.append(f"of the adapters {digest_of_values(adapters.values())}")
+            self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
+            self.report.num_merged += len(merges)
+
+        def pieces(holding: Holding) -> Iterator[tuple[torch.Tensor, int]]:
+            merge = merges.get(id(holding.tensor))
+            if merge is not None:
+                yield from merged_pieces(merge, holding, adapters)
+                return
+            with holding.memory() as memory_and_first:
+                yield memory_and_first
+
+        return pieces
+
+
+def _laid_out(file: saver.SavedFile, scratch: Path) -> FileLayout:
+    if file.is_zip:
+        return lay_out_zip(file.name, file.tensors, scratch)
+    return lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
+
+
+def _once(file: saver.SavedFile) -> Mapping[str, Expression]:
+    """Return the tensors of a file without further names of the same one, which only a zip has."""
+    if not file.is_zip:
+        return file.tensors
+    return dict({id(part): (key, part) for key, part in file.tensors.items()}.values())
+
+
+def _within(writes: Iterable[Write], memory: torch.Tensor, first: int) -> Iterator[Write]:
+    """Yield the writes as far as their elements are in memory."""
+    held = FlatRange(first, first + memory.numel())
+    for write in writes:
+        yield from (replace(write, copy=copy) for copy in held_part(write.copy, held))
 
 
 def _by_parameter(writes: Sequence[Write]) -> Iterator[tuple[str, list[Write]]]:

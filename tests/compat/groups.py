@@ -23,6 +23,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "streaming": ("tests/multi_rank/test_streaming.py",),
     "training": ("tests/multi_rank/test_after_load.py", "tests/multi_rank/test_several_models.py"),
     "modes": ("tests/multi_rank/test_modes.py",),
+    "saving": ("tests/multi_rank/test_save.py", "tests/unit/test_saving_merged.py"),
     "partial": ("tests/multi_rank/test_partial_training.py", "tests/multi_rank/test_partial_precision.py"),
     "pipelines": ("tests/pipelines/",),
 }

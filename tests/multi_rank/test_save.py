@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any
         del model
         gc.collect()
     if world_size == 2:
+        save_merged({name: paths[name] for name in ("odd", "llama", "gpt2", "tied", "mixtral")}, out)
         save_trained(paths["llama"], out)
         save_adapter(paths["llama"], out)
         fail_together(paths["llama"], out)
@@ -146,8 +148,58 @@ def save_adapter(path: str, out: str) -> None:
         equal_folders(Path(out, "adapter"), Path(out, "adapter-ordinary"))
 
 
+def adapted(name: str, model: Any) -> Any:
+    """Return a model of PEFT with adapters that change all that they are on; the same on all ranks."""
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    configs = {
+        "odd": LoraConfig(target_modules=["q_proj", "down_proj", "embed_tokens", "lm_head"], use_rslora=True),
+        "llama": LoraConfig(target_modules=["q_proj", "up_proj"], use_dora=True),
+        "gpt2": LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),
+        "tied": LoraConfig(target_modules=["q_proj", "embed_tokens"]),
+        "untied": LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "mixtral": IA3Config(target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False),
+    }
+    config = configs[name]
+    config.init_lora_weights, config.r = False, 4
+    torch.manual_seed(7)
+    return get_peft_model(model, config)
+
+
+def save_merged(paths: dict[str, str], out: str) -> None:
+    """Save models with adapters merged: partitioned adapters and whole ones, by rows and gathered."""
+    import deepspeed
+
+    from lowmem_load import load_model, save_model, streaming
+
+    for name, path in {**paths, "untied": paths["tied"]}.items():
+        config = BF16 if name == "llama" else FP32
+        with streaming(config):  # in which PEFT gathers what it looks into
+            model = adapted(name, load_model(path, config))
+        holder = deepspeed.initialize(model=model, config={**config, **ADAM})[0] if name in ("odd", "untied") else model
+        before = list(model.state_dict()), list(map(id, model.modules())), model.config.tie_word_embeddings
+        report = save_model(holder, f"{out}/merged-{name}", max_shard_size=SHARD, merge_adapters=True)
+        assert before == (list(model.state_dict()), list(map(id, model.modules())), model.config.tie_word_embeddings)
+        assert all("base_layer" in key for key in report.gathered), name
+        assert (len(report.gathered), report.adapter_bytes > 0) == (
+            (report.num_merged, False) if name in ("llama", "mixtral") else (0, True)
+        ), name
+        assert report.num_merged == {"odd": 6, "llama": 4, "tied": 3}.get(name, 2), name
+        save_model(holder, f"{out}/again-{name}")  # the adapters, as ever
+    with streaming(FP32):
+        model = adapted("gpt2", load_model(paths["gpt2"], FP32))
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).add_(int(os.environ["RANK"]))
+    with pytest.raises(RankError, match=r"gathering the adapters failed .*\n.*holds digest of the adapters"):
+        save_model(model, f"{out}/merged-differing", merge_adapters=True)
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel is no PeftModel"):
+        save_model(load_model(paths["gpt2"], FP32), f"{out}/merged-differing", merge_adapters=True)
+
+
 def fail_together(path: str, out: str) -> None:
     """Rank 1 fails in several ways: both raise, and what was there is there still."""
+    from deepspeed import zero
+
     from lowmem_load import load_model, save_model
     from lowmem_load.saving import folder as folders
     from lowmem_load.saving import writer
@@ -178,6 +230,11 @@ def fail_together(path: str, out: str) -> None:
     for dtype in (torch.int8, torch.float8_e4m3fn, "float32"):
         with pytest.raises(ConfigError, match=r"dtype: .* would destroy the weights"):
             save_model(model, target, dtype=dtype)  # type: ignore[arg-type]
+    with (
+        zero.GatheredParameters([model.lm_head.weight, model.model.norm.weight], modifier_rank=0),
+        pytest.raises(ConfigError, match=r"norm\.weight: is gathered by an open .*GatheredParameters, with 1 more"),
+    ):
+        save_model(model, target)
     partition = model.lm_head.weight.ds_tensor
     ordinary_data, partition.data = partition.data, partition.data.to(torch.int8)  # as DeepSpeed keeps frozen ones
     with pytest.raises(UnsupportedError, match=r"lm_head\.weight: is torch\.float32, .* hold torch\.int8, quantized"):
@@ -199,6 +256,7 @@ def paths(checkpoints: Path) -> dict[str, str]:
     made = {
         "llama": builders.tiny_llama(checkpoints, torch.float32),
         "odd": builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES),
+        "gpt2": builders.tiny_gpt2(checkpoints, torch.float32),
         "tied": builders.tiny_qwen2_tied(checkpoints, torch.float32),
         "mixtral": builders.tiny_mixtral(checkpoints, torch.float32),
         "bert": builders.tiny_bert(checkpoints, torch.float32, **builders.ODD_BERT_SIZES),
@@ -239,7 +297,21 @@ def test_folders_equal_those_of_the_whole_model(
         assert not any(staged for _, staged, _ in written), "straight from the partitions"
         whole = {"llama-2-fp32": 1.0, "llama-partial-fp32": 0.9}.get(way, 1 / world_size)
         assert max(nbytes for nbytes, _, _ in written) <= 1.1 * whole * sum(nbytes for nbytes, _, _ in written), way
+    if world_size == 2:
+        merged_as_peft_merges(paths, out, tmp_path)
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def merged_as_peft_merges(paths: dict[str, str], out: Path, tmp_path: Path) -> None:
+    for folder in out.glob("merged-*"):
+        name = folder.name.removeprefix("merged-")
+        path, dtype = paths["tied" if name == "untied" else name], torch.bfloat16 if name == "llama" else torch.float32
+        with warnings.catch_warnings():  # PEFT's, of ties
+            warnings.simplefilter("ignore")
+            model = adapted(name, AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).merge_and_unload()
+        model.save_pretrained(tmp_path / folder.name, max_shard_size=SHARD)
+        equal_folders(folder, tmp_path / folder.name)
+        assert (out / f"again-{name}" / "adapter_model.safetensors").exists()
 
 
 # -- a rank is killed ------------------------------------------------------------------------------------------------

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -78,7 +82,7 @@ def save_twice(path: str, out: str) -> None:
     lowmem_load.install()
     folder, rank = Path(out), os.environ["RANK"]
     for name, lora in (("full", False), ("lora", True)):
-        trainer = make_trainer(path, folder / name / "run", lora)
+        trainer = make_trainer(path, folder / name / "run", lora, stage3_param_persistence_threshold=0)
         trainer.train()
         engine = trainer.deepspeed
         assert not engine.zero_gather_16bit_weights_on_model_save()
@@ -89,6 +93,10 @@ def save_twice(path: str, out: str) -> None:
             trainer._save(folder / name / "stock", state_dict=state)
     trainer.save_model(folder / "again")
     trainer.save_model(folder / "again")
+    refuse_what_would_be_empty(trainer, folder)
+    trainer = make_trainer(path, folder / "run")
+    trainer.train()
+    save_otherwise(trainer, folder / "ours")
 
     seen: list[str] = []
 
@@ -110,8 +118,60 @@ def save_twice(path: str, out: str) -> None:
     lowmem_load.uninstall()
     from transformers import Trainer
 
+    with apart(trainer.deepspeed):
+        save_otherwise(trainer, folder / "stock")
+
     assert "wrapped" not in repr(Trainer.save_model) and not hasattr(Trainer.save_model, "__wrapped__")
     torch.distributed.barrier()
+
+
+def refuse_what_would_be_empty(trainer: Any, folder: Path) -> None:
+    from lowmem_load.errors import UnsupportedError
+
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)  # of PEFT
+    with pytest.raises(UnsupportedError, match=r"lora_A.*: is partitioned by ZeRO-3, .* with shape \[0\]; call "):
+        model.save_pretrained(folder / "empty")
+    with pytest.raises(UnsupportedError, match=r"^model\.embed_tokens\.weight: is partitioned by ZeRO-3"):
+        model.get_base_model().save_pretrained(folder / "empty")
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    with pytest.raises(UnsupportedError, match="this code looks into the weights of a state dict"):
+        len(state)
+    with pytest.raises(UnsupportedError, match="safe_serialization=False: the weights are not gathered"):
+        model.save_pretrained(folder / "empty", state_dict=state, safe_serialization=False)
+    assert not (folder / "empty").exists()
+
+
+@contextlib.contextmanager
+def apart(engine: Any) -> Iterator[None]:
+    """Have what the engine gathers be tensors of their own, as they are where `.cpu()` copies from a device.
+
+    On the CPU parameters of one module are views of one buffer, which accelerate takes for ties and leaves out.
+    """
+    ordinary = engine._zero3_consolidated_16bit_state_dict
+
+    def cloned(**kwargs: Any) -> Any:
+        state = ordinary(**kwargs)
+        return state and OrderedDict((name, value.clone()) for name, value in state.items())
+
+    engine._zero3_consolidated_16bit_state_dict = cloned
+    yield
+    del engine._zero3_consolidated_16bit_state_dict
+
+
+def save_otherwise(trainer: Any, folder: Path) -> None:
+    """Save as scripts do that have an engine or an accelerator."""
+    engine, accelerator = trainer.deepspeed, trainer.accelerator
+    assert engine.save_16bit_model(str(folder / "engine")) is True
+    assert engine.save_16bit_model(str(folder / "engine"), "sub.bin", exclude_frozen_parameters=True) is True
+    accelerator.save_model(engine, folder / "accelerator", max_shard_size="30KB")
+    accelerator.save_model(engine, folder / "bins", safe_serialization=False)
+    accelerator.unwrap_model(engine).save_pretrained(
+        folder / "script",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(engine),
+        max_shard_size="30KB",
+    )
 
 
 def test_trainer_saves_what_stock_saves(checkpoints: Path, tmp_path: Path) -> None:
@@ -125,6 +185,13 @@ def test_trainer_saves_what_stock_saves(checkpoints: Path, tmp_path: Path) -> No
         checkpoint = tmp_path / name / "run" / "checkpoint-1"
         equal_folders_of_weights(checkpoint, tmp_path / name / "ours")
         assert (checkpoint / "latest").exists(), "the optimizer's part of the checkpoint is there as well"
+    for name in ("accelerator", "script"):
+        equal_folders(tmp_path / "ours" / name, tmp_path / "stock" / name)
+        assert len(list((tmp_path / "ours" / name).glob("*.safetensors"))) > 1
+    for file in ("engine/pytorch_model.bin", "engine/sub.bin", "bins/pytorch_model.bin"):
+        ours, stock = (torch.load(tmp_path / who / file, weights_only=True) for who in ("ours", "stock"))
+        assert list(ours) == list(stock)
+        assert all(torch.equal(ours[name], value) for name, value in stock.items())
     assert len(load_file(tmp_path / "plain" / "model.safetensors")) > 0
     assert {path.name for path in (tmp_path / "again").iterdir()} >= {"adapter_model.safetensors", "tokens.json"}
 

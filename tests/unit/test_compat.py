@@ -34,7 +34,7 @@ def test_a_result_is_of_the_present_pins_of_its_environment() -> None:
             assert Version(result["versions"][name]).release[: len(digits)] == digits, (environment.name, name)
 
 
-@pytest.mark.parametrize("supported", [releases.SUPPORTED, loader.SUPPORTED, extensions._TORCH], ids=str)
+@pytest.mark.parametrize("supported", [releases.SUPPORTED, loader.SUPPORTED, extensions.TORCH], ids=str)
 def test_the_supported_range_is_what_was_tested(supported: Any) -> None:
     tested = [Version(Version(result["versions"][supported.package]).base_version) for result in read_results()]
     assert Version(supported.newest) == max(tested)

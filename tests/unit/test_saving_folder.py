@@ -202,6 +202,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"needs \d+ bytes, but \d+ are free"):
         folders.make_staging(tmp_path / "model", 1 << 60)
     assert list(tmp_path.iterdir()) == []
+    save(tmp_path / "model", "old")
+    with pytest.raises(ConfigError, match=r"needs \d+ bytes beside the former files, .* but \d+ are free"):
+        folders.make_staging(tmp_path / "model", 1 << 60)
+    assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
 
 
 def test_what_was_killed_right_after_the_exchange_does_not_cost_the_rest(

@@ -174,13 +174,14 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 # -- loads -----------------------------------------------------------------------------------------------------------
 
 
-def compare_all(cases: list[Case], method: str, precision: str, folder: str, limit_s: float) -> None:
+def compare_all(cases: list[Case], method: str, precision: str, saves: bool, folder: str, limit_s: float) -> None:
     """Rank function: compares load after load. An exception in one ends the set, since ranks may then be out of step.
 
     Args:
         cases: what to load.
         method: "lowmem" or "stock".
         precision: "fp32" or "bf16".
+        saves: whether what was streamed is saved again, and what was saved loaded ordinarily.
         folder: where the journal goes.
         limit_s: seconds per case.
     """
@@ -193,7 +194,7 @@ def compare_all(cases: list[Case], method: str, precision: str, folder: str, lim
         error = None
         with journal.item(case.name) as result:
             try:
-                result.update(_compare(case, method, precision))
+                result.update(_compare(case, method, precision, Path(folder, "saved") if saves else None))
             except Exception as caught:
                 error = caught
                 result.update(error=_where(caught), traceback=traceback.format_exc()[-6000:])
@@ -202,7 +203,7 @@ def compare_all(cases: list[Case], method: str, precision: str, folder: str, lim
             raise error
 
 
-def _compare(case: Case, method: str, precision: str) -> dict[str, Any]:
+def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> dict[str, Any]:
     import torch.distributed as dist
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -222,13 +223,19 @@ def _compare(case: Case, method: str, precision: str) -> dict[str, Any]:
             found.append(f"{key}: {sorted(map(str, names))} instead of {sorted(map(str, info[key]))}")
     recast = [line for line in found if _RECAST.search(line)]
     found = [line for line in found if line not in recast]
+    unsteady: list[str] = []
     if found:
         again, _ = _ordinary(cls, case.path, dtype)
         unsteady = _unsteady(reference, again)
         found = [line for line in found if not any(name in line for name in unsteady)] + [
             f"unsteady: {name}" for name in unsteady
         ]
+    saved = {}
+    if save_to is not None:  # on all ranks, whatever each of them has found
+        saved = _save_again(model, reference, cls, dtype, save_to, unsteady + [line.split(":")[0] for line in recast])
+        found += saved.pop("differences", [])
     return {
+        **saved,
         "differences": [line[:400] for line in found if not line.startswith("unsteady")],
         "unsteady": [line for line in found if line.startswith("unsteady")],
         "recast": len(recast),
@@ -238,6 +245,38 @@ def _compare(case: Case, method: str, precision: str) -> dict[str, Any]:
         "buffers": len(list(reference.buffers())),
         "slow_paths": _slow_paths(model),
     }
+
+
+def _save_again(
+    model: nn.Module, reference: nn.Module, cls: Any, dtype: torch.dtype, folder: Path, apart: list[str]
+) -> dict[str, Any]:
+    """Saves a streamed model; returns how an ordinary load of that differs from the one of the original checkpoint.
+
+    Where it does, and so does one of what transformers itself saves, tensor by tensor, that is transformers'. Tensors
+    that are `apart` differ anyway.
+    """
+    import torch.distributed as dist
+
+    from lowmem_load import save_model
+    from lowmem_load.errors import UnsupportedError
+
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of the former type
+    try:
+        report = save_model(model, folder, max_shard_size=SHARD_NBYTES)
+    except UnsupportedError as error:
+        return {"refused": _where(error)}
+    found: dict[str, Any] = {"saved": len(report.files), "scattered": len(report.scattered)}
+    if dist.get_rank() == 0:
+        again, _ = _ordinary(cls, str(folder), dtype)
+        differing = [name for name in _unsteady(reference, again) if name not in apart]
+        if differing:
+            shutil.rmtree(stock := folder.with_name("stock"), ignore_errors=True)
+            reference.save_pretrained(stock, max_shard_size=SHARD_NBYTES)
+            ordinary, _ = _ordinary(cls, str(stock), dtype)
+            found["as_stock"] = [name for name in differing if name not in (own := _unsteady(ordinary, again))]
+            found["differences"] = [f"saved and loaded again: {name} differs" for name in differing if name in own]
+    return found
 
 
 _RECAST = re.compile(r": dtype torch\.(bfloat16|float32) instead of torch\.float(32|64)$")

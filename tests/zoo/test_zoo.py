@@ -32,9 +32,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     return walk.cases_of(built, root)
 
 
-def _failures(cases: list[Case], world_size: int, precision: str) -> dict[str, str]:
-    outcomes = walk.compare(cases, world_size=world_size, precision=precision, method="lowmem")
+def _failures(cases: list[Case], world_size: int, precision: str, *, saves: bool = False) -> dict[str, str]:
+    outcomes = walk.compare(cases, world_size=world_size, precision=precision, method="lowmem", saves=saves)
     assert len(outcomes) == len(cases)
+    if saves:
+        assert [outcome.name for outcome in outcomes if not outcome.total("saved")] == []
     return {outcome.name: outcome.error for outcome in outcomes if outcome.status in ("failed", "unloadable")}
 
 
@@ -46,5 +48,6 @@ def test_two_ranks(cases: list[Case], kind: str) -> None:
 
 @pytest.mark.parametrize(("world_size", "precision"), [(2, "bf16"), (3, "fp32")])
 def test_more_ranks_and_the_other_precision(cases: list[Case], world_size: int, precision: str) -> None:
+    """Saved again as well: an ordinary load of that is the ordinary load of the original."""
     chosen = [case for case in cases if case.name.split("/")[0] in FEW]
-    assert _failures(chosen, world_size, precision) == {}
+    assert _failures(chosen, world_size, precision, saves=True) == {}

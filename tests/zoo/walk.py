@@ -78,6 +78,10 @@ class Outcome:
         """A figure of the first rank."""
         return int(self.results[0].get(key, 0)) if self.results else 0
 
+    def found(self, key: str) -> Any:
+        """What the first rank says; None if nothing."""
+        return self.results[0].get(key) if self.results else None
+
 
 def build(types: Sequence[str], root: Path, log: Callable[[str], None] = print) -> dict[str, dict[str, Any]]:
     """Returns, by type, what was built or the error; checkpoints that `root` holds are kept."""
@@ -109,11 +113,14 @@ def compare(
     world_size: int,
     precision: str,
     method: str,
+    saves: bool = False,
     limit_s: float = LIMIT_S,
     log: Callable[[str], None] = print,
 ) -> list[Outcome]:
-    """Returns what came of each case."""
-    return run_sets(checks.compare_all, cases, (method, precision), world_size=world_size, limit_s=limit_s, log=log)
+    """Returns what came of each case; with `saves`, of saving it again as well."""
+    return run_sets(
+        checks.compare_all, cases, (method, precision, saves), world_size=world_size, limit_s=limit_s, log=log
+    )
 
 
 def run_sets(
@@ -186,6 +193,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         - len({o.name.split("/")[0] for o in outcomes if o.status not in ("exact", "unsteady")}),
         "recast": sum(1 for outcome in outcomes if outcome.total("recast")),
         "with_missing_keys": sum(1 for outcome in outcomes if outcome.total("missing")),
+        "saved": sum(1 for outcome in outcomes if outcome.total("saved")),
+        "saved_as_stock": {o.name: names for o in outcomes if (names := o.found("as_stock"))},
+        "refused": {o.name: reason for o in outcomes if (reason := o.found("refused"))},
         "failing": {outcome.name: outcome.error for outcome in outcomes if outcome.status == "failed"},
         "slow_paths": dict(
             Counter(reason for o in outcomes for reason in (o.results[0].get("slow_paths", []) if o.results else []))
@@ -200,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world-sizes", nargs="*", type=int, default=[2])
     parser.add_argument("--precision", nargs="*", choices=["fp32", "bf16"], default=["fp32"])
     parser.add_argument("--methods", nargs="*", choices=["lowmem", "stock"], default=["lowmem"])
+    parser.add_argument("--saves", action="store_true", help="save what was streamed, and load that ordinarily")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
     parser.add_argument("--ci", action="store_true", help="only the types of test_zoo.py")
     parser.add_argument("--root", type=Path, default=CACHE, help="where the checkpoints are kept")
@@ -218,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for method, world_size, precision in itertools.product(options.methods, options.world_sizes, options.precision):
         started = time.monotonic()
         cases = cases_of(built, options.root, cross=method == "lowmem")
-        outcomes = compare(cases, world_size=world_size, precision=precision, method=method)
+        saves = options.saves and method == "lowmem"
+        outcomes = compare(cases, world_size=world_size, precision=precision, method=method, saves=saves)
         run = summary(outcomes)
         run["seconds"] = round(time.monotonic() - started)
         run["details"] = {
@@ -241,6 +253,10 @@ def print_run(title: str, run: dict[str, Any]) -> None:
     print(f"\n== {title}: {figures}")
     for name, error in run["failing"].items():
         print(f"  {name:60} {error[:180]}")
+    for name, reason in run["refused"].items():
+        print(f"  not saved: {name}: {reason[:180]}")
+    for name, tensors in run["saved_as_stock"].items():
+        print(f"  saved as transformers saves it, and loads otherwise: {name}: {', '.join(tensors[:3])}")
     for reason, count in sorted(run["slow_paths"].items(), key=lambda item: -item[1]):
         print(f"  slow path in {count} cases: {reason}")
 
