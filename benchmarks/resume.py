@@ -17,7 +17,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks.measure import MemorySampler, read_io
 from tests.ranks import run_ranks
 
 MIB = float(1 << 20)
-MATRIX = ((2, 1), (2, 4), (4, 3), (3, 2))
+MATRIX = ("2:1", "2:4", "4:3", "3:2")
 LAYERS = 4
 
 
@@ -133,11 +133,12 @@ def _load(folder: str, ranks: int, params: float, method: str) -> dict[str, Any]
     }
 
 
-def _matrix() -> None:
+def _matrix(pairs: Sequence[str]) -> None:
     from tests.multi_rank.test_modes import is_compiled
     from tests.multi_rank.test_resume import CASES, checkpoints_of, go_on_elsewhere, save_and_go_on
 
-    for saved_by, resumed_by in MATRIX:
+    for pair in pairs:
+        saved_by, resumed_by = map(int, pair.split(":"))
         with tempfile.TemporaryDirectory() as name:
             paths = checkpoints_of(Path(name))
             losses = run_ranks(save_and_go_on, paths, name, list(CASES), world_size=saved_by, timeout_s=300)[0]
@@ -157,9 +158,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--params", type=float, default=1e8)
     parser.add_argument("--method", default="ours")
+    parser.add_argument("--pairs", nargs="+", default=MATRIX, help="of the matrix: ranks that save, and that go on")
     options = parser.parse_args()
     if options.part == "matrix":
-        _matrix()
+        _matrix(options.pairs)
     elif options.part == "save":
         losses = run_ranks(save, options.folder, options.ranks, options.params, world_size=options.ranks, timeout_s=400)
         Path(options.folder, "losses.json").write_text(json.dumps(losses[0]))
