@@ -18,6 +18,7 @@ from lowmem_load.hf.active import active_zero3_config, deepspeed_config, was_dro
 from lowmem_load.integrity.model import ModelDigest
 from lowmem_load.integrity.sums import Keys
 from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.ranks.board import board
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.read.gds import chosen_source
@@ -118,8 +119,14 @@ def load_with_settings(
 ) -> Any:
     """Do what `load_model` does, with settings that are read already. Collective: the ranks of `ranks`."""
     with intercept.in_turn(open_ended=False), ranks.together("the load"):
-        with ranks.agreed("checking the arguments"):
-            settings, cls, arguments = _checked(name, settings, auto_class, dtype, kwargs)
+        with ranks.agreed("checking the arguments") as digest:
+            names.check_name(name, kwargs.get("subfolder", ""))
+            is_folder = os.path.isdir(name)
+            digest.append("a local folder" if is_folder else "a name on the Hub")
+            if is_folder:
+                settings, cls, arguments = _checked(name, settings, auto_class, dtype, kwargs)
+        if not is_folder:
+            settings, cls, arguments = _checked_once(name, settings, ranks, auto_class, dtype, kwargs)
         with intercept.intercepted(_load(settings, ranks, progress, verify), any_thread=False):
             return cls.from_pretrained(name, **arguments)
 
@@ -318,6 +325,36 @@ def _checked(
         names.refuse_quantized(config, kwargs)
         names.check_weights(name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
     return settings.for_model(config), cls, kwargs
+
+
+def _checked_once(
+    name: str,
+    settings: Settings,
+    ranks: RankGroup,
+    auto_class: str | type | None,
+    dtype: str | torch.dtype | None,
+    kwargs: Mapping[str, Any],
+) -> tuple[Settings, Any, dict[str, Any]]:
+    """Do what `_checked` does with a name on the Hub, which one rank of each node asks for all of it.
+
+    The load is of the commit that the name stands for now, and of no later one. Collective: an exchange, and an
+    agreement.
+    """
+
+    def check(commit: str, **changed: Any) -> tuple[str, tuple[Settings, Any, dict[str, Any]]]:
+        pinned = {**kwargs, **changed, "revision": commit} if commit else kwargs
+        return commit, _checked(name, settings, auto_class, dtype, pinned)
+
+    def pack(found: tuple[str, Any]) -> bytes:
+        return found[0].encode()
+
+    def look(content: bytes) -> tuple[str, tuple[Settings, Any, dict[str, Any]]]:
+        return check(content.decode(), force_download=False)  # it was, a moment ago
+
+    with board(ranks, None) as (shared, *_), ranks.agreed("asking the Hub", name=name) as digest, shared.stage():
+        commit, checked = shared.once("commit", lambda: check(names.commit_of(name, kwargs)), pack, look)
+        digest.append(f"commit {commit}")
+    return checked
 
 
 @contextlib.contextmanager

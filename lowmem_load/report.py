@@ -83,6 +83,8 @@ class LoadReport(Phases):
         name: what was loaded.
         rank, world_size: of the partition group.
         num_nodes: that its ranks run on; ranks in containers of their own count as nodes.
+        commits: of the Hub, that the files are of: one for a model, two for an adapter and its base model; none for
+            folders.
         ds_config: the configuration the model was partitioned for, every "auto" that loading reads resolved.
             `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto".
         dtype: storage dtype of floating-point parameters, as torch prints it.
@@ -101,7 +103,8 @@ class LoadReport(Phases):
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: reads of the plan; small ones that lie one behind the other share a system call.
         num_opens: how often this rank opened a shard file, to read its header, its data, or both.
-        headers_from: the rank that read the headers, and the index, for this one: itself, or the first of its node.
+        headers_from: the rank that asked the Hub and read the index and the headers for this one: itself, or the first
+            of its node.
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
         seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read.
         files: what was read of each file, by its path.
@@ -126,6 +129,7 @@ class LoadReport(Phases):
     rank: int = 0
     world_size: int = 1
     num_nodes: int = 1
+    commits: list[str] = field(default_factory=list)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = ""
     num_parameters: int = 0

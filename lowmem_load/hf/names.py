@@ -16,6 +16,7 @@ from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, spelled
 from lowmem_load.formats.index import base_of_adapter, check_model_config
+from lowmem_load.hf.hub import commit_in, pinned_commit
 
 MAX_TOLD = 1000
 """Characters of an error of somebody else's in a message: transformers lists all model types."""
@@ -147,6 +148,19 @@ def _config_file(name: str, hub: Mapping[str, Any]) -> str | None:
         return path
     except (OSError, ValueError):  # such as that there is no such model
         return None
+
+
+def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
+    """Return the commit that a name on the Hub stands for now, for which the Hub is asked once.
+
+    Nothing where that is not known, and for an adapter: the model that it belongs to has commits of its own.
+    """
+    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
+    commit = pinned_commit(kwargs) or commit_in(_config_file(name, hub) or "")
+    if not commit:
+        return ""
+    where = {key: hub[key] for key in _DOWNLOAD_KEYWORDS if key in hub and key != "force_download"}
+    return "" if find_adapter_config_file(name, **{**where, "revision": commit}) is not None else commit
 
 
 def config_text(config: Any) -> str:

@@ -27,6 +27,7 @@ from lowmem_load.errors import (
 )
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
+from lowmem_load.hf.hub import commit_in
 from lowmem_load.phases import host_memory
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
@@ -251,7 +252,10 @@ class Load:
             info = sorted(described.info.items())
             topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
             # What is computed with equal weights may differ: the base of rotary embeddings, say.
-            digest.append(f"{fingerprint(topics)}, configuration {fingerprint([_config_text(described.model)])}")
+            report.commits = sorted({commit_in(file.path) for file in described.files} - {""})
+            of_commits = "".join(f", commit {commit}" for commit in report.commits)
+            configuration = fingerprint([_config_text(described.model)])
+            digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}")
         return described
 
     def _plan(self, described: Described, around: Any, report: LoadReport) -> Planned:

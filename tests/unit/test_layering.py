@@ -81,7 +81,7 @@ MODULES: dict[str, set[str]] = {
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
-        *("accelerate_saves", "active", "collecting", "first_load", "fp8", "intercept", "loader", "merging"),
+        *("accelerate_saves", "active", "collecting", "first_load", "fp8", "hub", "intercept", "loader", "merging"),
         *("mxfp4", "names", "of_config", "plain_saves"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },

@@ -1,0 +1,67 @@
+"""Files of the Hub: asked for by one rank of a node, and taken from the cache by the others.
+
+Part of the transformers seam, see `loader.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers.utils.hub as transformers_hub
+
+from lowmem_load.contract import require
+from lowmem_load.describe.context import Once
+from lowmem_load.hf.releases import SUPPORTED
+from lowmem_load.hf.replaced import replaced
+
+require(SUPPORTED, {"transformers.utils.hub": ("cached_files",)})
+
+_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})/")
+"""In paths of the cache of the Hub: the commit that a file is of."""
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def commit_in(path: str) -> str:
+    """Return the commit that a file in the cache of the Hub is of; "" for one that lies elsewhere."""
+    found = _SNAPSHOT.search(path)
+    return found[1] if found else ""
+
+
+def pinned_commit(kwargs: Mapping[str, Any]) -> str:
+    """Return the commit that keywords of `from_pretrained` ask for; "" where it is for the Hub to say.
+
+    A `ResolvedRevision` of huggingface_hub 1.x is a text that has one beside it.
+    """
+    revision = kwargs.get("revision")
+    commit = str(getattr(revision, "resolved", revision))
+    return commit if _COMMIT.fullmatch(commit) else ""
+
+
+@contextlib.contextmanager
+def asked_once(once: Once) -> Iterator[None]:
+    """Let one of the ranks that share what they find ask the Hub, and download; the others look when it has.
+
+    Of a commit, transformers 5 asks the Hub for nothing that the cache knows, not even for what it knows not to be
+    there. So what one rank has asked for needs no second request.
+    """
+    ordinary = transformers_hub.cached_files
+
+    def cached_files(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+        def ask() -> Any:
+            return ordinary(path_or_repo_id, filenames, *args, **kwargs)
+
+        def look(_: bytes) -> Any:
+            return ordinary(path_or_repo_id, filenames, *args, **{**kwargs, "force_download": False})
+
+        if os.path.isdir(path_or_repo_id):
+            return ask()
+        key = f"hub {path_or_repo_id} {kwargs.get('subfolder') or ''} {filenames}"
+        return once(key, ask, lambda _: b"asked", look)
+
+    with replaced(transformers_hub, "cached_files", cached_files):
+        yield

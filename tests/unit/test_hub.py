@@ -1,0 +1,82 @@
+"""Commits of the Hub: what a name stands for is asked once, and files are asked for by one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.utils.hub as transformers_hub
+
+from lowmem_load.hf.hub import asked_once, commit_in, pinned_commit
+from lowmem_load.hf.names import commit_of
+from tests.hub import COMMIT, hub
+
+OTHER = "f" * 40
+
+
+@pytest.mark.parametrize(
+    ("path", "commit"),
+    [
+        (f"/cache/models--org--m/snapshots/{COMMIT}/model.safetensors", COMMIT),
+        (f"/cache/models--org--m/snapshots/{COMMIT}/sub/model.safetensors", COMMIT),
+        (f"/data/snapshots/{COMMIT}/model.safetensors", ""),
+        ("/cache/models--org--m/snapshots/main/model.safetensors", ""),
+        ("/data/model.safetensors", ""),
+    ],
+)
+def test_the_commit_of_a_file(path: str, commit: str) -> None:
+    assert commit_in(path) == commit
+
+
+class Resolved(str):
+    __slots__ = ()
+    resolved = COMMIT
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [(COMMIT, COMMIT), (Resolved("main"), COMMIT), ("main", ""), (None, ""), (COMMIT[:7], "")]
+)
+def test_the_commit_that_is_asked_for(revision: Any, commit: str) -> None:
+    assert pinned_commit({"revision": revision}) == commit
+    assert pinned_commit({}) == ""
+
+
+def test_a_name_is_asked_for_once(tmp_path: Path) -> None:
+    model, cache = tmp_path / "model", {"cache_dir": str(tmp_path / "cache")}
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with hub(model, "org/model") as asked:
+        assert commit_of("org/model", cache) == COMMIT
+        asked.clear()
+        assert commit_of("org/model", {**cache, "revision": "main"}) == COMMIT
+        assert asked == ["HEAD config.json"]
+        assert commit_of("org/model", {**cache, "revision": COMMIT}) == COMMIT
+        assert len(asked) == 1
+        assert commit_of("org/absent", cache) == ""
+    assert commit_of("org/model", cache) == COMMIT, "offline it is what the cache says"
+    assert commit_of(str(model), {}) == ""
+
+
+def test_an_adapter_has_no_commit_for_its_base_model(tmp_path: Path) -> None:
+    model, cache = tmp_path / "adapter", {"cache_dir": str(tmp_path / "cache")}
+    model.mkdir()
+    for file in ("config.json", "adapter_config.json"):
+        (model / file).write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with hub(model, "org/adapter"):
+        assert commit_of("org/adapter", cache) == ""
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_files_of_a_folder_are_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_first: bool) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(transformers_hub, "cached_files", lambda name, files, **kwargs: calls.append((name, kwargs)))
+
+    def once(key: str, find: Any, pack: Any, unpack: Any) -> Any:
+        return find() if is_first else unpack(b"asked")
+
+    with asked_once(once):
+        transformers_hub.cached_files(str(tmp_path), ["config.json"], force_download=True)
+        transformers_hub.cached_files("org/model", ["config.json"], force_download=True)
+    assert calls == [(str(tmp_path), {"force_download": True}), ("org/model", {"force_download": is_first})]
