@@ -147,9 +147,7 @@ def board(ranks: RankGroup, said: T) -> Iterator[tuple[Board, Nodes, list[T]]]:
     Collective: one exchange.
     """
     name = f"lowmem_load-{secrets.token_hex(8)}"
-    descriptor = -1
-    if ranks.world_size > 1 and not ranks.is_fake and hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    descriptor = _new_memory(name) if ranks.world_size > 1 and not ranks.is_fake else -1
     with contextlib.ExitStack() as closing:
         if descriptor >= 0:
             closing.callback(os.close, descriptor)
@@ -157,16 +155,28 @@ def board(ranks: RankGroup, said: T) -> Iterator[tuple[Board, Nodes, list[T]]]:
         pid, theirs, name, _ = found[nodes.first]
         opened = -1
         if len(nodes.neighbours) > 1 and theirs >= 0:
-            opened = _opened(pid, theirs, name, os.O_RDWR if nodes.first == nodes.rank else os.O_RDONLY)
+            if nodes.first == nodes.rank:  # in any case, since the others may wait for what it writes
+                closing.pop_all()
+                opened = descriptor
+            else:
+                opened = _opened(pid, theirs, name)
         ours = Board(ranks, nodes, opened, pid)
         closing.callback(ours.close)
         yield ours, nodes, [each for *_, each in found]
 
 
-def _opened(pid: int, descriptor: int, name: str, access: int) -> int:
+def _new_memory(name: str) -> int:
+    """Return a descriptor of a new file in memory; -1 where the system has none, or gives none."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except (AttributeError, OSError):  # not Linux; a sandbox, or too many files are open
+        return -1
+
+
+def _opened(pid: int, descriptor: int, name: str) -> int:
     """Return a descriptor of the memory of this name that a process has open; -1 if that cannot be had."""
     try:
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", access | os.O_APPEND | os.O_CLOEXEC)
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # the process has ended, or may not be looked into
         return -1
     try:

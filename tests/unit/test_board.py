@@ -117,6 +117,19 @@ def test_a_rank_without_others_makes_no_memory(monkeypatch: pytest.MonkeyPatch) 
             assert said[0] == "this"
 
 
+def test_where_no_memory_can_be_had_each_finds_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError("no memory for you")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    ranks: Any = SimpleNamespace(
+        rank=1, world_size=2, is_fake=False, all_gather_object=lambda mine: [("node", (1, -1, "", "first")), mine]
+    )
+    with board(ranks, "second") as (alone, _, said), alone.stage():
+        assert found(alone, "a", "own") == "own"
+        assert said == ["first", "second"]
+
+
 class Alone:
     rank, world_size, is_fake = 0, 1, False
 
