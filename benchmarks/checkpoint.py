@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -224,3 +226,19 @@ def drop_page_cache(path: Path) -> None:
     for file_path in shard_files(path):
         with file_path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_bytes(path: Path) -> int:
+    """Return how many bytes of the shard files the page cache holds, whole pages."""
+    libc = ctypes.CDLL("libc.so.6", use_errno=True)
+    total = 0
+    for file_path in shard_files(path):
+        with file_path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            is_cached = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+            start = ctypes.c_char.from_buffer(mapped)
+            status = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), is_cached)
+            del start  # or the mapping could not be closed
+            if status:
+                raise OSError(ctypes.get_errno(), f"mincore of {file_path}")
+            total += sum(flag & 1 for flag in bytes(is_cached)) * mmap.PAGESIZE
+    return total

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import checkpoint_of, drop_page_cache, read_headers, warm_page_cache
+from benchmarks.checkpoint import cached_bytes, checkpoint_of, drop_page_cache, read_headers, warm_page_cache
 from benchmarks.launch import GroupError, run_group
 from benchmarks.machine import Machine, available_bytes, describe_machine
 from benchmarks.methods import DTYPES, METHODS
@@ -53,7 +53,7 @@ PRESETS = {
     "demo": Preset(500_000_000, dict.fromkeys(METHODS, (2,)), train_steps=5),
     "llama-1.5b": Preset(
         1_500_000_000,
-        {"ordinary": (2,), "stock": (1, 2, 4), "lowmem": (1, 2, 4), "floor": (1, 2, 4)},
+        {"ordinary": (2,), "stock": (1, 2, 4), "lowmem": (1, 2, 4), "floor": (1, 2, 4), "tuned": (1, 2, 4)},
         train_steps=0,
     ),
     # No floor: a fused target is made of many tensors in the files, so it has no partition that is one of theirs.
@@ -143,7 +143,7 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
                 skipped[method, world_size] = f"skipped: {method}, {world_size} ranks: {reason}"
                 log(skipped[method, world_size])
                 continue
-            (drop_page_cache if plan.cold else warm_page_cache)(checkpoint)
+            _set_page_cache(checkpoint, cold=plan.cold)
             out = plan.out / "runs" / f"{method}-{world_size}-{repeat}"
             steps = train_steps if method in ("stock", "lowmem") and repeat == 0 else 0
             ranks = run_group(Spec(method, str(checkpoint), plan.dtype, steps, str(out)), world_size, on_gpu)
@@ -159,6 +159,15 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
                 shown.train_peak_bytes = trained.train_peak_bytes
             groups.append(group)
     return groups, list(skipped.values())
+
+
+def _set_page_cache(checkpoint: Path, *, cold: bool) -> None:
+    if not cold:
+        warm_page_cache(checkpoint)
+        return
+    drop_page_cache(checkpoint)
+    if kept := cached_bytes(checkpoint):
+        log(f"the page cache kept {kept / 2**20:.1f} MiB of the shard files, though it was asked to drop them")
 
 
 def train_small(plan: Plan, on_gpu: bool) -> list[Group]:

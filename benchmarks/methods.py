@@ -1,9 +1,8 @@
-"""The four ways to load that are compared. Each gives this rank's partitions, and how long its phases took."""
+"""The ways to load that are compared, and two floors. Each gives this rank's partitions, and how long phases took."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkpoint import SourceTensor, read_headers
+from benchmarks.floors import partition_range, read_plain, read_tuned
 
-METHODS = ("ordinary", "stock", "lowmem", "floor")
+METHODS = ("ordinary", "stock", "lowmem", "floor", "tuned")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -128,44 +127,19 @@ def load_lowmem(job: Job) -> Loaded:
 
 
 def load_floor(job: Job) -> Loaded:
-    """Read the bytes of this rank's partitions into fresh memory: file order, plain preadv, one thread, no model."""
-    loaded = Loaded(needed_bytes=0, read_bytes=0, num_reads=0)
-    needed_bytes = num_reads = 0
-    descriptors: dict[Path, int] = {}
-    try:
-        for tensor in read_headers(job.path):
-            if tensor.path not in descriptors:
-                descriptors[tensor.path] = os.open(tensor.path, os.O_RDONLY)
-            start, end = partition_range(tensor.numel, job.rank, job.world_size)
-            itemsize = tensor.nbytes // tensor.numel
-            buffer = torch.empty((end - start) * itemsize, dtype=torch.uint8)
-            num_reads += _read_into(descriptors[tensor.path], buffer, tensor, start * itemsize)
-            needed_bytes += buffer.numel()
-            loaded.partitions[tensor.name] = buffer.to(job.device)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    loaded.needed_bytes = loaded.read_bytes = needed_bytes
-    loaded.num_reads = num_reads
-    return loaded
+    """Read the bytes of this rank's partitions plainly; see `floors.read_plain`."""
+    return _floor(job, *read_plain(job.path, job.rank, job.world_size))
 
 
-def _read_into(descriptor: int, buffer: torch.Tensor, tensor: SourceTensor, start_byte: int) -> int:
-    view = memoryview(buffer.numpy().data)
-    done = num_reads = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], tensor.byte_offset + start_byte + done)
-        if count == 0:
-            raise EOFError(f"{tensor.name}: {tensor.path} ends {len(view) - done} bytes too early")
-        done += count
-        num_reads += 1
-    return num_reads
+def load_tuned(job: Job) -> Loaded:
+    """Read them as fast as the machine allows; see `floors.read_tuned`."""
+    return _floor(job, *read_tuned(job.path, job.rank, job.world_size))
 
 
-def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the flat range (elements, end exclusive) of a parameter that `rank` owns, without padding."""
-    partition_numel = -(-numel // world_size)
-    return min(rank * partition_numel, numel), min((rank + 1) * partition_numel, numel)
+def _floor(job: Job, partitions: dict[str, torch.Tensor], num_reads: int) -> Loaded:
+    nbytes = sum(partition.nbytes for partition in partitions.values())
+    placed = {name: partition.to(job.device) for name, partition in partitions.items()}
+    return Loaded(partitions=placed, needed_bytes=nbytes, read_bytes=nbytes, num_reads=num_reads)
 
 
 LOADERS: dict[str, Callable[[Job], Loaded]] = {
@@ -173,6 +147,7 @@ LOADERS: dict[str, Callable[[Job], Loaded]] = {
     "stock": load_stock,
     "lowmem": load_lowmem,
     "floor": load_floor,
+    "tuned": load_tuned,
 }
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from benchmarks.results import Group
 
-COLORS = {"ordinary": "#8c6bb1", "stock": "#d95f0e", "lowmem": "#1b9e77", "floor": "#7f7f7f"}
+COLORS = {"ordinary": "#8c6bb1", "stock": "#d95f0e", "lowmem": "#1b9e77", "floor": "#7f7f7f", "tuned": "#c0c0c0"}
 MIB = 2**20
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.worker import RankResult
 
-# Methods that must end with bit-identical partitions. The floor joins them when it reads the dtype that is loaded.
+# Methods that must end with bit-identical partitions. The floors join them when they read the dtype that is loaded.
 MODEL_METHODS = ("stock", "ordinary", "lowmem")
 
 
@@ -50,7 +50,7 @@ def different_weights(groups: list[Group], floor_dtype_equal: bool) -> tuple[lis
     """Return (what was compared, what differs), one line each: partitions must be equal bit for bit."""
     compared, differences = [], []
     for world_size in sorted({group.world_size for group in groups}):
-        names = [*MODEL_METHODS, "floor"] if floor_dtype_equal else list(MODEL_METHODS)
+        names = [*MODEL_METHODS, "floor", "tuned"] if floor_dtype_equal else list(MODEL_METHODS)
         present = [group for name in names if (group := find_group(groups, name, world_size))]
         if len(present) < 2:
             continue
@@ -105,8 +105,8 @@ def ratios(groups: list[Group]) -> list[dict[str, Any]]:
     """Return, per world size, the figures that compare methods; None where a method was not run."""
     rows = []
     for world_size in sorted({group.world_size for group in groups}):
-        stock, ordinary, lowmem, floor = (
-            find_group(groups, name, world_size) for name in ("stock", "ordinary", "lowmem", "floor")
+        stock, ordinary, lowmem, floor, tuned = (
+            find_group(groups, name, world_size) for name in ("stock", "ordinary", "lowmem", "floor", "tuned")
         )
         rows.append(
             {
@@ -114,6 +114,7 @@ def ratios(groups: list[Group]) -> list[dict[str, Any]]:
                 "ordinary_over_lowmem_seconds": _ratio(ordinary, lowmem),
                 "stock_over_lowmem_seconds": _ratio(stock, lowmem),
                 "lowmem_over_floor_seconds": _ratio(lowmem, floor),
+                "lowmem_over_tuned_seconds": _ratio(lowmem, tuned),
                 "stock_over_floor_seconds": _ratio(stock, floor),
                 "ordinary_over_floor_seconds": _ratio(ordinary, floor),
                 "lowmem_read_over_needed": _read_over_needed(lowmem),

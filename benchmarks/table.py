@@ -11,8 +11,8 @@ from benchmarks.worker import RankResult
 MMAP_METHODS = ("ordinary", "stock")  # they map the shard files; their reads are page faults
 
 RANK_COLUMNS = (
-    "ranks", "method", "rank", "peak", "anon", "file", "partition", "peak-part", "HBM", "seconds", "read calls",
-    "mmap >=", "reported", "network", ">64 KiB",
+    "ranks", "method", "rank", "peak", "anon", "file", "partition", "peak-part", "HBM", "seconds", "CPU s",
+    "read calls", "mmap >=", "reported", "network", ">64 KiB",
 )  # fmt: skip
 
 DEFINITIONS = """\
@@ -28,13 +28,17 @@ HBM        torch.cuda.max_memory_allocated above the start; '-' where there is n
 seconds    this rank's wall time of the load, waiting for other ranks included. ordinary = from_pretrained + initialize.
            lowmem: the phases that its LoadReport has (describe, plan, read, ...) follow in brackets.
            On the CPU from_pretrained leaves the parameters as views of the mapped files: ordinary reads in initialize.
+CPU s      processor seconds of this rank's threads during the load: what other work on the machine changes least.
 read calls bytes through read calls (rchar of /proc/self/io, without the sampler's own); page faults are not in it.
 mmap >=    for methods that map the shard files: the largest file-backed growth, a lower bound of the bytes faulted in.
-reported   lowmem: read_bytes of its LoadReport; floor: its own count.
+reported   lowmem: read_bytes of its LoadReport; floors: their own count.
 network    tensor bytes this rank gave to collectives of 2 or more ranks (torch.distributed and deepspeed.comm, the
            larger side of each call); >64 KiB: the part in payloads that large, which is where weights would be.
 floor      the partition bytes of the checkpoint, read with preadv in file order into fresh memory, one thread,
-           no model."""
+           no model.
+tuned      the same bytes read by as many threads as lowmem_load has, into huge pages that all partitions share; no
+           model. Before each load, of any method, memory of 1.2 partitions is touched and given back, so that none
+           waits for a hypervisor that has taken free memory back."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -56,8 +60,8 @@ def _rank_row(rank: RankResult) -> list[str]:
     return [
         str(rank.world_size), rank.method, str(rank.rank), _mib(memory.peak), _mib(memory.peak_anon),
         _mib(memory.peak_file), _mib(rank.partition_bytes), _mib(memory.peak - rank.partition_bytes),
-        _mib(rank.hbm_peak_bytes), _seconds(rank), _mib(rank.rchar_bytes), mapped, _mib(rank.read_bytes),
-        _mib(rank.network.payload_bytes), _mib(rank.network.large_payload_bytes),
+        _mib(rank.hbm_peak_bytes), _seconds(rank), f"{rank.cpu_seconds:.2f}", _mib(rank.rchar_bytes),
+        mapped, _mib(rank.read_bytes), _mib(rank.network.payload_bytes), _mib(rank.network.large_payload_bytes),
     ]  # fmt: skip
 
 
@@ -88,7 +92,7 @@ def repeat_lines(groups: list[Group]) -> list[str]:
 
 def ratio_table(rows: list[dict[str, Any]], methods: list[str]) -> list[str]:
     """Return the table of ratios (time: slowest rank of each) and of the memory beside the partition."""
-    compared = ("ordinary/lowmem", "stock/lowmem", "lowmem/floor", "stock/floor", "ordinary/floor")
+    compared = ("ordinary/lowmem", "stock/lowmem", "lowmem/floor", "lowmem/tuned", "stock/floor", "ordinary/floor")
     header = ["ranks", *(f"time {name}" for name in compared), "lowmem read/needed"]
     lines: list[Sequence[str]] = [header + [f"{method} peak-part MiB" for method in methods]]
     for row in rows:

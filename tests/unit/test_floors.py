@@ -1,0 +1,35 @@
+"""The floors of the benchmark read what partitions hold; whether the page cache holds a file is known."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.checkpoint import cached_bytes, warm_page_cache
+from benchmarks.floors import partition_range, read_plain, read_tuned
+
+TENSORS = {"a": torch.arange(1001, dtype=torch.int16), "b": torch.arange(3, dtype=torch.int32).reshape(3, 1)}
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
+def test_floors_read_partitions(rank: int, world_size: int, tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    plain, num_plain = read_plain(tmp_path, rank, world_size)
+    tuned, num_tuned = read_tuned(tmp_path, rank, world_size)
+    assert num_plain == num_tuned == sum(bool(part.numel()) for part in plain.values())
+    for name, values in TENSORS.items():
+        start, end = partition_range(values.numel(), rank, world_size)
+        expected = values.flatten()[start:end].view(torch.uint8)
+        assert torch.equal(plain[name], expected)
+        assert torch.equal(tuned.get(name, expected[:0]), expected)
+
+
+def test_what_the_page_cache_holds_is_counted(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    warm_page_cache(tmp_path)
+    nbytes = (tmp_path / "model.safetensors").stat().st_size
+    assert cached_bytes(tmp_path) == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
