@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import lowmem_load
@@ -128,6 +130,15 @@ def test_inspect_shows_what_it_can_of_a_model_that_nobody_knows(answer: Answer, 
     code, found = answer("inspect", folder, "--json")
     assert (code, found["conversions"]) == (0, [])
     assert "own" in found["not_described"] and found["tensors"]
+
+
+def test_inspect_names_the_base_of_an_adapter(answer: Answer, tmp_path: Path) -> None:
+    save_file({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    code, found = answer("inspect", tmp_path, "--json")
+    assert (code, found["base_of_adapter"], len(found["tensors"])) == (0, "org/base", 1)
+    assert "it is an adapter" in found["not_described"]
+    assert "adapter of" in answer("inspect", tmp_path)[1]
 
 
 def test_a_digest_is_that_of_the_loaded_model(answer: Answer, llama: Path, tmp_path: Path) -> None:
