@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from lowmem_load.ds import arena
 from lowmem_load.ds.arena import ALIGNMENT_BYTES, Arena, arena_for
-from lowmem_load.report import host_memory
+from lowmem_load.phases import host_memory
 
 MIB = 1 << 20
 SIZES = [3 * MIB + 1000, 5000, 700, 9 * MIB, 4096, 64, 2 * MIB]
