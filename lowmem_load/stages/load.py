@@ -181,7 +181,8 @@ class Load:
                 self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
             offers = self._check_files(planned, described, executor, report)
-            with shared_reads(self.ranks, nodes, offers, planned.shared) as (together, report.not_shared):
+            paths = [file.path for file in planned.plan.files]
+            with shared_reads(self.ranks, nodes, offers, planned.shared, paths) as (together, report.not_shared):
                 self._execute(planned, described, executor, together, report)
             stats = executor.stats
             report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
 from lowmem_load.planning.reads import Step
@@ -16,9 +16,6 @@ from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.stages.read_cost import sharing
 
 LITTLE_LESS = "the ranks of this node would read little less together"
-BLOCK_BYTES = 4096
-"""Of the page cache: no two ranks read one of them."""
-
 ALONE = "no other rank of this node has reads to share"
 
 
@@ -38,7 +35,7 @@ def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
 
 @contextlib.contextmanager
 def shared_reads(
-    ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], steps: Sequence[Step]
+    ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], steps: Sequence[Step], paths: Iterable[str]
 ) -> Iterator[tuple[SharedReads | None, str]]:
     """Yield what carries out shared steps, and else why there is nothing: "" where this rank has no such steps.
 
@@ -49,12 +46,13 @@ def shared_reads(
         nodes: that they run on.
         offers: by rank, whether it has steps to share.
         steps: this rank's.
+        paths: of the files that are read: bands end where blocks of their file system do.
     """
     with shared_windows(ranks, nodes, offers) as (windows, why):
         found = None
         if windows is not None:
             is_forced = sharing() is Sharing.ON
-            found = SharedReads(steps, windows, BLOCK_BYTES, is_forced=is_forced, check=ranks.watch())
+            found = SharedReads(steps, windows, _block_bytes(paths), is_forced=is_forced, check=ranks.watch())
         yield found, why
 
 
@@ -89,6 +87,14 @@ def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> It
         yield None, found or (ALONE if offers[ranks.rank] else "")
     else:
         yield Windows(memory, mine.index(ranks.rank), len(mine), WINDOW_BYTES), ""
+
+
+def _block_bytes(paths: Iterable[str]) -> int:
+    found = [1]
+    for path in paths:
+        with contextlib.suppress(OSError):  # it is open; reading it will say what is wrong, if anything is
+            found.append(os.stat(path).st_blksize)
+    return max(found)
 
 
 def _made(nbytes: int) -> tuple[int, str]:
