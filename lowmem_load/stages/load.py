@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
@@ -49,7 +50,7 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.read_cost import read_cost, sharing
+from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
 from lowmem_load.stages.sharing import LITTLE_LESS, shared_reads
@@ -329,7 +330,10 @@ class Load:
 
     def _executor(self) -> Executor:
         cores = environment.cores(environment.local_world_size(self.ranks.world_size))
-        return Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source)
+        open_source = self.open_source
+        if open_source is LocalFile and drops_behind():
+            open_source = functools.partial(LocalFile, drops_behind=True)
+        return Executor(num_threads=min(MAX_THREADS, cores), open_source=open_source)
 
 
 class _NotStreamedError(Exception):

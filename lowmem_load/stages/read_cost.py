@@ -28,6 +28,22 @@ SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
 """Variable of the environment: whether the ranks of a node read together, "auto", "off" or "on"; see `Sharing`."""
 
 
+DROP_BEHIND = "LOWMEM_LOAD_DROP_BEHIND"
+"""Variable of the environment: "1" lets go of the page cache of what was read."""
+
+
+def drops_behind() -> bool:
+    """Return whether the page cache of what was read is let go of.
+
+    Raises:
+        ConfigError: the variable of the environment holds something else than 0 or 1.
+    """
+    text = os.environ.get(DROP_BEHIND) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{DROP_BEHIND}: the environment has {text!r}, expected 0 or 1")
+    return text == "1"
+
+
 def sharing() -> Sharing:
     """Return which reads the ranks of a node do together.
 

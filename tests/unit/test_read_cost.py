@@ -10,7 +10,7 @@ from lowmem_load import plan
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
-from lowmem_load.stages.read_cost import read_cost, sharing
+from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing
 from tests import builders
 from tests.parity import BF16
 
@@ -37,6 +37,15 @@ def test_who_reads_together_is_said_in_one_of_three_words(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "yes")
     with pytest.raises(ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off or"):
         sharing()
+
+
+def test_the_page_cache_is_let_go_of_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not drops_behind()
+    monkeypatch.setenv("LOWMEM_LOAD_DROP_BEHIND", "1")
+    assert drops_behind()
+    monkeypatch.setenv("LOWMEM_LOAD_DROP_BEHIND", "yes")
+    with pytest.raises(ConfigError, match="LOWMEM_LOAD_DROP_BEHIND: the environment has 'yes', expected 0 or 1"):
+        drops_behind()
 
 
 def test_a_plan_goes_by_it_and_says_so(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
