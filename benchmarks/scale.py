@@ -164,18 +164,21 @@ def keywords_of(model: str) -> dict[str, Any]:
     return {"quantization_config": getattr(transformers, method)(dequantize=True)}
 
 
-def node_table(model: str, first: int, world_size: int, size: int, folder: Path, sharing: str) -> list[str]:
-    """Return what ranks `first` to `first + size - 1` read, each alone and together, as lines of a table."""
+def node_table(row: Row, size: int, folder: Path, sharing: str, block_bytes: int) -> list[str]:
+    """Return what `size` ranks from the row's on read, each alone and together, as lines of a table."""
     import lowmem_load
     from benchmarks.node_reads import NODE_COLUMNS, NODE_DEFINITIONS, node_reads, rank_reads
     from lowmem_load.planning.cooperative import Sharing
 
     found = []
+    model, first, world_size = row.model, row.rank, row.world_size
     for rank in range(first, first + size):
         plan = lowmem_load.plan(folder, DS_CONFIG, rank=rank, world_size=world_size, **keywords_of(model))
         found.append(rank_reads(plan, Sharing(sharing)))
         print(f"rank {rank} of {world_size} planned", file=sys.stderr, flush=True)
-    rows = [[model, f"{first}-{first + size - 1}/{world_size}", *each.cells()] for each in node_reads(found)]
+    rows = [
+        [model, f"{first}-{first + size - 1}/{world_size}", *each.cells()] for each in node_reads(found, block_bytes)
+    ]
     return [*aligned([NODE_COLUMNS, *rows]), "", NODE_DEFINITIONS]
 
 
@@ -280,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
     parser.add_argument("--node", type=int, metavar="N", help="what the node of ranks R to R + N - 1 reads")
     parser.add_argument("--share", choices=["auto", "off", "on"], default="auto", help="with --node: as the setting")
+    parser.add_argument("--block-bytes", type=int, default=4096, help="with --node: of the file system (st_blksize)")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None):
         parser.error("name a model, or pass --all")
@@ -298,8 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder, packages = Path(name), {}
         if options.node:
             checkpoint = write(options.model, folder / options.model)
-            row = options.model, options.rank, options.world_size
-            print("\n".join(node_table(*row, options.node, checkpoint, options.share)))
+            row = Row(options.model, options.rank, options.world_size)
+            print("\n".join(node_table(row, options.node, checkpoint, options.share, options.block_bytes)))
             return
         commit = options.before or (BEFORE if options.all else None)
         if commit:
