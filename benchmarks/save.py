@@ -1,8 +1,9 @@
 """Saving a partitioned model: stock consolidation, lowmem_load, and plain writes of the same bytes, in one run.
 
-    python -m benchmarks.save [--params 1.5e9] [--ranks 2 4] [--repeats 3]
+    python -m benchmarks.save [--params 1.5e9] [--ranks 2 4] [--repeats 4]
 
-Each method writes to a fresh folder and deletes it again; before each, what others wrote has reached the disk. Stock
+Each method writes to a fresh folder and deletes it again; before each, what others wrote has reached the disk. In every
+two turns ours and the floor come four times each, after each other, after themselves and after stock. Stock
 is `engine._zero3_consolidated_16bit_state_dict()` followed by `save_pretrained` on rank 0, as `Trainer.save_model` does
 it; it does not wait for the disk, the other two do. The floor writes each rank's partitions, one after the other, to
 its place in one file. The files of weights that ours and stock's wrote are compared byte by byte.
@@ -29,6 +30,8 @@ from benchmarks.measure import CollectiveCounter, MemorySampler
 from benchmarks.methods import zero3_config
 
 METHODS = ("stock", "lowmem", "floor")
+TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))
+"""Orders, in turn: what writes after another method finds the pages that this one has freed."""
 MIB = float(1 << 20)
 
 
@@ -103,8 +106,7 @@ def _run_rank(spec: Spec) -> list[Result]:
     engine = deepspeed.initialize(model=load_model(spec.checkpoint, config), config=config)[0]
     results = []
     for turn in range(spec.repeats):
-        first = turn % len(METHODS)  # whose pages the system has to find anew changes from turn to turn
-        for method in METHODS[first:] + METHODS[:first]:
+        for method in TURNS[turn % len(TURNS)]:
             folder = Path(spec.out) / method
             os.sync()
             dist.barrier()
@@ -118,7 +120,7 @@ def _run_rank(spec: Spec) -> list[Result]:
             dist.barrier()
             digests = {}
             if os.environ["RANK"] == "0":
-                if method != "floor" and len(results) < len(METHODS):
+                if method != "floor" and method not in {result.method for result in results}:
                     digests = {path.name: _digest(path) for path in sorted(folder.glob("*.safetensors"))}
                 shutil.rmtree(folder)
             dist.barrier()
@@ -152,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1.5e9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--max-shard-size", default="500MB")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save")
     arguments = parser.parse_args()

@@ -247,7 +247,7 @@ class _Save:
 
         bar = progress_bar(total, "Saving partitions", self.progress, self.ranks.rank)
         with bar as update, Writer(paths, on_bytes) as writer:
-            todo = dict(_by_parameter(planned.writes))
+            todo = _in_turn(dict(_by_parameter(planned.writes)), len(planned.files), self.ranks)
             self._write_gathered(planned, writer, todo)
             pieces_of = self._pieces_of(planned)
             with self.ranks.agreed("writing", name=self.folder, progress=progress), report.phase("write"):
@@ -317,6 +317,13 @@ def _within(writes: Iterable[Write], memory: torch.Tensor, first: int) -> Iterat
     held = FlatRange(first, first + memory.numel())
     for write in writes:
         yield from (replace(write, copy=copy) for copy in held_part(write.copy, held))
+
+
+def _in_turn(todo: dict[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
+    """Return what is to do beginning with another file on each rank: file systems let one write to a file at a time."""
+    own = ranks.rank * num_files // ranks.world_size
+    later = {name: writes for name, writes in todo.items() if writes[0].file < own}
+    return {name: writes for name, writes in todo.items() if name not in later} | later
 
 
 def _by_parameter(writes: Sequence[Write]) -> Iterator[tuple[str, list[Write]]]:
