@@ -13,7 +13,7 @@ def model_states(
     largest_layer: int,
     *,
     gpus_per_node: int,
-    num_nodes: int,
+    num_nodes: float,
     offloads_optimizer: bool,
     offloads_parameters: bool,
 ) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def model_states(
         num_elements: of all parameters.
         largest_layer: elements of the module with the most parameters of its own.
         gpus_per_node: ranks of a node.
-        num_nodes: of the job.
+        num_nodes: of the job; it only divides by them, so 1.5 is for a last node that is half full.
         offloads_optimizer: whether optimizer states stay on the host.
         offloads_parameters: whether parameters do as well.
 

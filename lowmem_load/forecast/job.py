@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.forecast.load import RankNeeds, rank_needs
 from lowmem_load.forecast.stock import StockNeeds, stock_needs
 from lowmem_load.forecast.training import Model, Setup, TrainingNeeds, model_of, training_needs
@@ -109,17 +110,17 @@ def forecast(checkpoint: OpenCheckpoint, job: Job) -> Forecast:
     keywords = dict(job.keywords)
     if job.dequantize:
         keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+    settings = read_settings(job.ds_config, world_size=job.world_size)
+    _require_estimable(settings)
     plans = plan_ranks(
         *(checkpoint.folder, job.ds_config),
         ranks=job.ranks or _chosen(job.world_size),
         world_size=job.world_size,
-        device=torch.device(job.device),
+        device=_device(job.device),
         open_source=checkpoint.open_source,
         **keywords,
     )
-    settings = read_settings(job.ds_config, world_size=job.world_size).for_model(
-        model_config(checkpoint.folder, keywords)
-    )
+    settings = settings.for_model(model_config(checkpoint.folder, keywords))
     is_host = job.device == "cpu"
     needs = tuple(rank_needs(plan, settings, is_host=is_host, num_threads=job.num_threads) for plan in plans)
     model = model_of(plans[0], settings)
@@ -150,6 +151,22 @@ def forecast(checkpoint: OpenCheckpoint, job: Job) -> Forecast:
     )
 
 
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"accelerator: expected cuda, cpu or another device of torch, got {name!r}") from error
+
+
+def _require_estimable(settings: Settings) -> None:
+    """Refuse what the estimate of training, and the verdict, would be wrong for."""
+    section = settings.ds_config["zero_optimization"]
+    stage, shard = section.get("stage", 0), section.get("mics_shard_size") or -1
+    if stage != 3 or shard > 0:
+        what = f"zero_optimization.stage {stage}" if stage != 3 else f"zero_optimization.mics_shard_size {shard}"
+        raise UnsupportedError(f"{what}: needs are estimated for stage 3 with partitions over all ranks only")
+
+
 def _chosen(world_size: int) -> list[int]:
     return list(range(world_size)) if world_size <= ALL_RANKS else [0, world_size // 2, world_size - 1]
 
@@ -173,7 +190,8 @@ def _setup(job: Job, settings: Settings) -> Setup:
     section = settings.ds_config["zero_optimization"]
     optimizer = (section.get("offload_optimizer") or {}).get("device", "none")
     return Setup(
-        job.world_size, job.gpus_per_node, str(getattr(optimizer, "value", optimizer)), settings.offload_device
+        *(job.world_size, job.gpus_per_node, str(getattr(optimizer, "value", optimizer)), settings.offload_device),
+        hpz_ranks=int(section.get("zero_hpz_partition_size") or 1),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +30,26 @@ PERSISTENCE_THRESHOLD = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A job: how many ranks, how many of them on a node, and where states and parameters stay between steps."""
+    """A job: how many ranks, how many of them on a node, and where states and parameters stay between steps.
+
+    `hpz_ranks` hold the parameters a second time between them (zero_hpz_partition_size); 1 where there is no such copy.
+    """
 
     world_size: int
     gpus_per_node: int
     offload_optimizer: str = "none"
     offload_param: str = "none"
+    hpz_ranks: int = 1
 
     @property
     def num_nodes(self) -> int:
         """Nodes that the ranks fill, the last one perhaps not wholly."""
         return -(-self.world_size // self.gpus_per_node)
+
+    @property
+    def full_nodes(self) -> float:
+        """Nodes' worth of ranks: a full node holds one part in so many of the job, wherever the other ranks are."""
+        return self.world_size / min(self.gpus_per_node, self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +99,18 @@ def model_of(plan: LoadPlan, settings: Settings) -> Model:
             layers[module] = layers.get(module, 0) + target.numel
     section = settings.ds_config["zero_optimization"]
     threshold = section.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
-    small = [target.numel for target in plan.targets if target.numel <= threshold]
+    at_most = section.get("stage3_model_persistence_threshold", sys.maxsize)
+    persistent_parameters = persistent_elements = 0
+    for target in plan.targets:
+        if target.numel <= min(threshold, at_most - persistent_elements):
+            persistent_parameters, persistent_elements = persistent_parameters + 1, persistent_elements + target.numel
     optimizer = settings.ds_config.get("optimizer") or {}
     kind = str(optimizer.get("type") or "")
     return Model(
         num_elements=sum(target.numel for target in plan.targets),
         largest_layer=max(layers.values(), default=0),
-        persistent_parameters=len(small),
-        persistent_elements=sum(small),
+        persistent_parameters=persistent_parameters,
+        persistent_elements=persistent_elements,
         item_bytes=settings.dtype.itemsize,
         optimizer=kind,
         state_bytes=_state_bytes(kind.lower(), optimizer.get("params") or {}),
@@ -110,12 +124,12 @@ def _state_bytes(kind: str, params: Mapping[str, Any]) -> int:
 
 
 def training_needs(model: Model, setup: Setup) -> TrainingNeeds:
-    """Return what training needs under ZeRO-3."""
+    """Return what training needs under ZeRO-3: of the fullest node, where the last one has fewer ranks."""
     offloads_optimizer, offloads_parameters = setup.offload_optimizer != "none", setup.offload_param != "none"
     host, device = model_states(
         *(model.num_elements, model.largest_layer),
         gpus_per_node=min(setup.gpus_per_node, setup.world_size),
-        num_nodes=setup.num_nodes,
+        num_nodes=setup.full_nodes,
         offloads_optimizer=offloads_optimizer,
         offloads_parameters=offloads_optimizer and offloads_parameters,
     )
@@ -126,15 +140,18 @@ def training_needs(model: Model, setup: Setup) -> TrainingNeeds:
         if where == "none":
             own_device += extra / setup.world_size
         else:
-            own_host += extra / setup.num_nodes * HOST_FACTOR
+            own_host += extra / setup.full_nodes * HOST_FACTOR
     if offloads_parameters and not offloads_optimizer:  # which DeepSpeed's estimator has no case for
         moved = model.item_bytes * model.num_elements
-        own_device, own_host = own_device - moved / setup.world_size, own_host + moved / setup.num_nodes * HOST_FACTOR
+        own_device, own_host = own_device - moved / setup.world_size, own_host + moved / setup.full_nodes * HOST_FACTOR
     for each, where in (
         (model.num_elements * (12 + model.state_bytes - ADAM_STATE_BYTES), setup.offload_optimizer),
         (model.num_elements * model.item_bytes, setup.offload_param),
     ):
         if where == "nvme":
-            own_host, disk = own_host - each / setup.num_nodes * HOST_FACTOR, disk + each / setup.num_nodes
+            own_host, disk = own_host - each / setup.full_nodes * HOST_FACTOR, disk + each / setup.full_nodes
+    own_device += 2 * (model.item_bytes - HALF_BYTES) * model.largest_layer  # whole with its gradient
     own_device += model.persistent_elements * model.item_bytes
+    if setup.hpz_ranks > 1:
+        own_device += model.num_elements * model.item_bytes / setup.hpz_ranks
     return TrainingNeeds(int(own_device), int(max(0.0, own_host)), device, host, int(disk))

@@ -117,10 +117,7 @@ def _fits(model: Model, setup: Setup, fixed: Fixed, limits: Limits) -> bool:
 
 
 def _world_sizes(setup: Setup) -> Iterator[int]:
-    """Yield powers of two within a node, then whole nodes."""
-    size = 1
-    while size < setup.gpus_per_node:
-        yield size
-        size *= 2
-    for num_nodes in range(1, MAX_NODES + 1):
-        yield num_nodes * setup.gpus_per_node
+    """Yield powers of two within a node, then whole nodes, and among them the world size that is asked about."""
+    sizes = {setup.world_size, *(num_nodes * setup.gpus_per_node for num_nodes in range(1, MAX_NODES + 1))}
+    sizes |= {1 << power for power in range((setup.gpus_per_node - 1).bit_length())}
+    yield from sorted(sizes)

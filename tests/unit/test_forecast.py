@@ -78,11 +78,27 @@ def test_the_estimate_is_corrected_by_the_ds_config() -> None:
     plain = training_needs(MODEL, Setup(8, 8))
     assert plain.device_bytes - training_needs(replace(MODEL, state_bytes=0), Setup(8, 8)).device_bytes == 8 * B
     in_fp32 = training_needs(replace(MODEL, item_bytes=4, persistent_elements=0), Setup(8, 8))
-    assert in_fp32.device_bytes == plain.deepspeed_device_bytes + 2 * B
+    assert in_fp32.device_bytes == plain.deepspeed_device_bytes + 2 * B + 4 * B  # a partition, and the largest layer
     on_nvme = training_needs(MODEL, Setup(16, 8, "nvme", "cpu"))
     on_cpu = training_needs(MODEL, Setup(16, 8, "cpu", "cpu"))
     assert on_nvme.disk_bytes == 8 * B * 12 / 2 and on_cpu.disk_bytes == 0
     assert on_cpu.host_bytes - on_nvme.host_bytes == 8 * B * 12 / 2 * 1.5
+
+
+def test_a_last_node_that_is_not_full_leaves_more_to_each_rank() -> None:
+    for offload in ("none", "cpu"):
+        full, partly = (training_needs(MODEL, Setup(ranks, 8, offload, offload)) for ranks in (16, 12))
+        device = 18 * 8 * B if offload == "none" else 0
+        assert partly.device_bytes - full.device_bytes == device // 12 - device // 16
+        host = 0 if offload == "none" else 18 * 8 * B * 1.5
+        assert partly.host_bytes - full.host_bytes == int(host * 8 / 12) - int(host / 2)
+
+
+def test_a_layer_in_fp32_and_a_second_copy_of_parameters_count() -> None:
+    plain = training_needs(MODEL, Setup(16, 8))
+    assert training_needs(MODEL, Setup(16, 8, hpz_ranks=8)).device_bytes - plain.device_bytes == 2 * 8 * B // 8
+    in_fp32 = training_needs(replace(MODEL, item_bytes=4, persistent_elements=0), Setup(16, 8))
+    assert in_fp32.device_bytes == 8 * B + 20 * 8 * B // 16
 
 
 @pytest.mark.parametrize(
@@ -101,6 +117,9 @@ def test_what_matters_of_a_model_is_read_off_its_plan(
     model = model_of(plan, settings)
     small = [target.numel for target in plan.targets if target.numel <= 100]
     assert (model.persistent_parameters, model.persistent_elements) == (len(small), sum(small)) and small
+    limited = {**zero, "stage3_model_persistence_threshold": sum(small) - 1}
+    fewer = model_of(plan, read_settings({"zero_optimization": limited}, world_size=2))
+    assert fewer.persistent_parameters == len(small) - 1
     assert model.num_elements == sum(target.numel for target in plan.targets)
     assert model.largest_layer == max(target.numel for target in plan.targets)  # no layer here has two parameters
     assert (model.item_bytes, model.state_bytes) == (4, state_bytes)
@@ -110,6 +129,9 @@ def test_a_verdict_names_what_would_fit() -> None:
     setup = Setup(8, 8)
     fits = judge(MODEL, setup, FIXED, Limits(1024 * GIB, 80 * GIB))
     assert fits.fits and fits.world_size == 2 and fits.offloads == ("none", "none")  # 4 + 144 / 2 < 80 GiB
+    assert (
+        judge(MODEL, Setup(3, 8), FIXED, Limits(None, 52 * GIB)).world_size == 3
+    )  # 4 + 144 / 3 GB; 4 + 144 / 2 is more
     tight = judge(MODEL, setup, FIXED, Limits(1024 * GIB, 12 * GIB))
     assert not tight.fits and tight.world_size == 24 and tight.offloads == ("cpu", "none")  # 4 + 144 / 24 = 10 GB
     hopeless = judge(MODEL, setup, FIXED, Limits(GIB, GIB))
