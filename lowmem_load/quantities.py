@@ -12,6 +12,9 @@ _UNITS = {
     **{f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b")},
     "b": 1,
 }
+MAX_NBYTES = 1 << 63
+"""Below which sizes are: what a file or a memory can have."""
+
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)(?:/s)?\s*\Z")
 
 
@@ -27,7 +30,7 @@ def parse_size(text: str, what: str) -> int:
     """
     found = _SIZE.match(text)
     unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None or float(found[1]) <= 0:
+    if found is None or unit is None or not 1 <= float(found[1]) * unit < MAX_NBYTES:
         raise ConfigError(f"{what}: expected a size such as 80GiB, 2GB or 512M, got {text!r}")
     return int(float(found[1]) * unit)
 

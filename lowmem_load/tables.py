@@ -26,7 +26,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*(Text(_printable(cell)) for cell in row))
     return _titled(title, made)
 
 
@@ -40,8 +40,13 @@ def facts(title: str, values: Mapping[str, str]) -> Group:
     made.add_column(overflow="fold")
     for name, value in values.items():
         if value:
-            made.add_row(name, Text(value))
+            made.add_row(Text(_printable(name)), Text(_printable(value)))
     return _titled(title, made)
+
+
+def _printable(text: str) -> str:
+    """Return a text with what steers a terminal escaped: names in headers are untrusted."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
 def _titled(title: str, made: RenderableType) -> Group:
@@ -49,4 +54,4 @@ def _titled(title: str, made: RenderableType) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(Text(title, style="bold"), made) if title else Group(made)
+    return Group(Text(_printable(title), style="bold"), made) if title else Group(made)

@@ -50,8 +50,11 @@ def bench(
     with working():
         from lowmem_load.bench.compare import checked_methods, compare, equal_weights
         from lowmem_load.bench.worker import METHODS
+        from lowmem_load.plots import check_picture
         from lowmem_load.settings.ds_config import read_ds_config
 
+        if png is not None:
+            check_picture(png)
         rows = compare(
             folder,
             read_ds_config(str(ds_config)) if ds_config is not None else DS_CONFIG,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import typer
 
@@ -11,7 +12,7 @@ from lowmem_load.cli.consolidate import consolidate
 from lowmem_load.cli.digest import digest
 from lowmem_load.cli.doctor import doctor
 from lowmem_load.cli.inspect import inspect
-from lowmem_load.cli.output import exit_code
+from lowmem_load.cli.output import FAILED, exit_code
 from lowmem_load.cli.plan import plan
 from lowmem_load.cli.report import report
 from lowmem_load.cli.run import run
@@ -49,3 +50,6 @@ def main() -> None:
     except LowMemLoadError as error:
         typer.echo(f"lowmem-load: {error}", err=True)
         sys.exit(exit_code(error))
+    except Exception:  # noqa: BLE001 - Python would end with 1, which says no
+        traceback.print_exc()
+        sys.exit(FAILED)

@@ -99,8 +99,11 @@ def plan(
     with working():
         from lowmem_load.forecast.job import Job, forecast
         from lowmem_load.forecast.verdict import Limits
+        from lowmem_load.plots import check_picture
         from lowmem_load.remote.checkpoint import open_checkpoint
 
+        if png is not None:
+            check_picture(png)
         limits = Limits(
             None if host_memory is None else parse_size(host_memory, "--host-memory"),
             None if device_memory is None else parse_size(device_memory, "--device-memory"),

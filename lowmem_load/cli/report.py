@@ -47,9 +47,12 @@ def report(
     lowmem-load report reports --timeline load.png --trace load.json
     """
     with working():
+        from lowmem_load.plots import check_picture
         from lowmem_load.reports.file import read_reports
         from lowmem_load.reports.join import join
 
+        if timeline is not None:
+            check_picture(timeline)
         found = read_reports(files)
         loads = join(found)
         if timeline is not None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from lowmem_load.forecast.job import Forecast
-from lowmem_load.plots import new_figure
+from lowmem_load.plots import new_figure, save_figure
 from lowmem_load.quantities import size
 
 
@@ -23,7 +23,7 @@ def draw(found: Forecast, path: str | os.PathLike[str]) -> None:
     """Write the picture as PNG, or as what the file's name ends in.
 
     Raises:
-        ConfigError: there is no matplotlib.
+        ConfigError: there is no matplotlib, or the file cannot be written.
     """
     phases = memory_by_phase(found)
     limits = {"node": None, "GPU": None} | {
@@ -41,4 +41,4 @@ def draw(found: Forecast, path: str | os.PathLike[str]) -> None:
             axes.axvline(limit / 2**30, color="black", linestyle="--")
             axes.set_title(f"there is: {size(limit)}", loc="right", fontsize="small")
     figure.suptitle(f"{found.name}: {found.world_size} ranks")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

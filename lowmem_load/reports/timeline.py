@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lowmem_load.plots import new_figure
+from lowmem_load.plots import new_figure, save_figure
 
 COLORS = {"describe": "#4c78a8", "plan": "#72b7b2", "compare": "#b279a2", "verify": "#9d755d", "read": "#f58518"}
 OTHER = "#bab0ac"
@@ -16,7 +16,7 @@ def draw(reports: Iterable[Mapping[str, Any]], path: str | os.PathLike[str]) -> 
     """Write the picture as PNG, or as what the file's name ends in.
 
     Raises:
-        ConfigError: there is no matplotlib.
+        ConfigError: there is no matplotlib, or the file cannot be written.
     """
     known = sorted(reports, key=lambda report: report["rank"])
     first = min((span["begin_s"] for report in known for span in report["spans"]), default=0.0)
@@ -40,4 +40,4 @@ def draw(reports: Iterable[Mapping[str, Any]], path: str | os.PathLike[str]) -> 
         loc="upper left",
         bbox_to_anchor=(1, 1),
     )
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

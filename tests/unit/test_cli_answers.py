@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 import lowmem_load
 from lowmem_load.cli import output
 from lowmem_load.cli.main import app, main
+from lowmem_load.cli.output import print_all
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
+from lowmem_load.tables import facts, table
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
 from tests.ranks import REPO
 
@@ -101,11 +103,43 @@ def test_plan_ends_with_a_verdict(
         (["--rank", "2"], "--rank: expected 0 <= rank < --world-size = 2, got"),
         (["--compare", "ours"], "--compare: expected stock"),
         (["--host-memory", "lots"], "--host-memory: expected a size"),
+        (["--read-rate", "9" * 400 + "TB"], "--read-rate: expected a size"),
+        (["--accelerator", "tpu"], "accelerator: expected cuda, cpu"),
+        (["--png", "no/such/folder.png"], "no/such/folder.png: cannot be written: no such folder"),
+        (["--png", "memory.txt"], "memory.txt: a picture's name ends in one of"),
     ],
 )
 def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: Path, ds_config: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         answer("plan", llama, "--ds-config", ds_config, "--world-size", 2, *options)
+
+
+@pytest.mark.parametrize(("key", "value"), [("stage", 2), ("mics_shard_size", 2)])
+def test_plan_gives_no_figures_that_it_cannot_estimate(
+    key: str, value: int, answer: Answer, llama: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, key: value}}))
+    with pytest.raises(UnsupportedError, match=f"zero_optimization.{key} {value}: needs are estimated for stage 3"):
+        answer("plan", llama, "--ds-config", file, "--world-size", 4)
+
+
+def test_an_error_that_nobody_expected_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr("lowmem_load.cli.main.app", fail)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 5 and "ZeroDivisionError: by nothing" in capsys.readouterr().err
+
+
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_all([table("t\x1b[2J", ("name",), [("a\x1b[31mb",)]), facts("", {"x\x07": "y\u202e"})])
+    shown = capsys.readouterr().out
+    assert "t\\x1b[2J" in shown and "a\\x1b[31mb" in shown and "x\\x07" in shown and "y\\u202e" in shown
 
 
 def test_inspect_says_what_is_done_on_load(answer: Answer, tmp_path: Path) -> None:
