@@ -26,8 +26,17 @@ class Hub:
 
 
 @contextmanager
-def hub(repositories: dict[str, Path], *, ignores_ranges: bool = False) -> Iterator[Hub]:
-    """Serve folders under the ids that they are given by."""
+def hub(
+    repositories: dict[str, Path], *, ignores_ranges: bool = False, shifts: int = 0, adds: int = 0
+) -> Iterator[Hub]:
+    """Serve folders under the ids that they are given by.
+
+    Args:
+        repositories: folders, by id.
+        ignores_ranges: answer with whole files.
+        shifts: bytes by which other ranges are sent than are asked for.
+        adds: bytes that follow each range.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -60,8 +69,8 @@ def hub(repositories: dict[str, Path], *, ignores_ranges: bool = False) -> Itera
             asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             if asked and not ignores_ranges:
                 first, last = int(asked[1]), int(asked[2])
-                headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-                content = content[first : last + 1]
+                headers["Content-Range"] = f"bytes {first + shifts}-{last + shifts}/{len(content)}"
+                content = content[first : last + 1] + bytes(adds)
             if with_body:
                 known.sent[found.name] += len(content)
                 known.requests[found.name] += 1

@@ -22,6 +22,9 @@ from lowmem_load.remote.source import HubFile
 MAX_SMALL_NBYTES = 64 << 20
 """Bytes of a file beside the weights, as an index, that is fetched whole."""
 
+MAX_NAME_NBYTES = 255
+"""Of a file, as file systems have it."""
+
 WEIGHTS = (".safetensors", ".bin")
 SMALL = (".json", ".py")
 
@@ -114,8 +117,10 @@ def _lay_out(info: Any, name: str, folder: str, subfolder: str, token: str | boo
     for sibling in info.siblings:
         file, nbytes = str(sibling.rfilename), int(sibling.size or 0)
         head, last = posixpath.split(file)
-        if head not in ("", subfolder.strip("/")) or last in ("", ".", "..") or os.sep in last:
+        if head not in ("", subfolder.strip("/")) or last in ("", ".", ".."):
             continue
+        if "\0" in last or len(os.fsencode(last)) > MAX_NAME_NBYTES:
+            raise CheckpointError(f"{name}: lists a file of the impossible name {last[:80]!r}")
         path = os.path.abspath(os.path.join(folder, head, last))
         if last.endswith(WEIGHTS):
             Path(path).touch()
@@ -123,6 +128,12 @@ def _lay_out(info: Any, name: str, folder: str, subfolder: str, token: str | boo
             version = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
             remote[path] = HubFile(path, url, nbytes, str(version), token)
         elif last.endswith(SMALL) and nbytes <= MAX_SMALL_NBYTES and not last.startswith("tokenizer"):
-            fetched = huggingface_hub.hf_hub_download(name, file, revision=info.sha, token=token)
-            shutil.copyfile(fetched, path)
+            _fetch_small(name, file, path, str(info.sha), token)
     return remote
+
+
+def _fetch_small(name: str, file: str, path: str, commit: str, token: str | bool | None) -> None:
+    try:
+        shutil.copyfile(huggingface_hub.hf_hub_download(name, file, revision=commit, token=token), path)
+    except Exception as error:  # of httpx or requests, or of the cache on disk
+        raise CheckpointError(f"{name}: {file} cannot be fetched from the Hub: {error}") from error

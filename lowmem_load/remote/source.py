@@ -70,6 +70,16 @@ class HubFile:
                 self._kept[offset, nbytes] = found
         return found
 
+    def _check_range(self, headers: Any, offset: int, nbytes: int) -> None:
+        said = str(headers.get("Content-Range", ""))
+        if not said.startswith(f"bytes {offset}-"):
+            raise CheckpointError(
+                f"{self.path}: {self._url} sent {said[:80]!r}, expected bytes {offset}-{offset + nbytes - 1}; "
+                "download the checkpoint and name its folder"
+            )
+        if headers.get("Content-Encoding", "identity") != "identity":  # a few bytes could become any number
+            raise CheckpointError(f"{self.path}: {self._url} sent compressed bytes, which were not asked for")
+
     def _fetch(self, offset: int, nbytes: int) -> bytes:
         headers = {**build_hf_headers(token=self._token), "Range": f"bytes={offset}-{offset + nbytes - 1}"}
         headers["Accept-Encoding"] = "identity"
@@ -81,7 +91,8 @@ class HubFile:
                         f"{self.path}: {self._url} answers a request for a range with status {response.status_code}, "
                         "expected 206; download the checkpoint and name its folder"
                     )
-                content = bytes(response.read() if hasattr(response, "read") else response.content)
+                self._check_range(response.headers, offset, nbytes)
+                content = _at_most(response, nbytes)
         except CheckpointError:
             raise
         except Exception as error:  # of httpx or requests, whichever this huggingface_hub uses
@@ -91,6 +102,16 @@ class HubFile:
                 f"{self.path}: the Hub sent {len(content)} bytes, expected {nbytes} from byte {offset} on"
             )
         return content
+
+
+def _at_most(response: Any, nbytes: int) -> bytes:
+    """Return the body; of one that is larger than asked for, no more than is needed to see that."""
+    content = bytearray()
+    for part in response.iter_bytes() if hasattr(response, "iter_bytes") else response.iter_content(1 << 16):
+        content += part
+        if len(content) > nbytes:
+            break
+    return bytes(content)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,14 @@ REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
 FORMAT = 1
 """Of the files; raised when what they hold changes its meaning."""
 
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("load", "rank", "world_size", "read_bytes", "num_reads"), int),
+    **dict.fromkeys(("name", "host"), str),
+    **dict.fromkeys(("seconds", "files", "start_memory", "peak_memory"), dict),
+    "spans": list,
+}
+"""What joining takes of a report."""
+
 logger = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
@@ -93,4 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as a report: {error}") from error
     if not isinstance(found, Mapping) or found.get("format") != FORMAT:
         raise ConfigError(f"{path}: is no report of a load, or one of another release (format {FORMAT} is expected)")
+    for key, kind in _KINDS.items():
+        if not isinstance(found.get(key), kind):
+            raise ConfigError(f"{path}: is no whole report: {key} is {found.get(key)!r:.80}")
     return dict(found)

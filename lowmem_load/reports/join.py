@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_load.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -89,10 +91,21 @@ class Joined:
 
 
 def join(reports: Iterable[Mapping[str, Any]]) -> list[Joined]:
-    """Return the loads that reports are of, in order."""
-    loads: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
+    """Return the loads that reports are of, in order. Loads of other numbers of ranks are of other jobs.
+
+    Raises:
+        ConfigError: two reports are of the same rank of a load.
+    """
+    loads: dict[tuple[int, str, int], dict[int, Mapping[str, Any]]] = {}
     for report in reports:
-        loads.setdefault((report["load"], report["name"]), {})[report["rank"]] = report
+        which = report["load"], report["name"], report["world_size"]
+        ranks = loads.setdefault(which, {})
+        if report["rank"] in ranks:
+            raise ConfigError(
+                f"two reports of rank {report['rank']} of load {which[0]} of {which[1]}, {which[2]} ranks: name the "
+                "reports of one job only"
+            )
+        ranks[report["rank"]] = report
     return [_joined([ranks[rank] for rank in sorted(ranks)]) for _, ranks in sorted(loads.items())]
 
 

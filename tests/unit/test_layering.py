@@ -207,14 +207,14 @@ ALSO: dict[str, set[str]] = {
 
 # What a module may import inside functions and under TYPE_CHECKING only, so that it is not there before it is needed.
 LAZILY: dict[str, set[str]] = {
-    "cli.bench": {"bench", "settings.ds_config"},
+    "cli.bench": {"bench", "plots", "settings.ds_config"},
     "cli.consolidate": {"resume.consolidate"},
     "cli.digest": {"hf.quantizers", "load"},
     "cli.doctor": {"doctor"},
     "doctor.devices": {"ds.ops"},
     "cli.inspect": {"inspection.checkpoint", "remote.checkpoint"},
-    "cli.plan": {"forecast", "remote.checkpoint"},
-    "cli.report": {"reports"},
+    "cli.plan": {"forecast", "plots", "remote.checkpoint"},
+    "cli.report": {"plots", "reports"},
     "cli.verify": {"integrity.files"},
     "integrity.model": {"ds.parameters"},
     "ranks.process_group": {"ds.comm"},

@@ -73,6 +73,19 @@ def test_a_server_without_ranges_is_refused(file: Path) -> None:
         read_bytes(source(server, file), 0, 8)
 
 
+def test_a_server_that_sends_other_bytes_or_more_is_refused(file: Path) -> None:
+    with (
+        hub({"org/model": file.parent}, shifts=1) as server,
+        pytest.raises(CheckpointError, match="sent 'bytes 9-12/200', expected bytes 8-11"),
+    ):
+        read_bytes(source(server, file), 8, 4)
+    with (
+        hub({"org/model": file.parent}, adds=32 << 20) as server,
+        pytest.raises(TruncatedFileError, match=r"the Hub sent [0-9]{1,6} bytes, expected 4 from byte 8"),
+    ):
+        read_bytes(source(server, file), 8, 4)
+
+
 def test_a_server_that_is_gone_or_has_less_is_an_error_of_ours(file: Path) -> None:
     with hub({"org/model": file.parent}) as server:
         with pytest.raises(TruncatedFileError, match="the Hub sent 50 bytes, expected 100 from byte 150 on"):

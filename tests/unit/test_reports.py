@@ -105,6 +105,24 @@ def test_ranks_are_joined() -> None:
     assert first.spreads["bytes read"] == Spread(3 * MIB, 3 * MIB, 3 * MIB)
 
 
+def test_reports_of_several_jobs_are_not_mixed() -> None:
+    former, now = join(as_read(report(5, world_size=8), report(0, world_size=2), report(1, world_size=2)))[::-1]
+    assert (former.world_size, [rank.rank for rank in former.ranks]) == (8, [5])
+    assert (now.world_size, [rank.rank for rank in now.ranks], now.missing_ranks) == (2, [0, 1], ())
+    with pytest.raises(ConfigError, match="two reports of rank 1 of load 1 of org/model, 3 ranks: name the reports"):
+        join(as_read(report(1), report(1)))
+
+
+def test_a_report_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    whole = as_dict(report(0), 1)
+    for key in ("rank", "files", "spans", "seconds", "peak_memory"):
+        for value in ({key: None}, {key: "x"}, {}):
+            broken = {name: each for name, each in whole.items() if name != key} | value
+            (tmp_path / "a.json").write_text(json.dumps(broken, default=str))
+            with pytest.raises(ConfigError, match=f"a.json: is no whole report: {key} "):
+                read_reports([tmp_path])
+
+
 def test_a_trace_has_phases_files_and_memory() -> None:
     events = trace_of(as_read(report(0), report(2, begin_s=101.0)))["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
