@@ -153,6 +153,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forecast": {
         *(
             "ds.estimates",
+            "errors",
             "hf",
             "inspection",
             "load",
