@@ -173,7 +173,13 @@ def state_of_accelerator(engine: Any) -> NotGathered | None:
 
 
 def save_of_state(model: Any, folder: str, kwargs: dict[str, Any]) -> None:
-    """Do what `save_pretrained` does with the state of `state_of_accelerator`. Collective: all ranks."""
+    """Do what `save_pretrained` does with the state of `state_of_accelerator`. Collective: all ranks.
+
+    Raises:
+        RankError: not all ranks have come within the limit of `LOWMEM_LOAD_SILENCE_S`, or one failed.
+    """
+    demand = "save_pretrained with the state of get_state_dict has to be called on all ranks, not by the main one alone"
+    ranks_of(model).all_come("save_pretrained", demand)
     save_model(model, folder, **{"max_shard_size": default_shard_size(), **kwargs})
 
 

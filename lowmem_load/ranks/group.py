@@ -16,13 +16,14 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError, RankError, spelled
-from lowmem_load.ranks.life import Limits, Progress
+from lowmem_load.ranks.life import SILENCE, Limits, Progress
 from lowmem_load.ranks.line import SIGN_EVERY_S, Line, LostError
 
 T = TypeVar("T")
@@ -168,6 +169,24 @@ class RankGroup:
                     raise
         if error is not None:  # an interrupt of this rank stays one, now that the others have heard of it
             raise _told(error)
+
+    def all_come(self, step: str, demand: str) -> None:
+        """Return once all ranks have come to a step that scripts are likely to run on one rank only. Collective.
+
+        Args:
+            step: what they come to.
+            demand: what scripts have to do, for the message.
+
+        Raises:
+            RankError: a rank is elsewhere, or has not come within `Limits.silence_s`.
+        """
+        line = None if self._is_alone else self._line()
+        if line is None:
+            return
+        self._set_limits()
+        absence = f"{SILENCE}; {demand}"
+        line.limits = replace(line.limits, absence_s=line.limits.silence_s, absence=absence)
+        self._exchange(step, None)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:

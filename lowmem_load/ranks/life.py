@@ -53,11 +53,13 @@ class Limits:
         silence_s: while they give life signs, but do not get on.
         gone_s: while they give no life signs, where their process cannot be looked up.
         absence_s: while they have not come to the load.
+        absence: for people: what sets `absence_s`, and what the ranks have to do.
     """
 
     silence_s: float = 300.0
     gone_s: float = 15.0
     absence_s: float = 1800.0
+    absence: str = "the timeout of the process group; all ranks have to load the same models in the same order"
 
     @classmethod
     def from_environment(cls, absence_s: float) -> Limits:
@@ -271,7 +273,4 @@ class Position:
 def _absent(waited_s: float | None, limits: Limits) -> str:
     if waited_s is None or waited_s <= limits.absence_s:
         return ""
-    return (
-        f"has not come to this point in {limits.absence_s:g} s, the timeout of the process group; all ranks have to "
-        "load the same models in the same order"
-    )
+    return f"has not come to this point in {limits.absence_s:g} s, {limits.absence}"

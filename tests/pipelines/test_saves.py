@@ -165,6 +165,8 @@ def save_otherwise(trainer: Any, folder: Path) -> None:
     assert engine.save_16bit_model(str(folder / "engine"), "sub.bin", exclude_frozen_parameters=True) is True
     accelerator.save_model(engine, folder / "accelerator", max_shard_size="30KB")
     accelerator.save_model(engine, folder / "bins", safe_serialization=False)
+    if Path(folder).name == "ours":
+        save_on_one_rank(accelerator, engine, folder / "alone")
     accelerator.unwrap_model(engine).save_pretrained(
         folder / "script",
         is_main_process=accelerator.is_main_process,
@@ -172,6 +174,20 @@ def save_otherwise(trainer: Any, folder: Path) -> None:
         state_dict=accelerator.get_state_dict(engine),
         max_shard_size="30KB",
     )
+
+
+def save_on_one_rank(accelerator: Any, engine: Any, folder: Path) -> None:
+    from lowmem_load.errors import RankError
+
+    state = accelerator.get_state_dict(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWMEM_LOAD_SILENCE_S", "0.5")
+        if accelerator.is_main_process:
+            text = r"rank 1: has not come .* 0\.5 s, LOWMEM_LOAD_SILENCE_S; .* on all ranks"
+            with pytest.raises(RankError, match=text):
+                accelerator.unwrap_model(engine).save_pretrained(folder, state_dict=state)
+    assert not folder.exists()
+    torch.distributed.barrier()
 
 
 def test_trainer_saves_what_stock_saves(checkpoints: Path, tmp_path: Path) -> None:
