@@ -40,7 +40,7 @@ def doctor(
     else:
         shown = [finding for finding in findings if not (quiet and finding.level == OK)]
         rows = [(each.level, each.area, each.found, each.advice) for each in shown]
-        said = f"{len(problems)} problems" if problems else "No problems."
+        said = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "No problems."
         print_all([table("", ("", "about", "found", "what to do"), rows), said])
     if problems:
         raise typer.Exit(NO)

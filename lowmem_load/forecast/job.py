@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.forecast.load import RankNeeds, rank_needs
+from lowmem_load.forecast.load import RankNeeds, rank_needs, swap_bytes
 from lowmem_load.forecast.stock import StockNeeds, stock_needs
 from lowmem_load.forecast.training import Model, Setup, TrainingNeeds, model_of, training_needs
 from lowmem_load.forecast.verdict import Fixed, Limits, Verdict, judge
@@ -175,14 +175,16 @@ def _fixed(needs: RankNeeds, plan: LoadPlan, settings: Settings, *, is_host: boo
     """Return what a load takes beside its partitions; where the CPU is the accelerator these count as its own."""
     process = host_memory()  # DeepSpeed is imported by now
     offload = settings.offload_device
+    swap = swap_bytes(settings) if offload == "nvme" else 0
     is_in_host = offload == "cpu" or (is_host and offload == "none")
     is_on_device = offload == "none" and not is_host
     return Fixed(
         process_bytes=max(0, process.anonymous_bytes - plan.planning_bytes),
         shared_bytes=process.file_bytes,
-        host_bytes=needs.host_peak_bytes - (needs.partition_bytes if is_in_host else 0),
+        host_bytes=needs.host_peak_bytes - (needs.partition_bytes if is_in_host else 0) - swap,
         device_bytes=needs.device_peak_bytes - (needs.partition_bytes if is_on_device else 0),
         is_host=is_host,
+        swap_bytes=swap,
     )
 
 

@@ -84,7 +84,7 @@ def rank_needs(plan: LoadPlan, settings: Settings, *, is_host: bool, num_threads
     host, device = (host + beside, device) if is_host else (host, device + beside)
     disk = 0
     if settings.offload_device == "nvme":
-        disk, host = plan.partition_bytes, host - plan.partition_bytes + _swap_bytes(settings)
+        disk, host = plan.partition_bytes, host - plan.partition_bytes + swap_bytes(settings)
     host_passing, device_passing = _passing(plan, device=device, num_threads=num_threads)
     return RankNeeds(
         rank=plan.rank,
@@ -116,7 +116,7 @@ def _passing(plan: LoadPlan, *, device: int, num_threads: int) -> tuple[int, int
     return host + ring, NUM_LANES * slot if converts else 0
 
 
-def _swap_bytes(settings: Settings) -> int:
+def swap_bytes(settings: Settings) -> int:
     """Return the bytes of the buffers of the swapper. Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`."""
     offload = settings.ds_config["zero_optimization"]["offload_param"]
     return int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 1e8)) * settings.dtype.itemsize

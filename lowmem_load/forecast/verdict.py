@@ -31,6 +31,8 @@ class Fixed:
         shared_bytes: that all processes of a node share, of libraries.
         host_bytes, device_bytes: of the load beside its partitions, of each rank.
         is_host: whether the accelerator is the CPU, so that all is host memory.
+        swap_bytes: of host memory of each rank, through which parameters pass that are offloaded to nvme, also in
+            training.
     """
 
     process_bytes: int
@@ -38,6 +40,7 @@ class Fixed:
     host_bytes: int
     device_bytes: int
     is_host: bool
+    swap_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ def needs_of(model: Model, setup: Setup, fixed: Fixed, limits: Limits) -> tuple[
     stays_on_device = setup.offload_param == "none"
     training = training_needs(model, setup)
     device_load = fixed.device_bytes + (partition if stays_on_device else 0)
-    processes = ranks * fixed.process_bytes + fixed.shared_bytes
+    swap = fixed.swap_bytes if setup.offload_param == "nvme" else 0
+    processes = ranks * (fixed.process_bytes + swap) + fixed.shared_bytes
     host_load = processes + ranks * (fixed.host_bytes + (partition if setup.offload_param == "cpu" else 0))
     host_training = processes + training.host_bytes
     if fixed.is_host:

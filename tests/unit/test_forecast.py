@@ -149,6 +149,14 @@ def test_ranks_on_the_host_share_its_memory() -> None:
     assert on_device[2].needed_bytes == 2 * 2 * B + MIB
 
 
+def test_buffers_of_swapped_parameters_stay_in_training() -> None:
+    swaps = replace(FIXED, swap_bytes=GIB)
+    for param, nbytes in (("nvme", 8 * GIB), ("cpu", 0)):
+        setup = Setup(16, 8, "cpu", param)
+        less, more = (needs_of(MODEL, setup, fixed, Limits(None, None)) for fixed in (FIXED, swaps))
+        assert [b.needed_bytes - a.needed_bytes for a, b in zip(less, more, strict=True)] == [nbytes, nbytes, 0, 0]
+
+
 def test_pictures_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'lowmem-load\[plots\]'"):
