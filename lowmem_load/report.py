@@ -106,7 +106,9 @@ class LoadReport(Phases):
         headers_from: the rank that asked the Hub and read the index and the headers for this one: itself, or the first
             of its node.
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
-        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read.
+        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read; and
+            turn before read, this rank's wait until fewer than `readers` others read.
+        readers: how many ranks read at a time, at most; 0 for no limit.
         files: what was read of each file, by its path.
         shared: what came of reading together with the other ranks of the node; None where this rank read alone.
         not_shared: why it did, where it had reads to share.
@@ -148,6 +150,7 @@ class LoadReport(Phases):
     num_opens: int = 0
     headers_from: int = 0
     num_retries: int = 0
+    readers: int = 0
     files: Mapping[str, FileReads] = field(default_factory=dict)
     shared: Shared | None = None
     not_shared: str = ""

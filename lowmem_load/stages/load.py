@@ -50,10 +50,11 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing
+from lowmem_load.stages.read_cost import READERS, drops_behind, read_cost, readers, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
 from lowmem_load.stages.sharing import LITTLE_LESS, shared_reads
+from lowmem_load.stages.turns import READING, turn
 from lowmem_load.targets.make import TargetMaker
 
 logger = logging.getLogger(__name__)
@@ -268,7 +269,8 @@ class Load:
                 _check_around(around, described)
             shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
             planned = make_plan(described, self.ranks.rank, read_cost(), sharing() if shares else Sharing.OFF)
-            digest.append(planned.plan.fingerprint)
+            report.readers = readers()
+            digest.append(planned.plan.fingerprint + f", {READERS}={report.readers}" * bool(report.readers))
         return planned
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
@@ -318,9 +320,9 @@ class Load:
             update(num_bytes)
             self.ranks.stop_if_troubled()
 
-        reading = self.ranks.agreed("reading", name=described.name, progress=progress)
+        reading = self.ranks.agreed(READING, name=described.name, progress=progress)
         bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
-        with reading, report.phase("read"), bar as update:
+        with turn(self.ranks, report), reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
             if self.ranks.rank == 0 and not self.verify:  # the others hold the same bytes
                 warn_of_holes(described.name, described.files, executor.sources)

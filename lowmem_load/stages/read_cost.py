@@ -45,13 +45,35 @@ def drops_behind() -> bool:
 
 
 def sharing() -> Sharing:
-    """Return which reads the ranks of a node do together.
+    """Return which reads the ranks of a node do together; none where they take turns.
 
     Raises:
-        ConfigError: the variable of the environment holds something else.
+        ConfigError: the variable of the environment holds something else, or "on" where ranks take turns.
     """
     text = os.environ.get(SHARE_READS) or Sharing.AUTO.value
     try:
-        return Sharing(text)
+        found = Sharing(text)
     except ValueError:
         raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto, off or on") from None
+    if found is Sharing.ON and readers():
+        raise ConfigError(f"{SHARE_READS}=on: ranks that read together cannot take turns; unset it, or {READERS}")
+    return Sharing.OFF if readers() else found
+
+
+READERS = "LOWMEM_LOAD_READERS"
+"""Variable of the environment: how many ranks of a load read at a time, at most; see `stages/turns.py`."""
+
+
+def readers() -> int:
+    """Return how many ranks of a load read at a time, at most; 0 for all.
+
+    Raises:
+        ConfigError: the variable of the environment is no positive whole number.
+    """
+    text = os.environ.get(READERS)
+    if not text:
+        return 0
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    if number < 1:
+        raise ConfigError(f"{READERS}: the environment has {text!r}, expected a positive whole number of ranks")
+    return number

@@ -92,7 +92,7 @@ MODULES: dict[str, set[str]] = {
     "reports": {"file", "join", "timeline", "trace"},
     "stages": {
         *("checksums", "defaults", "describe", "digest", "execute", "load", "plan", "read_cost", "room", "same_bytes"),
-        "sharing",
+        *("sharing", "turns"),
     },
     "saving": {"folder", "holdings", "layout", "merged", "plan", "report", "save", "torch_layout", "writer"},
     "load": set(),

@@ -10,7 +10,7 @@ from lowmem_load import plan
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
-from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing
+from lowmem_load.stages.read_cost import drops_behind, read_cost, readers, sharing
 from tests import builders
 from tests.parity import BF16
 
@@ -37,6 +37,24 @@ def test_who_reads_together_is_said_in_one_of_three_words(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "yes")
     with pytest.raises(ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off or"):
         sharing()
+
+
+def test_ranks_that_take_turns_do_not_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert readers() == 0
+    monkeypatch.setenv("LOWMEM_LOAD_READERS", "3")
+    assert (readers(), sharing()) == (3, Sharing.OFF)
+    monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "on")
+    with pytest.raises(
+        ConfigError, match=r"LOWMEM_LOAD_SHARE_READS=on: .*take turns; unset it, or LOWMEM_LOAD_READERS"
+    ):
+        sharing()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "all", "9999999999"])
+def test_a_number_of_readers_is_positive_and_whole(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWMEM_LOAD_READERS", text)
+    with pytest.raises(ConfigError, match=f"LOWMEM_LOAD_READERS: the environment has '{text}', expected a positive"):
+        readers()
 
 
 def test_the_page_cache_is_let_go_of_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
