@@ -3,15 +3,15 @@
 [Note: board] The first rank of each node makes an anonymous file in memory, which ends with its process, and appends
 records to it; the others open it through /proc and look for the record that they need. So nothing goes through the
 network or the store, and nothing is left behind. A rank waits only for what the first one may still say: a stage ends
-with a mark, and where that has come without the record, where the first rank has ended, or where its memory cannot be
-opened, each finds out for itself. So a failure is that of every rank, as without a board.
+with a mark, as all of it does, however the first rank leaves; where that has come without the record, where the first
+rank has ended, or where its memory cannot be opened, each finds out for itself. So a failure is that of every rank, as
+without a board.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +20,15 @@ from typing import TypeVar
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import started
 from lowmem_load.ranks.nodes import Nodes, meet
+from lowmem_load.ranks.shared_memory import make_memory, new_name, open_memory
 
 T = TypeVar("T")
 
 _SIZES = struct.Struct("<QQ")
 """What a record begins with: bytes of its key, and of its content; both follow."""
+
+_NO_MORE = ""
+"""Key of the last record."""
 
 LOOK_EVERY_S = 0.002
 """Seconds between looks of a rank that waits for a record: about one percent of a core."""
@@ -95,10 +99,14 @@ class Board:
         return unpack(content)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory; nobody waits any more for what this rank has not said by now."""
+        if self._descriptor < 0:
+            return
+        if self._writes:
+            with contextlib.suppress(OSError):  # no memory; whoever waits has others to hear from
+                self._append(_NO_MORE, b"")
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        os.close(descriptor)
 
     def _append(self, key: str, content: bytes) -> None:
         name = key.encode()
@@ -108,17 +116,17 @@ class Board:
 
     def _awaited(self, key: str) -> bytes:
         """Return the content of a record; nothing if it does not come any more."""
-        num_looks = 0
+        num_looks, check = 0, self._ranks.watch()
         while key not in self._places:
-            if self._stage in self._places:
+            if self._stage in self._places or _NO_MORE in self._places:
                 return b""
             self._look()
-            if key in self._places or self._stage in self._places:
+            if not self._places.keys().isdisjoint((key, self._stage, _NO_MORE)):
                 continue
             num_looks += 1
             if num_looks % LOOKS_PER_CHECK == 0 and self._has_ended():
                 return b""
-            self._ranks.stop_if_troubled()
+            check()
             time.sleep(LOOK_EVERY_S)
         offset, nbytes = self._places[key]
         return _read(self._descriptor, offset, nbytes)
@@ -146,8 +154,8 @@ def board(ranks: RankGroup, said: T) -> Iterator[tuple[Board, Nodes, list[T]]]:
 
     Collective: one exchange.
     """
-    name = f"lowmem_load-{secrets.token_hex(8)}"
-    descriptor = _new_memory(name) if ranks.world_size > 1 and not ranks.is_fake else -1
+    name = new_name()
+    descriptor = _made(name) if ranks.world_size > 1 and not ranks.is_fake else -1
     with contextlib.ExitStack() as closing:
         if descriptor >= 0:
             closing.callback(os.close, descriptor)
@@ -165,27 +173,20 @@ def board(ranks: RankGroup, said: T) -> Iterator[tuple[Board, Nodes, list[T]]]:
         yield ours, nodes, [each for *_, each in found]
 
 
-def _new_memory(name: str) -> int:
+def _made(name: str) -> int:
     """Return a descriptor of a new file in memory; -1 where the system has none, or gives none."""
     try:
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    except (AttributeError, OSError):  # not Linux; a sandbox, or too many files are open
+        return make_memory(name)
+    except OSError:  # not Linux; a sandbox, or too many files are open
         return -1
 
 
 def _opened(pid: int, descriptor: int, name: str) -> int:
     """Return a descriptor of the memory of this name that a process has open; -1 if that cannot be had."""
     try:
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # the process has ended, or may not be looked into
+        return open_memory(pid, descriptor, name, os.O_RDONLY)
+    except OSError:  # the process has ended or closed it, or may not be looked into
         return -1
-    try:
-        is_it = name in os.readlink(f"/proc/self/fd/{opened}")  # else the process has closed it, and opened another
-    except OSError:
-        is_it = False
-    if not is_it:
-        os.close(opened)
-    return opened if is_it else -1
 
 
 def _read(descriptor: int, offset: int, nbytes: int) -> bytes:

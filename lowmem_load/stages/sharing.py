@@ -11,7 +11,7 @@ from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
 from lowmem_load.planning.reads import Step
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.nodes import Nodes
-from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of
+from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.stages.read_cost import sharing
 
@@ -70,14 +70,15 @@ def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> It
     if not together:
         yield None, ALONE if offers[ranks.rank] else ""
         return
-    made, memory, trouble = -1, None, ""
+    made, memory, trouble, name = -1, None, "", ""
     nbytes = Windows.nbytes_of(len(mine), WINDOW_BYTES)
     try:
         if mine and mine[0] == ranks.rank:
-            made, trouble = _made(nbytes)
-        places = ranks.all_gather_object((os.getpid(), made))
-        if mine and places[mine[0]][1] >= 0:
-            memory, trouble = _opened(*places[mine[0]], nbytes)
+            name = new_name()
+            made, trouble = _made(name, nbytes)
+        places = ranks.all_gather_object((os.getpid(), made, name) if made >= 0 else None)
+        if mine and (place := places[mine[0]]) is not None:
+            memory, trouble = _opened(*place, nbytes)
         troubles = ranks.all_gather_object(trouble)
     finally:
         if made >= 0:
@@ -97,15 +98,15 @@ def _block_bytes(paths: Iterable[str]) -> int:
     return max(found)
 
 
-def _made(nbytes: int) -> tuple[int, str]:
+def _made(name: str, nbytes: int) -> tuple[int, str]:
     try:
-        return make_memory(nbytes), ""
+        return make_memory(name, nbytes), ""
     except OSError as error:
         return -1, f"no shared memory of {nbytes} bytes can be made: {error.strerror}"
 
 
-def _opened(pid: int, descriptor: int, nbytes: int) -> tuple[mmap.mmap | None, str]:
+def _opened(pid: int, descriptor: int, name: str, nbytes: int) -> tuple[mmap.mmap | None, str]:
     try:
-        return memory_of(pid, descriptor, nbytes), ""
+        return memory_of(pid, descriptor, name, nbytes), ""
     except (OSError, ValueError) as error:
         return None, f"the shared memory of process {pid} cannot be opened: {error}"

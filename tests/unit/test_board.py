@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from lowmem_load.ranks.board import _SIZES, Board, board
 from lowmem_load.ranks.group import StoppedError
 from lowmem_load.ranks.nodes import Nodes
+from lowmem_load.ranks.shared_memory import make_memory, new_name, open_memory
 
 NODES = ("a", "b", "b", "b")  # rank 1 is the first of its node
 
@@ -28,7 +31,7 @@ def made() -> Iterator[Callable[..., Board]]:
     boards: list[Board] = []
 
     def make(rank: int, *, check: Callable[[], None] = untroubled, pid: int | None = None) -> Board:
-        ranks: Any = SimpleNamespace(stop_if_troubled=check)
+        ranks: Any = SimpleNamespace(watch=lambda: check)
         boards.append(Board(ranks, Nodes(rank, NODES), os.dup(memory), os.getpid() if pid is None else pid))
         return boards[-1]
 
@@ -87,6 +90,23 @@ def test_nobody_waits_for_a_first_rank_that_has_ended(made: Callable[..., Board]
         assert found(second, "a", "own") == "own"
 
 
+def test_nobody_waits_for_a_first_rank_that_has_left(made: Callable[..., Board]) -> None:
+    """By an error that it has before the stage, of which it goes on: its process stays."""
+    first, second = made(1), made(2)
+    taken: list[str] = []
+
+    def take() -> None:
+        with second.stage():
+            taken.append(found(second, "a", "own"))
+
+    waiting = threading.Thread(target=take, daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    first.close()
+    waiting.join(10)
+    assert taken == ["own"]
+
+
 def test_waiting_ends_when_another_rank_is_in_trouble(made: Callable[..., Board]) -> None:
     def trouble() -> None:
         raise StoppedError("stopped because of rank(s) 0")
@@ -128,6 +148,19 @@ def test_where_no_memory_can_be_had_each_finds_for_itself(monkeypatch: pytest.Mo
     with board(ranks, "second") as (alone, _, said), alone.stage():
         assert found(alone, "a", "own") == "own"
         assert said == ["first", "second"]
+
+
+def test_a_file_that_lies_where_the_memory_was_is_left_alone(tmp_path: Path) -> None:
+    name = new_name()
+    with (tmp_path / name).open("w+b") as other, pytest.raises(OSError, match="another file"):
+        open_memory(os.getpid(), other.fileno(), name, os.O_RDWR)
+    descriptor = make_memory(name)
+    try:
+        os.close(open_memory(os.getpid(), descriptor, name, os.O_RDWR))
+        with pytest.raises(OSError, match="another file"):
+            open_memory(os.getpid(), descriptor, new_name(), os.O_RDWR)
+    finally:
+        os.close(descriptor)
 
 
 class Alone:

@@ -20,7 +20,7 @@ from lowmem_load.planning.cooperative import Segment, Shared, Wanted, reads_of, 
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import partition_range
 from lowmem_load.planning.reads import Apply, Fill, Loop, Read, ReadLimits, Scatter
-from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of
+from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.executor import Executor
 
@@ -131,12 +131,13 @@ def test_an_element_that_goes_to_many_places_goes_to_all_of_them() -> None:
 def together(num_ranks: int, act: Callable[[int, Windows], object]) -> list[BaseException | object]:
     """Returns what `act` returns or raises for each rank, each in a thread with its own mapping of the same memory."""
     nbytes = Windows.nbytes_of(num_ranks, WINDOW_BYTES)
-    descriptor = make_memory(nbytes)
+    name = new_name()
+    descriptor = make_memory(name, nbytes)
     found: list[BaseException | object] = [None] * num_ranks
 
     def run(place: int) -> None:
         try:
-            memory = memory_of(os.getpid(), descriptor, nbytes)
+            memory = memory_of(os.getpid(), descriptor, name, nbytes)
             found[place] = act(place, Windows(memory, place, num_ranks, WINDOW_BYTES))
         except BaseException as error:
             found[place] = error
