@@ -147,9 +147,13 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
         infos = zipfile.ZipFile(SourceFile(source)).infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
+    infos.sort(key=lambda info: info.header_offset)
+    prefetch = getattr(source, "prefetch", None)
+    if prefetch is not None:  # a request for each header, one after the other, would take minutes
+        prefetch([(info.header_offset, 30 + len(_name(info))) for info in infos])
     entries: dict[str, _Entry] = {}
     end = 0
-    for info in sorted(infos, key=lambda info: info.header_offset):
+    for info in infos:
         name = info.orig_filename
         if name in entries:
             raise CheckpointError(f"{path}: two zip entries are named {name!r}")
@@ -187,9 +191,13 @@ def _directory_start(source: ByteSource) -> int:
     return int(start)
 
 
+def _name(info: zipfile.ZipInfo) -> bytes:
+    return info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+
+
 def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
     """Return the first byte of an entry's data: its own header tells, as torch pads there to align the data."""
-    name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+    name = _name(info)
     path, header = source.path, read_bytes(source, info.header_offset, 30 + len(name))
     if len(header) < 30 + len(name) or header[:4] != b"PK\x03\x04" or header[30:] != name:
         raise CheckpointError(f"{path}: no header of zip entry {info.orig_filename!r} at byte {info.header_offset}")

@@ -42,7 +42,8 @@ class ByteSource(Protocol):
     """Bytes that can be read by position, from several threads at a time.
 
     A source that reads again after transient faults may count that, as `num_retries`; one that knows of bytes that were
-    never written, as `hole_bytes`.
+    never written, as `hole_bytes`. One that is far away may fetch many small ranges at a time, which are read later, by
+    `prefetch`, given (offset, bytes) of each in ascending order.
     """
 
     @property

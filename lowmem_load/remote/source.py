@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -16,6 +17,16 @@ TIMEOUT_S = 30.0
 
 MAX_KEPT_NBYTES = 64 << 20
 """Bytes of one file that are kept, so that a header which two stages read is fetched once."""
+
+
+MAX_GAP_NBYTES = 4 << 10
+"""Between ranges that are fetched together: less than a request costs."""
+
+MAX_RUN_NBYTES = 1 << 20
+"""Bytes that are fetched together."""
+
+NUM_THREADS = 8
+"""Requests at a time."""
 
 
 class HubFile:
@@ -53,6 +64,34 @@ class HubFile:
         for buffer in buffers:
             buffer.cast("B")[:] = found[: buffer.nbytes]
             found = found[buffer.nbytes :]
+
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch (offset, bytes) of ascending ranges for later reads: neighbours together, several at a time."""
+        runs: list[list[tuple[int, int]]] = []
+        start = end = num_bytes = 0
+        for offset, nbytes in ranges:
+            if not 0 < nbytes <= MAX_RUN_NBYTES or not end <= offset <= self.nbytes - nbytes:
+                return  # malformed: reading it will say so
+            if not runs or offset - end > MAX_GAP_NBYTES or offset + nbytes - start > MAX_RUN_NBYTES:
+                runs.append([])
+                start = end = offset
+            runs[-1].append((offset, nbytes))
+            num_bytes, end = num_bytes + offset + nbytes - end, offset + nbytes
+            if num_bytes > MAX_KEPT_NBYTES:
+                return
+        with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-hub") as pool:
+            for run in pool.map(self._run, runs):
+                self._kept.update(run)
+
+    def _run(self, run: Sequence[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
+        """Return what each range of a run holds."""
+        first, last = run[0][0], sum(run[-1])
+        found = self._fetch(first, last - first)
+        with self._lock:
+            self.num_requests += 1
+            self.fetched_bytes += len(found)
+            self._kept_nbytes += len(found)
+        return {(offset, nbytes): found[offset - first : offset - first + nbytes] for offset, nbytes in run}
 
     def close(self) -> None:
         """Do nothing: connections belong to the session."""

@@ -13,9 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.read.source import read_bytes
+from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.read.source import LocalFile, read_bytes
 from lowmem_load.remote.checkpoint import open_checkpoint
 from lowmem_load.remote.source import HubFile
 from tests.builders import as_torch_bin, tiny_mixtral
@@ -63,6 +65,21 @@ def test_ranges_are_read_once(file: Path) -> None:
         assert (found.num_requests, found.fetched_bytes, server.sent[file.name]) == (2, 9, 9)
         with pytest.raises(TruncatedFileError, match="ended at byte 200"):
             found.read_into(190, [memoryview(bytearray(11))])
+
+
+def test_many_ranges_are_fetched_together(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({f"w{number}": torch.full((number,), number) for number in (*range(1, 40), 100_000)}, path)
+    with hub({"org/model": tmp_path}) as server:
+        found = source(server, path, path.stat().st_size)
+        described, local = (TorchZip().describe(each) for each in (found, LocalFile(str(path))))
+        assert described.digest == local.digest and described.names == local.names
+        assert found.num_requests == server.requests[path.name] <= 12  # 40 tensors; most are of the ends
+        assert found.fetched_bytes == server.sent[path.name] < 40_000  # of 800 kB
+        requests = found.num_requests
+        found.prefetch([(0, 10), (5, 10)])
+        found.prefetch([(0, 1 << 40)])
+        assert found.num_requests == requests
 
 
 def test_a_server_without_ranges_is_refused(file: Path) -> None:
