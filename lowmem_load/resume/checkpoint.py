@@ -155,7 +155,7 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
         named_by = os.path.basename(path)
         tag = _read_tag(path)
     found = os.path.join(root, str(tag))
-    if os.path.basename(os.path.normpath(str(tag))) != str(tag) or not os.path.isdir(found):
+    if str(tag) in ("", os.curdir, os.pardir) or os.path.basename(str(tag)) != str(tag) or not os.path.isdir(found):
         there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
         raise CheckpointError(
             f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {', '.join(there[:8]) or 'none'}"
@@ -163,7 +163,7 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
     return found
 
 
-def at(tree: Any, key: str, kind: type, path: str) -> Any:
+def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
     """Return an entry of a tree.
 
     Raises:

@@ -86,7 +86,7 @@ def consolidate(
                 raise CheckpointError(f"{checkpoint_folder}: no file 'latest' in it; name the tag")
             checkpoint = open_checkpoint(found, executor)
             tensors = tensors_of(checkpoint)
-            saved = _describe(tensors, Path(name), config, dtype or torch.float32, max_shard_size)
+            saved = _describe(checkpoint, tensors, Path(name), config, dtype or torch.float32, max_shard_size)
             copying = _plan(tensors, saved)
         _write(copying, checkpoint, Path(name), report, processes, progress)
     return report
@@ -108,6 +108,7 @@ class _Copying:
 
 
 def _describe(
+    checkpoint: Checkpoint,
     tensors: Mapping[str, SavedParameter],
     scratch: Path,
     config: str | os.PathLike[str] | Literal[False] | None,
@@ -121,10 +122,12 @@ def _describe(
     with intercept.in_turn(open_ended=False):
         model = model_of(config)
         held = _matched(model, sources, config)
+        _check_ties(model, checkpoint, config)
         saved = saver.describe_save(model, scratch, held, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
     for pattern in BESIDE if os.path.isdir(config) else ():
         for path in Path(config).glob(pattern):
-            shutil.copyfile(path, scratch / path.name)
+            if path.is_file():
+                shutil.copyfile(path, scratch / path.name)
     return saved
 
 
@@ -151,6 +154,18 @@ def _matched(model: nn.Module, sources: Mapping[str, Source], config: str | os.P
             "or pass config=False, which writes the parameters under the names that the checkpoint has"
         )
     return {id(tensor): sources[name] for name, tensor in named.items()}
+
+
+def _check_ties(model: nn.Module, checkpoint: Checkpoint, config: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError where the model ties what was trained apart: of those only one would be written."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name and {name, other} <= checkpoint.parameters.keys():
+            raise CheckpointError(
+                f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
+                f"config {config} says: set tie_word_embeddings in it to false, or pass config=False"
+            )
 
 
 def _plan(tensors: Mapping[str, SavedParameter], saved: Sequence[saver.SavedFile]) -> _Copying:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
@@ -122,7 +124,13 @@ def copy_in_processes(
     with concurrent.futures.ProcessPoolExecutor(len(shares), mp_context=context) as pool:
         pending = [pool.submit(copy_chunks, share, files, paths, int) for share in shares]
         for future in concurrent.futures.as_completed(pending):
-            copied = future.result()
+            try:
+                copied = future.result()
+            except BrokenProcessPool as error:
+                raise CheckpointError(
+                    "one of the processes that copy was killed (by the system, where memory is short?); nothing was "
+                    "written. Name fewer `processes`"
+                ) from error
             on_bytes(copied.written_bytes)
             total.read_bytes += copied.read_bytes
             total.written_bytes += copied.written_bytes

@@ -21,7 +21,7 @@ from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.whole import read_whole
-from lowmem_load.resume.checkpoint import Checkpoint, at
+from lowmem_load.resume.checkpoint import COUNTERS, Checkpoint, at
 from lowmem_load.resume.layout import FP32, Pieces, SavedParameter, group_numels, place_fragments, place_groups
 
 UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
@@ -136,6 +136,13 @@ class _Opening:
         """Raise unless every file says that as many ranks have saved as there are files of each kind."""
         counts = {file.path: file.tree.get("dp_world_size") for file in models}
         counts |= {file.path: _zero_state(file).get("partition_count") for file in optims}
+        for file in models:
+            if any(file.tree.get(key) != models[0].tree.get(key) for key in COUNTERS):
+                raise CheckpointError(
+                    f"{file.path}: was saved at step {file.tree.get('global_steps')!r:.20}, "
+                    f"{os.path.basename(models[0].path)} at {models[0].tree.get('global_steps')!r:.20}: a save over "
+                    "an earlier one did not end; take another checkpoint"
+                )
         for path, count in counts.items():
             if count != len(models) or count != len(optims):
                 raise CheckpointError(
@@ -156,8 +163,13 @@ class _Opening:
                 raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
             for key in keys:
                 flats.setdefault(key, []).append([states[key] for states in by_group])
-            if file is optims[0]:
-                scalars = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
+            others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
+            scalars = others if file is optims[0] else scalars
+            if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
+                raise CheckpointError(
+                    f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                    "earlier one did not end; take another checkpoint"
+                )
         return place_groups(groups, flats, scalars)
 
     def _flat_states(self, file: TorchObjects, numels: list[int]) -> list[dict[str, Any]]:
@@ -166,7 +178,8 @@ class _Opening:
         masters = at(zero, "fp32_flat_groups", list, file.path)
         base = at(zero, "optimizer_state_dict", dict, file.path)
         states = at(base, "state", dict, file.path)
-        order = [number for group in base.get("param_groups", ()) for number in group.get("params", ())]
+        groups = at(base, "param_groups", list, file.path)
+        order = [number for group in groups for number in at(group, "params", list, file.path)]
         if len(masters) != len(numels) or order != list(range(len(numels))):
             raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(numels)}")
         found = []
@@ -177,7 +190,7 @@ class _Opening:
                     "swapper's own files; load it with the engine's own load_checkpoint on as many ranks"
                 )
             entries: dict[str, Any] = {FP32: self._flat(file, master, f"flat group {number}", size)}
-            for key, value in states.get(number, {}).items():
+            for key, value in (at(states, number, dict, file.path) if number in states else {}).items():
                 if isinstance(value, Tensor) and value.size:
                     entries[key] = self._flat(file, value, f"{key} of group {number}", size)
                 else:
@@ -186,12 +199,17 @@ class _Opening:
         return found
 
     def _scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
-        return read_whole(self._executor, file.expression(value, key)) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return read_whole(self._executor, file.expression(value, key))
+        if not isinstance(value, int | float | str | None):
+            raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is no number, text or tensor")
+        return value
 
     def _universal(self, groups: list[dict[str, Shape]], file: TorchObjects) -> dict[str, SavedParameter]:
         states = at(at(_zero_state(file), "optimizer_state_dict", dict, file.path), "state", dict, file.path)
         # The number of steps is that of the first sub-group: as DeepSpeed itself reads it.
-        first = {key: self._scalar(file, value, key) for key, value in states.get(0, {}).items() if _is_scalar(value)}
+        state = at(states, 0, dict, file.path) if 0 in states else {}
+        first = {key: self._scalar(file, value, key) for key, value in state.items() if _is_scalar(value)}
         found: dict[str, SavedParameter] = {}
         for number, group in enumerate(groups):
             for name, shape in group.items():
@@ -256,8 +274,8 @@ def _is_scalar(value: Any) -> bool:
 
 def _zero_state(file: TorchObjects) -> dict[str, Any]:
     """Return what the ZeRO optimizer has saved: of stage 3."""
-    state: dict[str, Any] = file.tree if os.path.basename(file.path) == UNIVERSAL_STATE else {}
-    state = state or at(file.tree, "optimizer_state_dict", dict, file.path)
+    is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
+    state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
     stage = state.get("zero_stage")
     stage = stage.arguments[0] if isinstance(stage, Foreign) and stage.arguments else stage
     if stage != 3:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +130,8 @@ def broken(how: str, place: Path) -> None:
         (place.parent / "latest").unlink()
     elif how == "escaping":
         (place.parent / "latest").write_text("../saved/global_step3")
+    elif how == "parent":
+        (place.parent / "latest").write_text("..")
     elif how == "stage 2":
         state = torch.load(optim, weights_only=False)
         state["optimizer_state_dict"]["zero_stage"] = 2
@@ -147,6 +152,7 @@ def broken(how: str, place: Path) -> None:
         ("latest", CheckpointError, "no checkpoint 'global_step9', which 'latest' names; there are: global_step3"),
         ("no latest", CheckpointError, "no file 'latest'"),
         ("escaping", CheckpointError, "no checkpoint '../saved/global_step3'"),
+        ("parent", CheckpointError, r"no checkpoint '\.\.', which 'latest' names"),
         ("stage 2", UnsupportedError, "saved under ZeRO stage 2, expected 3"),
     ],
 )
@@ -165,6 +171,34 @@ def test_a_checkpoint_of_another_model_is_refused(llama: PreTrainedModel, tmp_pa
     llama.config.save_pretrained(tmp_path / "config")
     with pytest.raises(CheckpointError, match=r"missing: model.layers.2.* shape: model.embed_tokens.weight is \(101"):
         consolidate(tmp_path / "saved", tmp_path / "made", config=tmp_path / "config")
+
+
+def test_what_was_trained_apart_is_not_tied(llama: PreTrainedModel, tmp_path: Path) -> None:
+    saved_model(llama, tmp_path / "saved", world_size=2)
+    llama.config.tie_word_embeddings = True
+    llama.config.save_pretrained(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight and lm_head.weight are two .* tie_word_embeddings"):
+        consolidate(tmp_path / "saved", tmp_path / "made")
+    (tmp_path / "saved" / "tokenizer").mkdir()  # is none of the files that are copied
+    consolidate(tmp_path / "saved", tmp_path / "made", config=False)
+    assert torch.equal(tensors_in(tmp_path / "made")["lm_head.weight"], llama.lm_head.weight)
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_leaves_the_former_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_zero3(tmp_path / "saved", {"a": torch.randn(5, 3), "b": torch.randn(7)}, world_size=1)
+    consolidate(tmp_path / "saved", tmp_path / "made")
+    before = (tmp_path / "made" / "model.safetensors").read_bytes()
+    forking = multiprocessing.get_context("fork")  # a process of its own takes seconds to import torch
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
+    monkeypatch.setattr(copying, "copy_chunks", killed)
+    with pytest.raises(CheckpointError, match="processes that copy was killed"):
+        consolidate(tmp_path / "saved", tmp_path / "made", processes=2)
+    assert (tmp_path / "made" / "model.safetensors").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "made"}
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

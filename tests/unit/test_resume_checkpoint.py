@@ -95,6 +95,21 @@ def of_experts(state: Any) -> None:
     state["optimizer_state_dict"]["ds_zero_partition_groups"] = [{}]
 
 
+def of_nested_lists(state: Any) -> None:
+    value: Any = []
+    for _ in range(60):
+        value = [value, value]
+    state["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]["step"] = value
+
+
+def without_groups(state: Any) -> None:
+    state["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"] = {"params": 3}
+
+
+def without_states(state: Any) -> None:
+    state["optimizer_state_dict"]["optimizer_state_dict"]["state"][1] = [1]
+
+
 @pytest.mark.parametrize(
     ("edit", "error", "text"),
     [
@@ -103,12 +118,28 @@ def of_experts(state: Any) -> None:
         (too_short, CheckpointError, r"flat group 1 is of shape \(2,\), expected 3 elements"),
         (one_group_less, CheckpointError, "1 flat groups, its model states name 2"),
         (of_experts, UnsupportedError, "AutoEP"),
+        (of_nested_lists, CheckpointError, "'step' of the optimizer is no number"),
+        (without_groups, CheckpointError, "no 'param_groups' in it"),
+        (without_states, CheckpointError, "no 1 in it"),
     ],
 )
 def test_what_does_not_fit_together(edit: Any, error: type[Exception], text: str, tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=2, sub_group_size=9, moments={"exp_avg": VALUES})
     edited(place, "optim", edit)
     with Executor() as executor, pytest.raises(error, match=text):
+        open_checkpoint(str(place), executor)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("model", "saved at step 4, .* at 3"), ("optim", "has made other steps")])
+def test_files_of_two_saves_are_not_mixed(kind: str, text: str, tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES})
+    (path,) = place.glob(f"*rank_1_mp_rank_00_{kind}_states.pt")
+    state = torch.load(path, weights_only=False)
+    state["global_steps"] = 4
+    if kind == "optim":
+        state["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["step"] += 1
+    torch.save(state, path)
+    with Executor() as executor, pytest.raises(CheckpointError, match=text):
         open_checkpoint(str(place), executor)
 
 
