@@ -215,8 +215,8 @@ class Zero3State:
         state = self.base.state[master]
         for key, value in scalars.items():  # each sub-group counts by itself
             state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        if self.is_adam and "step" in scalars:
-            step = int(scalars["step"])
+        if self.is_adam and state:  # that of parameters which the checkpoint lacks begins at 0
+            step = int(scalars.get("step", 0))
             if isinstance(self.base, FusedAdam | DeepSpeedCPUAdam):
                 state["step"] = step
             else:

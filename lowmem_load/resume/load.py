@@ -179,10 +179,13 @@ def _fill(
 
 def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:
     for part in parts:
-        if part.fill is None:
+        if part.fill is None and part.key == FP32:
             continue
         mine = memory[part.key].narrow(0, part.held.first, part.held.numel)
         numel = part.held.mine.numel
+        if part.fill is None:
+            mine.zero_()
+            continue
         mine[numel:].zero_()  # padding, which DeepSpeed steps as well
         executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.material)
     executor.finish()

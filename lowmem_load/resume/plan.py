@@ -40,7 +40,7 @@ class Part:
     Attributes:
         held: the parameter.
         key: `FP32`, or that of a moment.
-        fill: how it is filled; None for a parameter that the checkpoint lacks, which stays.
+        fill: how it is filled; None for a parameter that the checkpoint lacks: its values stay, its moments are zero.
     """
 
     held: HeldParameter
