@@ -1,12 +1,18 @@
 """Small reads, many at a time: each by itself costs more in calls than in bytes.
 
 Those that lie one behind the other in a file are one call of its source, which fills many buffers at once.
+
+[Note: addresses] Of a tensor of a few kilobytes, a view of it as bytes costs more than its bytes do. So what is kept of
+the memory is its address, checked against the tensor, and what lies one behind the other there too is one buffer. The
+tensors stay with the batch until they are filled.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -28,16 +34,23 @@ class SmallRead(NamedTuple):
     """One of the reads of a step, and the memory that its elements go to.
 
     Attributes:
+        path: of the file.
+        start: byte of the file.
+        nbytes: of the read.
         step: of a plan.
-        first: element of its tensor at which the read starts.
         shift: elements by which its scatter is moved on.
-        destination: flat host memory.
+        destination: flat contiguous host memory.
     """
 
+    path: str
+    start: int
+    nbytes: int
     step: Read
-    first: int
     shift: int
     destination: torch.Tensor
+
+
+_PLACE_IN_FILE = itemgetter(SmallRead._fields.index("path"), SmallRead._fields.index("start"))
 
 
 @dataclass(slots=True)
@@ -54,55 +67,92 @@ class Batch:
     nbytes: int = 0
     needed_bytes: int = 0
 
-    def add(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> bool:
-        """Take one more; see `SmallRead`. Return whether there may be no room for another."""
-        nbytes = step.numel * step.tensor.dtype.itemsize
-        self.reads.append(SmallRead(step, first, shift, destination))
+    def add(self, step: Read, first: int, shift: int, nbytes: int, destination: torch.Tensor) -> bool:
+        """Take one more, from element `first` of its tensor on; see `SmallRead`. Return whether it is the last."""
+        tensor = step.tensor
+        start = tensor.start + first * tensor.dtype.itemsize
+        self.reads.append(SmallRead(tensor.path, start, nbytes, step, shift, destination))
         self.nbytes += nbytes
         self.needed_bytes += nbytes if step.is_direct else step.needed_bytes_each
         # Room for another is also for what lies between reads of different dtypes.
         return self.nbytes > BATCH_BYTES - 2 * SMALL_BYTES or len(self.reads) == MAX_READS
 
-    def runs(self) -> Iterator[list[SmallRead]]:
-        """Yield the reads again, those together of which each begins in the file where the one before ends."""
+    def fill(self, staging: torch.Tensor, read: Callable[[Sequence[SmallRead], Sequence[memoryview]], None]) -> None:
+        """Do all reads.
+
+        Args:
+            staging: `BATCH_BYTES` of the calling thread, uint8.
+            read: fills the buffers of a run, one after the other, with its bytes of the file.
+
+        Raises:
+            ValueError: see `_addresses_of`.
+            CheckpointError: of `read`.
+        """
+        for run in self._runs():
+            addresses = _addresses_of(run, staging)
+            read(run, _buffers_at(addresses, run))
+            _place(run, addresses, staging)
+
+    def _runs(self) -> Iterator[list[SmallRead]]:
+        """Yield the reads by their place in the files, those together that follow each other there without a gap."""
         run: list[SmallRead] = []
         path, end = "", 0
-        for read in self.reads:
-            tensor, itemsize = read.step.tensor, read.step.tensor.dtype.itemsize
-            start = tensor.start + read.first * itemsize
-            if run and (start != end or tensor.path != path):
-                yield run
+        for read in sorted(self.reads, key=_PLACE_IN_FILE):
+            if read.start != end or read.path != path:
+                if run:
+                    yield run
                 run = []
+                path, end = read.path, read.start
             run.append(read)
-            path, end = tensor.path, start + read.step.numel * itemsize
+            end += read.nbytes
         if run:
             yield run
 
 
-def memory_of(run: Sequence[SmallRead], staging: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-    """Return where each read of a run puts its elements: to their destination, or one behind the other in a buffer.
+def _addresses_of(run: Sequence[SmallRead], staging: torch.Tensor) -> list[int]:
+    """Return where each read of a run puts its bytes: in its destination, or one behind the other in `staging`.
 
-    Args:
-        run: of a batch.
-        staging: returns the buffer of the calling thread, of so many bytes.
+    Raises:
+        ValueError: a destination is not flat and contiguous, or ends too early: other memory would be written to.
     """
-    memory, used = [], 0
-    for step, _, shift, destination in run:
+    addresses = []
+    free = staging.data_ptr()
+    for _, _, nbytes, step, shift, destination in run:
+        itemsize = step.tensor.dtype.itemsize
         if step.is_direct:
-            start = step.scatter.destination_start + shift
-            whole = start == 0 and step.numel == destination.numel()
-            memory.append(destination if whole else destination.narrow(0, start, step.numel))
+            offset = (step.scatter.destination_start + shift) * itemsize
+            if not (0 <= offset <= destination.nbytes - nbytes and destination.is_contiguous()):
+                raise ValueError(f"{step.tensor.name}: has no {nbytes} contiguous bytes at {offset} of its destination")
+            addresses.append(destination.data_ptr() + offset)
         else:
-            itemsize = step.tensor.dtype.itemsize
-            used = -(-used // itemsize) * itemsize
-            end = used + step.numel * itemsize
-            memory.append(staging(BATCH_BYTES)[used:end].view(step.tensor.dtype))
-            used = end
-    return memory
+            free = -(-free // itemsize) * itemsize
+            addresses.append(free)
+            free += nbytes
+    assert free <= staging.data_ptr() + staging.nbytes  # see `Batch.add`
+    return addresses
 
 
-def place(run: Sequence[SmallRead], memory: Sequence[torch.Tensor]) -> None:
-    """Move what was read to `memory_of(run)` to where it belongs, if it is not there."""
-    for (step, _, shift, destination), values in zip(run, memory, strict=True):
+def _buffers_at(addresses: Sequence[int], run: Sequence[SmallRead]) -> list[memoryview]:
+    """Return the memory of a run, in its order, as few buffers as it has pieces."""
+    begin = end = addresses[0]
+    buffers = []
+    for address, read in zip(addresses, run, strict=True):
+        if address != end:
+            buffers.append(_bytes_at(begin, end - begin))
+            begin = address
+        end = address + read.nbytes
+    buffers.append(_bytes_at(begin, end - begin))
+    return buffers
+
+
+def _place(run: Sequence[SmallRead], addresses: Sequence[int], staging: torch.Tensor) -> None:
+    """Move what was read to `_addresses_of(run, staging)` to where it belongs, if it is not there."""
+    base = staging.data_ptr()
+    for (_, _, nbytes, step, shift, destination), address in zip(run, addresses, strict=True):
         if not step.is_direct:
+            values = staging[address - base : address - base + nbytes].view(step.tensor.dtype)
             scatter_elements(step.scatter, values, destination, shift)
+
+
+def _bytes_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")

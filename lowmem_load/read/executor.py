@@ -6,6 +6,7 @@ for each reading thread, or, on its way to a device, through the pinned slots of
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import BLOCK_NUMEL, Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
-from lowmem_load.read.batches import SMALL_BYTES, Batch, memory_of, place
+from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch, SmallRead
 from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
@@ -106,13 +107,14 @@ class Executor:
             material: of the plan.
         """
         known = {number: self._value(number, values, material) for number in fill.needs} if fill.needs else {}
-        if destination.is_cpu:
-            large = [step for step in fill.steps if not self._postpone(step, destination)]
-            tasks = self._tasks(large, destination, known, material)
-        else:
-            tasks = self._device_tasks(fill.steps, destination, known, material)
-        for task in tasks:
-            self._run(task)
+        if not destination.is_cpu:
+            for task in self._device_tasks(fill.steps, destination, known, material):
+                self._run(task)
+            return
+        for step in fill.steps:
+            if not self._postpone(step, destination):
+                for task in self._tasks((step,), destination, known, material):
+                    self._run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
@@ -183,10 +185,10 @@ class Executor:
 
     def _postpone(self, step: Step, destination: torch.Tensor) -> bool:
         """Return whether the step is small reads, which are done with others; `_finish_reads` at the latest."""
-        if not isinstance(step, Read) or step.numel * step.tensor.dtype.itemsize > SMALL_BYTES:
+        if not isinstance(step, Read) or (nbytes := step.numel * step.tensor.dtype.itemsize) > SMALL_BYTES:
             return False
         for first, shift in step.each() if step.outer else ((step.first, 0),):
-            if self._batch.add(step, first, shift, destination):
+            if self._batch.add(step, first, shift, nbytes, destination):
                 self._run_batch()
         return True
 
@@ -195,10 +197,7 @@ class Executor:
         batch, self._batch = self._batch, Batch()
 
         def task() -> None:
-            for run in batch.runs():
-                memory = memory_of(run, self._staging)
-                self._read(run[0].step.tensor, run[0].first, *memory)
-                place(run, memory)
+            batch.fill(self._staging(BATCH_BYTES), self._read_run)
             self.on_bytes(batch.needed_bytes)
 
         if batch.reads:
@@ -299,35 +298,37 @@ class Executor:
 
         return lambda: put(piece.scatter, piece.numel, step.dtype, write)
 
-    def _read(self, tensor: Source, first: int, *memory: torch.Tensor) -> None:
-        """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can.
+    def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
+        """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can."""
+        start = tensor.start + first * tensor.dtype.itemsize
+        with self._reading(tensor, 1, memory.nbytes) as source:
+            self._read_parts(source, start, memory.view(torch.uint8))
 
-        Args:
-            tensor: what is read; of several, the first.
-            first: element of it.
-            *memory: one for each of the tensors of a file that lie one behind the other.
-        """
+    def _read_run(self, run: Sequence[SmallRead], buffers: Sequence[memoryview]) -> None:
+        """Fill the memory of small reads that lie one behind the other in a file."""
+        nbytes = sum([read.nbytes for read in run])
+        with self._reading(run[0].step.tensor, len(run), nbytes) as source:
+            source.read_into(run[0].start, buffers)
+            with self._lock:
+                self.stats.read_bytes += nbytes
+
+    @contextlib.contextmanager
+    def _reading(self, tensor: Source, num_tensors: int, nbytes: int) -> Iterator[ByteSource]:
+        """Yield the source of `tensor`, from which it and those behind it are read; count the read, name its errors."""
         self.stats.path, begin = tensor.path, time.perf_counter()
         try:
-            start = tensor.start + first * tensor.dtype.itemsize
             with self.sources.reading(tensor.path) as source:
-                if len(memory) == 1:
-                    self._read_parts(source, start, memory[0].view(torch.uint8))
-                else:
-                    contents = [each.view(torch.uint8).numpy().data for each in memory]
-                    source.read_into(start, contents)
-                    with self._lock:
-                        self.stats.read_bytes += sum(content.nbytes for content in contents)
+                yield source
         except CheckpointError as error:
-            what = repr(tensor.name) + (f" or one of the {len(memory) - 1} behind it" if memory[1:] else "")
+            what = repr(tensor.name) + (f" or one of the {num_tensors - 1} behind it" if num_tensors > 1 else "")
             if isinstance(error, TruncatedFileError):
                 changed = "the file changed after its header was read"
                 raise TruncatedFileError(f"{error} while {what} was read; {changed}") from error
             raise CheckpointError(f"{error} (while {what} was read)") from error
-        end, nbytes = time.perf_counter(), sum(each.nbytes for each in memory)
+        end = time.perf_counter()
         with self._lock:
             self.stats.files.setdefault(tensor.path, FileReads()).add(nbytes, EPOCH_S + begin, EPOCH_S + end)
-            self.stats.num_reads += len(memory)
+            self.stats.num_reads += num_tensors
             self.stats.num_retries = self.sources.num_retries
 
     def _read_parts(self, source: ByteSource, start: int, flat: torch.Tensor) -> None:

@@ -118,6 +118,7 @@ def test_bytes_are_counted_while_a_read_goes_on(
             super().read_into(offset, buffers)
 
     monkeypatch.setattr("lowmem_load.read.executor.PART_BYTES", 1000)
+    monkeypatch.setattr("lowmem_load.read.executor.SMALL_BYTES", 0)
     planner = Planner()
     fill = planner.plan_fill("w", ex.cast(leaf(file), dtype), FlatRange(5, 720))
     destination = torch.empty(715, dtype=dtype)
@@ -273,6 +274,36 @@ def test_small_tensors_that_lie_apart_are_read_apart(tmp_path: Path) -> None:
     """For what lies between them is not wanted, and was not planned."""
     read_all(small_tensors(tmp_path / "data", [100] * 50, gap=4), 1)
     assert len(Counting.calls) == 50
+
+
+def test_small_tensors_that_lie_together_in_memory_too_are_one_buffer(tmp_path: Path) -> None:
+    """In whatever order they come; the last in memory of its own is a buffer more."""
+    planner, whole, apart = Planner(), torch.full((18,), float("nan")), torch.full((9,), float("nan"))
+    memory = [whole[:5], whole[5:12], whole[12:17], apart]
+    values = torch.arange(24 * 30, dtype=torch.float32)
+    (tmp_path / "data").write_bytes(values.numpy().tobytes())
+    leaves = [
+        ex.Source(str(tmp_path / "data"), "t", 4 * start, (size,), torch.float32)
+        for start, size in ((0, 5), (5, 7), (12, 5), (17, 7))
+    ]
+    Counting.calls.clear()
+    with Executor(open_source=Counting) as executor:
+        for number in (2, 0, 3, 1):
+            fill = planner.plan_fill("t", leaves[number], FlatRange(0, ex.numel(leaves[number])))
+            executor.fill(fill, memory[number], planner.values, planner.material)
+    assert Counting.calls == [(0, 2)]
+    assert torch.equal(whole[:17], values[:17]) and torch.equal(apart[:7], values[17:24])
+    assert whole[17:].isnan().all() and apart[7:].isnan().all(), "nothing else is written to"
+
+
+@pytest.mark.parametrize("destination", [torch.zeros(99), torch.zeros(200)[::2]], ids=["short", "strided"])
+def test_memory_that_a_small_tensor_does_not_fit_is_refused(tmp_path: Path, destination: torch.Tensor) -> None:
+    ((node, _),) = small_tensors(tmp_path / "data", [100])
+    planner = Planner()
+    fill = planner.plan_fill("t", node, FlatRange(0, 100))
+    with pytest.raises(ValueError, match="t0: has no 400 contiguous bytes at 0"), Executor() as executor:
+        executor.fill(fill, destination, planner.values, planner.material)
+    assert not destination.any()
 
 
 def test_which_small_tensors_a_file_is_too_short_for_is_said(tmp_path: Path) -> None:
