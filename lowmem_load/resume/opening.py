@@ -72,14 +72,13 @@ class _Opening:
             self._check_worlds(models, optims)
             optimizer = _zero_state(optims[0])
             trained = self._trained(groups, optims)
-        first = models[0].tree
         return Checkpoint(
             folder=self._folder,
             world_size=len(models),
             is_universal=is_universal,
             parameters={**trained, **self._frozen(frozen or {}, models)},
             lacks_frozen=frozen is None,
-            shared=at(first, "shared_params", dict, models[0].path),
+            shared=_shared(models[0]),
             whole={**self._whole(models[0]), **self._replicated()},
             optimizer=optimizer,
             states=models,
@@ -241,7 +240,8 @@ class _Opening:
     def _whole(self, file: TorchObjects) -> dict[str, SavedParameter]:
         """Return the buffers that the module's state dict has."""
         module = at(file.tree, "module", dict, file.path)
-        names = [name for name in at(file.tree, "buffer_names", list, file.path) if name in module]
+        named = at(file.tree, "buffer_names", list, file.path)
+        names = [name for name in named if isinstance(name, str) and name in module]
         return {name: self._one(file, name, module[name]) for name in names}
 
     def _replicated(self) -> dict[str, SavedParameter]:
@@ -283,6 +283,13 @@ def _zero_state(file: TorchObjects) -> dict[str, Any]:
     if state.get("ds_zero_partition_groups") is not None:
         raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
     return state
+
+
+def _shared(file: TorchObjects) -> dict[str, str]:
+    shared: dict[str, str] = at(file.tree, "shared_params", dict, file.path)
+    if not all(isinstance(name, str) for pair in shared.items() for name in pair):
+        raise CheckpointError(f"{file.path}: its 'shared_params' are malformed")
+    return shared
 
 
 def _groups_of(file: TorchObjects) -> list[dict[str, Shape]]:

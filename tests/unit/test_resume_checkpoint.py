@@ -130,6 +130,16 @@ def test_what_does_not_fit_together(edit: Any, error: type[Exception], text: str
         open_checkpoint(str(place), executor)
 
 
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=1)
+    edited(place, "model", lambda state: state.update(buffer_names=[["a"]]))
+    with Executor() as executor:
+        assert open_checkpoint(str(place), executor).whole == {}
+    edited(place, "model", lambda state: state.update(shared_params={"c": ["a"]}))
+    with Executor() as executor, pytest.raises(CheckpointError, match="'shared_params' are malformed"):
+        open_checkpoint(str(place), executor)
+
+
 @pytest.mark.parametrize(("kind", "text"), [("model", "saved at step 4, .* at 3"), ("optim", "has made other steps")])
 def test_files_of_two_saves_are_not_mixed(kind: str, text: str, tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES})
