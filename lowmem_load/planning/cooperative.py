@@ -168,6 +168,18 @@ def merged(ranges: Iterable[Wanted]) -> list[Wanted]:
     return found
 
 
+def touched_bytes(ranges: Iterable[Wanted], block_bytes: int) -> int:
+    """Return the bytes of the blocks that ranges touch, which are in order; each block once."""
+    total, before, end = 0, "", 0
+    for each in ranges:
+        start = max(each.start // block_bytes * block_bytes, end) if each.path == before else each.start
+        if each.end > start:
+            total += _blocks(start, each.end, block_bytes)
+            end = -(-each.end // block_bytes) * block_bytes
+        before = each.path
+    return total
+
+
 def schedule(wanted_by_rank: Sequence[Sequence[Wanted]], block_bytes: int, band_bytes: int = BAND_BYTES) -> Schedule:
     """Return who reads what, so that each wanted byte is read once.
 
@@ -270,11 +282,28 @@ def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
 def _seconds(reads: Sequence[Read], cost: ReadCost) -> tuple[float, float]:
     """Return what reads cost this rank alone, and about what they cost if every needed byte is read once in bands.
 
-    Each needed byte is read by somebody and moved once more, through the shared memory.
+    Alone it reads the blocks of a network file system whole. Each needed byte is read by somebody and moved once more,
+    through the shared memory.
     """
-    alone_s = sum(read.num_reads * cost.call_s + read.read_bytes / cost.bytes_per_s for read in reads)
+    nbytes = sum(_block_bytes(read, cost.block_bytes) for read in reads)
+    alone_s = sum(read.num_reads for read in reads) * cost.call_s + nbytes / cost.bytes_per_s
     needed = sum(read.needed_bytes_each * read.num_reads for read in reads)
     return alone_s, math.ceil(needed / BAND_BYTES) * cost.call_s + 2 * needed / cost.bytes_per_s
+
+
+def _block_bytes(read: Read, block_bytes: int) -> int:
+    """Return the bytes of the blocks that a read touches: as many as its first for each, at most all up to its last."""
+    if block_bytes == 1:
+        return read.read_bytes
+    itemsize = read.tensor.dtype.itemsize
+    start, nbytes = read.tensor.start + read.first * itemsize, read.numel * itemsize
+    reach = nbytes + sum((loop.size - 1) * loop.source for loop in read.outer) * itemsize
+    return min(read.num_reads * _blocks(start, start + nbytes, block_bytes), _blocks(start, start + reach, block_bytes))
+
+
+def _blocks(start: int, end: int, block_bytes: int) -> int:
+    """Return the bytes of the blocks that `[start, end)` touches."""
+    return ((end - 1) // block_bytes + 1 - start // block_bytes) * block_bytes
 
 
 def _pays(alone_s: float, shared_s: float) -> bool:

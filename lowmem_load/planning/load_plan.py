@@ -352,6 +352,7 @@ class LoadPlan:
             "shareable_bytes": self.shareable_bytes,
             "read_call_s": self.read_cost.call_s,
             "read_bytes_per_s": self.read_cost.bytes_per_s,
+            "read_block_bytes": self.read_cost.block_bytes,
             "files": [{"path": file.path, "nbytes": file.nbytes, "digest": file.digest} for file in self.files],
             "read_to_describe": [list(entry) for entry in self.read_to_describe],
             "missing_keys": list(self.missing_keys),

@@ -31,10 +31,12 @@ class ReadCost:
     Attributes:
         call_s: seconds for each read, beside its bytes.
         bytes_per_s: that one thread reads.
+        block_bytes: that a network file system reads as a whole; 1 elsewhere.
     """
 
     call_s: float = 25e-6
     bytes_per_s: float = 5e9
+    block_bytes: int = 1
 
     @property
     def max_gap_bytes(self) -> int:

@@ -25,6 +25,7 @@ from lowmem_load.planning.cooperative import (
     Wanted,
     reads_of,
     schedule,
+    touched_bytes,
     wanted,
     within,
 )
@@ -66,6 +67,7 @@ class SharedReads:
         steps: that are taken out of the fills that they are in.
         windows: of the ranks that take part.
         block_bytes: of the file system; see `schedule`.
+        counted_bytes: of a block that costs as a whole; see `ReadCost.block_bytes`.
         is_forced: whether to read together even where that reads little less.
         check: raises where another rank has failed; called while this one waits.
 
@@ -75,12 +77,20 @@ class SharedReads:
     """
 
     def __init__(
-        self, steps: Sequence[Step], windows: Windows, block_bytes: int, *, is_forced: bool, check: Callable[[], None]
+        self,
+        steps: Sequence[Step],
+        windows: Windows,
+        block_bytes: int,
+        *,
+        is_forced: bool,
+        check: Callable[[], None],
+        counted_bytes: int = 1,
     ) -> None:
         self.waited = 0
         self.missing: tuple[int, ...] = ()
         self._chosen = {id(step): step for step in steps}
-        self._windows, self._block_bytes, self._is_forced, self._check = windows, block_bytes, is_forced, check
+        self._windows, self._is_forced, self._check = windows, is_forced, check
+        self._block_bytes, self._counted_bytes = block_bytes, counted_bytes
         self._taken: list[_Taken] = []
         self._stopping = threading.Event()
         self._waiting_since = 0.0
@@ -127,7 +137,8 @@ class SharedReads:
         """Return who reads what, as all ranks of the node find it from what each wants; None if it is not worth it."""
         windows = self._windows
         mine = wanted(read for taken in self._taken for read in reads_of(taken.step))
-        _Letter(self._is_forced, self._block_bytes, tuple(mine)).write(windows.window(windows.place))
+        letter = _Letter(self._is_forced, self._block_bytes, self._counted_bytes, tuple(mine))
+        letter.write(windows.window(windows.place))
         windows.tell(_WANTED, 1)
         windows.wait(_WANTED, 1, self._check_others)
         letters = [_Letter.read(windows.window(place)) for place in range(windows.num_ranks)]
@@ -138,8 +149,10 @@ class SharedReads:
             return None
         block_bytes = max(letter.block_bytes for letter in known)
         found = schedule([letter.wanted for letter in known], block_bytes, windows.window_bytes // 2)
-        is_forced = any(letter.is_forced for letter in known)
-        return found if is_forced or found.wanted_bytes > MIN_ADVANTAGE * found.read_bytes else None
+        counted = max(letter.counted_bytes for letter in known)
+        alone = sum(touched_bytes(letter.wanted, counted) for letter in known)
+        shared = sum(touched_bytes([segment.wanted for segment in band], counted) for band in found.bands)
+        return found if any(letter.is_forced for letter in known) or alone > MIN_ADVANTAGE * shared else None
 
     def _read_bands(self, executor: Executor, found: Schedule) -> int:
         """Read what this rank has to, in a thread of its own; return the bytes."""
@@ -207,6 +220,7 @@ class _Letter(NamedTuple):
 
     is_forced: bool
     block_bytes: int
+    counted_bytes: int
     wanted: Sequence[Wanted]
 
     def write(self, window: torch.Tensor) -> None:
@@ -214,7 +228,7 @@ class _Letter(NamedTuple):
         paths = sorted({each.path for each in self.wanted})
         numbers = {path: number for number, path in enumerate(paths)}
         ranges = [[numbers[each.path], *each[1:]] for each in self.wanted]
-        text = json.dumps([self.is_forced, self.block_bytes, paths, ranges]).encode()
+        text = json.dumps([self.is_forced, self.block_bytes, self.counted_bytes, paths, ranges]).encode()
         if 8 + len(text) > window.numel():
             text = b"null"
         content = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
@@ -228,8 +242,8 @@ class _Letter(NamedTuple):
         found = json.loads(content[8 : 8 + size].tobytes())
         if found is None:
             return None
-        is_forced, block_bytes, paths, ranges = found
-        return cls(is_forced, block_bytes, [Wanted(paths[number], *rest) for number, *rest in ranges])
+        is_forced, block_bytes, counted_bytes, paths, ranges = found
+        return cls(is_forced, block_bytes, counted_bytes, [Wanted(paths[number], *rest) for number, *rest in ranges])
 
 
 @dataclass(frozen=True, slots=True)

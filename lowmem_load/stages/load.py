@@ -50,10 +50,10 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.read_cost import READERS, drops_behind, read_cost, readers, sharing
+from lowmem_load.stages.read_cost import READERS, drops_behind, readers, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
-from lowmem_load.stages.sharing import LITTLE_LESS, shared_reads
+from lowmem_load.stages.sharing import LITTLE_LESS, cost_for, shared_reads
 from lowmem_load.stages.turns import READING, turn
 from lowmem_load.targets.make import TargetMaker
 
@@ -100,7 +100,7 @@ def plan_only(
                 else:
                     described = replace(described, target=make_target(described.settings, described.model))
                 _check(described)
-                plan = make_plan(described, rank, read_cost(), sharing()).plan
+                plan = make_plan(described, rank, cost_for(described, sharing()), sharing()).plan
                 if not plans:
                     grown_bytes = max(0, host_memory().anonymous_bytes - before)
                 plans.append(replace(plan, planning_bytes=grown_bytes))
@@ -183,8 +183,7 @@ class Load:
                 self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
             offers = self._check_files(planned, described, executor, report)
-            paths = [file.path for file in planned.plan.files]
-            with shared_reads(self.ranks, nodes, offers, planned.shared, paths) as (together, report.not_shared):
+            with shared_reads(self.ranks, nodes, offers, planned) as (together, report.not_shared):
                 self._execute(planned, described, executor, together, report)
             stats = executor.stats
             report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
@@ -268,7 +267,8 @@ class Load:
             if described.settings.stage == 3:
                 _check_around(around, described)
             shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
-            planned = make_plan(described, self.ranks.rank, read_cost(), sharing() if shares else Sharing.OFF)
+            which = sharing() if shares else Sharing.OFF
+            planned = make_plan(described, self.ranks.rank, cost_for(described, which), which)
             report.readers = readers()
             digest.append(planned.plan.fingerprint + f", {READERS}={report.readers}" * bool(report.readers))
         return planned

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
 from lowmem_load.ranks.environment import positive_number
+from lowmem_load.read.mounts import network_block_bytes
 
 CALL_US, MB_PER_S = "LOWMEM_LOAD_READ_CALL_US", "LOWMEM_LOAD_READ_MB_PER_S"
 """Variables of the environment: microseconds of a read, and the 10**6 bytes that a thread reads in a second."""
 
 
-def read_cost() -> ReadCost:
-    """Return what reading costs.
+BLOCK_BYTES = "LOWMEM_LOAD_BLOCK_BYTES"
+"""Variable of the environment: bytes of the blocks that the file system reads whole."""
+
+
+def read_cost(paths: Iterable[str] = ()) -> ReadCost:
+    """Return what reading costs; of blocks, where files that are read together may lie on the network.
+
+    Args:
+        paths: of these files.
 
     Raises:
         ConfigError: a variable of the environment is no positive number.
     """
     default = ReadCost()
     call_us = positive_number(CALL_US, default.call_s * 1e6, "microseconds")
-    return ReadCost(call_us / 1e6, positive_number(MB_PER_S, default.bytes_per_s / 1e6, "MB/s") * 1e6)
+    mb_per_s = positive_number(MB_PER_S, default.bytes_per_s / 1e6, "MB/s")
+    return ReadCost(call_us / 1e6, mb_per_s * 1e6, stated_block_bytes() or network_block_bytes(paths))
+
+
+def stated_block_bytes() -> int:
+    """Return the bytes of a block that the environment states; 0 if it does not.
+
+    Raises:
+        ConfigError: the variable of the environment is no positive whole number.
+    """
+    return _positive_integer(BLOCK_BYTES, "bytes")
 
 
 SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
@@ -70,10 +89,14 @@ def readers() -> int:
     Raises:
         ConfigError: the variable of the environment is no positive whole number.
     """
-    text = os.environ.get(READERS)
+    return _positive_integer(READERS, "ranks")
+
+
+def _positive_integer(name: str, unit: str) -> int:
+    text = os.environ.get(name)
     if not text:
         return 0
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if number < 1:
-        raise ConfigError(f"{READERS}: the environment has {text!r}, expected a positive whole number of ranks")
+        raise ConfigError(f"{name}: the environment has {text!r}, expected a positive whole number of {unit}")
     return number

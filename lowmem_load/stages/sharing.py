@@ -8,15 +8,23 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
-from lowmem_load.planning.reads import Step
+from lowmem_load.planning.reads import ReadCost
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.nodes import Nodes
 from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
-from lowmem_load.stages.read_cost import sharing
+from lowmem_load.stages.describe import Described
+from lowmem_load.stages.plan import Planned
+from lowmem_load.stages.read_cost import read_cost, sharing, stated_block_bytes
 
 LITTLE_LESS = "the ranks of this node would read little less together"
 ALONE = "no other rank of this node has reads to share"
+
+
+def cost_for(described: Described, which: Sharing) -> ReadCost:
+    """Return what reading a described model costs; of blocks, where it may be shared: else nothing is looked up."""
+    may_share = which is not Sharing.OFF and described.settings.world_size > 1
+    return read_cost(file.path for file in described.files if may_share)
 
 
 def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
@@ -35,7 +43,7 @@ def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
 
 @contextlib.contextmanager
 def shared_reads(
-    ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], steps: Sequence[Step], paths: Iterable[str]
+    ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], planned: Planned
 ) -> Iterator[tuple[SharedReads | None, str]]:
     """Yield what carries out shared steps, and else why there is nothing: "" where this rank has no such steps.
 
@@ -45,14 +53,20 @@ def shared_reads(
         ranks: that load together.
         nodes: that they run on.
         offers: by rank, whether it has steps to share.
-        steps: this rank's.
-        paths: of the files that are read: bands end where blocks of their file system do.
+        planned: has this rank's steps, and the files that are read: bands end where blocks of their file system do.
     """
     with shared_windows(ranks, nodes, offers) as (windows, why):
         found = None
         if windows is not None:
             is_forced = sharing() is Sharing.ON
-            found = SharedReads(steps, windows, _block_bytes(paths), is_forced=is_forced, check=ranks.watch())
+            block_bytes = stated_block_bytes() or _block_bytes(file.path for file in planned.plan.files)
+            counted_bytes = planned.plan.read_cost.block_bytes
+            found = SharedReads(
+                *(planned.shared, windows, max(block_bytes, counted_bytes)),
+                is_forced=is_forced,
+                check=ranks.watch(),
+                counted_bytes=counted_bytes,
+            )
         yield found, why
 
 

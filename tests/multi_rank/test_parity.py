@@ -61,6 +61,11 @@ def load_together(path: str, others: list[str]) -> tuple[int, int]:
         assert report.world_size == 1 or report.shared is not None
     assert not [name for name in os.listdir("/dev/shm") if "lowmem_load" in name]
     del os.environ["LOWMEM_LOAD_SHARE_READS"]
+    with pytest.MonkeyPatch.context() as patch:  # a slow network, whose blocks hold slices of all ranks
+        patch.setenv("LOWMEM_LOAD_BLOCK_BYTES", "1048576")
+        patch.setenv("LOWMEM_LOAD_READ_MB_PER_S", "50")
+        report = assert_loads_alike(others[0], BF16, None, torch.bfloat16)
+    assert (report.shared is not None) is (report.world_size > 1), report.not_shared
     load_in_turns(path)
     return alone.read_bytes, together.read_bytes
 

@@ -207,6 +207,33 @@ def test_where_little_is_spared_each_reads_alone(file: Path) -> None:
     assert torch.equal(torch.cat(results), VALUES.reshape(-1))
 
 
+def test_slices_that_share_a_block_are_read_once_where_blocks_count(file: Path) -> None:
+    planner, plans = fills(leaf(file), 3, ReadLimits())
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+
+    def load(place: int, windows: Windows) -> object:
+        counted = 1 << 20 if place == 1 else 1  # of what the ranks of a node find, the largest counts
+        sharing = SharedReads(
+            *(plans[place].steps, windows, 1 << 20),
+            is_forced=False,
+            check=lambda: None,
+            counted_bytes=counted,
+        )
+        with Executor() as executor:
+            sharing.take(plans[place], results[place], planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert all(isinstance(each, Shared) and each.node_bytes == NUMEL * 4 for each in together(3, load))
+    assert torch.equal(torch.cat(results), VALUES.reshape(-1))
+
+
+def test_a_block_is_touched_once() -> None:
+    ranges = [Wanted("a", 0, 1, 5, 10), Wanted("a", 0, 1, 95, 101), Wanted("a", 101, 1, 150, 201)]
+    ranges.append(Wanted("b", 0, 1, 7, 8))
+    assert cooperative.touched_bytes(ranges, 100) == 300 + 100
+    assert cooperative.touched_bytes(ranges, 1) == 5 + 6 + 51 + 1
+
+
 def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
     """Its own error is raised there; the others raise what their check raises once they have heard of it."""
     planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
@@ -250,3 +277,22 @@ def test_reads_are_shared_where_that_is_cheaper() -> None:
     cost = cooperative.ReadCost(call_s=1e-9)
     for steps, is_shared in ((turned, True), (run, False)):
         assert cooperative._pays(*cooperative._seconds(reads_of(steps[0]), cost)) is is_shared
+
+
+@pytest.mark.parametrize(
+    ("numel", "block_bytes", "is_shared"),
+    [(1 << 15, 1 << 20, True), (1 << 15, 1, False), (1 << 15, 4096, False), (1 << 22, 1 << 20, False)],
+)
+def test_small_slices_of_large_blocks_are_shared(numel: int, block_bytes: int, is_shared: bool) -> None:
+    source = ex.Source("data", "w", 0, (1 << 24,), torch.int32)
+    read = Read(source, 0, numel, (), Scatter(0, 0, (Loop(numel, 1, 1),), ()), is_direct=True)
+    cost = cooperative.ReadCost(block_bytes=block_bytes)
+    assert cooperative._pays(*cooperative._seconds([read], cost)) is is_shared
+
+
+def test_strided_reads_touch_no_more_blocks_than_there_are() -> None:
+    source = ex.Source("data", "w", 0, (1 << 18,), torch.int32)
+    read = Read(source, 0, 8, (Loop(256, 1 << 10, 8),), Scatter(0, 0, (Loop(8, 1, 1),), ()), is_direct=True)
+    assert cooperative._block_bytes(read, 1 << 20) == 1 << 20
+    assert cooperative._block_bytes(read, 1 << 12) == 256 << 12
+    assert cooperative._block_bytes(read, 1) == read.read_bytes == 256 * 32

@@ -14,6 +14,7 @@ from lowmem_load.doctor import devices, host, launcher, storage
 from lowmem_load.doctor.finding import NOTE, OK, PROBLEM, Finding
 from lowmem_load.doctor.versions import check_versions, installed, of_environments
 from lowmem_load.ranks.environment import LAUNCHER_NAMES
+from lowmem_load.read import mounts
 
 ALL = {"accelerate": "1", "safetensors": "1", "huggingface_hub": "1"}
 NEW = {"python": "3.12.1", "torch": "2.8.0+cu128", "deepspeed": "0.19.0", "transformers": "5.2.0"}
@@ -80,11 +81,11 @@ def test_a_folder_is_on_its_file_system(
     folder = tmp_path / "my models"
     folder.mkdir()
     point = str(tmp_path).replace(" ", "\\040")
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(
         f"1 0 8:1 / / rw - xfs /dev/root rw\n2 1 0:5 / {point} rw shared:1 - {mount}\n3 1 0:6 / /other rw - nfs x rw\n"
     )
-    monkeypatch.setattr(storage, "MOUNTS", mounts)
+    monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
     findings = list(storage.check_storage(str(folder)))
     (found,) = [finding for finding in findings if "reads in blocks" in finding.found]
     assert (found.level, mount.split(maxsplit=1)[0] in found.found, advice in found.advice) == (level, True, True)

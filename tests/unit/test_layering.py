@@ -37,6 +37,7 @@ MODULES: dict[str, set[str]] = {
         "executor",
         "gds",
         "hashing",
+        "mounts",
         "open_sources",
         "rate",
         "sample",
@@ -180,7 +181,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         *("plots", "report"),
     },
-    "doctor": {"errors", "quantities", "ranks.environment", "read.rate"},
+    "doctor": {"errors", "quantities", "ranks.environment", "read.mounts", "read.rate"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
     "resume": {
         *("errors", "fingerprint", "formats", "hf", "partial.checkpoint", "planning", "progress", "ranks", "read"),
@@ -277,6 +278,7 @@ MAY_DO_IO: set[str] = {
     *(
         "hf.of_config",
         "resume.checkpoint",
+        "read.mounts",
         "read.source",
         "phases",
         "reports.file",

@@ -10,7 +10,7 @@ from lowmem_load import plan
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
-from lowmem_load.stages.read_cost import drops_behind, read_cost, readers, sharing
+from lowmem_load.stages.read_cost import drops_behind, read_cost, readers, sharing, stated_block_bytes
 from tests import builders
 from tests.parity import BF16
 
@@ -55,6 +55,15 @@ def test_a_number_of_readers_is_positive_and_whole(text: str, monkeypatch: pytes
     monkeypatch.setenv("LOWMEM_LOAD_READERS", text)
     with pytest.raises(ConfigError, match=f"LOWMEM_LOAD_READERS: the environment has '{text}', expected a positive"):
         readers()
+
+
+def test_blocks_are_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stated_block_bytes() == 0
+    monkeypatch.setenv("LOWMEM_LOAD_BLOCK_BYTES", "1048576")
+    assert (stated_block_bytes(), read_cost([str(tmp_path / "gone")]).block_bytes) == (1 << 20, 1 << 20)
+    monkeypatch.setenv("LOWMEM_LOAD_BLOCK_BYTES", "1 MiB")
+    with pytest.raises(ConfigError, match="LOWMEM_LOAD_BLOCK_BYTES: the environment has '1 MiB', expected a positive"):
+        read_cost()
 
 
 def test_the_page_cache_is_let_go_of_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

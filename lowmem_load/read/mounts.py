@@ -1,0 +1,63 @@
+"""File systems that files lie on: which are on the network, and in which blocks they read. Reads /proc."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "wekafs", "afs"}
+)
+"""Types of file systems whose files lie on other machines; those that begin with "fuse" may."""
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+class Mount(NamedTuple):
+    """Type of a mounted file system, and the bytes of a read of it that its options state; 0 where they do not."""
+
+    kind: str
+    rsize: int
+
+    @property
+    def is_network(self) -> bool:
+        """Whether its files may lie on other machines."""
+        return self.kind in NETWORK or self.kind.startswith("fuse")
+
+
+def mount_of(path: str) -> Mount | None:
+    """Return the file system that a file or folder lies on; None where the system does not tell."""
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    path, found = os.path.realpath(path), None
+    longest = -1
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].replace("\\040", " ")
+        is_above = path == point or path.startswith(point.rstrip("/") + "/")
+        if is_above and len(point) >= longest:
+            kind, _, options = after.split(maxsplit=2)
+            sizes = [option.removeprefix("rsize=") for option in options.split(",") if option.startswith("rsize=")]
+            longest, found = len(point), Mount(kind, int(sizes[0]) if sizes and sizes[0].isdigit() else 0)
+    return found
+
+
+def network_block_bytes(paths: Iterable[str]) -> int:
+    """Return the largest block of the network file systems that some files lie on; 1 where none does.
+
+    A block is what the file system prefers to read (`st_blksize`), or the `rsize` that it was mounted with.
+    """
+    mounts: dict[str, Mount | None] = {}
+    found = 1
+    for path in paths:
+        folder = os.path.dirname(os.path.realpath(path))
+        if folder not in mounts:
+            mounts[folder] = mount_of(folder)
+        mount = mounts[folder]
+        if mount is not None and mount.is_network and os.path.exists(path):
+            found = max(found, os.stat(path).st_blksize, mount.rsize)
+    return found

@@ -1,0 +1,49 @@
+"""Which file systems are on the network, and in which blocks they read. The mounts are made up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lowmem_load.read import mounts
+from lowmem_load.read.mounts import Mount, mount_of, network_block_bytes
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A file in the folder of each mount, by the name of the folder."""
+    kinds = {"local": "ext4 /dev/sda rw", "nfs": "nfs4 s:/ rw,rsize=1048576,wsize=1", "fuse": "fuse.sshfs s rw"}
+    lines = ["1 0 8:1 / / rw - xfs /dev/root rw"]
+    found = {}
+    for name, kind in kinds.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"x")
+        lines.append(f"2 1 0:5 / {tmp_path / name} rw - {kind}")
+        found[name] = str(tmp_path / name / "file")
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
+    return found
+
+
+def test_a_file_is_on_the_nearest_mount_above(files: dict[str, str]) -> None:
+    assert mount_of(files["nfs"]) == Mount("nfs4", 1 << 20)
+    assert mount_of(files["local"]) == Mount("ext4", 0)
+    assert mount_of("/") == Mount("xfs", 0)
+
+
+def test_blocks_count_on_the_network_alone(files: dict[str, str], tmp_path: Path) -> None:
+    assert network_block_bytes([files["local"]]) == 1
+    assert network_block_bytes([files["fuse"], files["local"]]) == os.stat(files["fuse"]).st_blksize
+    assert network_block_bytes(files.values()) == 1 << 20
+    link = tmp_path / "link"
+    link.symlink_to(files["nfs"])
+    assert network_block_bytes([str(link)]) == 1 << 20, "as the cache of the Hub has files"
+    assert network_block_bytes([str(tmp_path / "nfs" / "gone")]) == 1
+
+
+def test_where_nothing_is_told_nothing_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "gone")
+    assert (mount_of("/"), network_block_bytes([str(tmp_path)])) == (None, 1)
