@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.inert_pickle import CALLS, Dialect, Global, OrderedNames, Tensor, described, is_key
+from lowmem_load.formats.inert_pickle import Dialect, described
+from lowmem_load.formats.pickled_tensor import CALLS, Global, OrderedNames, Tensor, is_key
 
 
 @dataclass(eq=False, slots=True)

@@ -11,13 +11,20 @@ from __future__ import annotations
 import pickletools
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lowmem_load.errors import CheckpointError
-from lowmem_load.planning.expression import Shape
+from lowmem_load.formats.pickled_tensor import (
+    CALLS,
+    DTYPES,
+    STORAGE_DTYPES,
+    Global,
+    OrderedNames,
+    Storage,
+    Tensor,
+    is_key,
+    is_size,
+)
 
 MAX_OPCODES = 1 << 22
 """About 25 are needed for a tensor; each may make an object of some 64 bytes."""
@@ -25,70 +32,6 @@ MAX_OPCODES = 1 << 22
 MIN_NBYTES_PER_OBJECT, FREE_OBJECTS = 6, 4096
 """A tensor makes some ten containers, and puts as many things into the memo, in no less than nine bytes each. More of
 either only cost memory: tensors need up to 14 times the bytes of their pickle, and with this nothing takes 30 times."""
-
-MAX_DIMS = 64
-"""Dims of a tensor, the limit of numpy; a pickle may name one long tuple many times at no cost to itself."""
-
-STORAGE_DTYPES: Mapping[str, torch.dtype] = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.ComplexFloatStorage": torch.complex64,
-    "torch.storage.UntypedStorage": torch.uint8,
-}
-"""The legacy storage types. Newer dtypes (float8, uint16, ...) have an UntypedStorage and are named beside it."""
-
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype): dtype
-    for dtype in (
-        *STORAGE_DTYPES.values(),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-        *((torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()),  # from torch 2.7 on
-        *(torch.uint16, torch.uint32, torch.uint64),
-    )
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Global:
-    """The dotted name of a function or class; never the thing itself. See [Note: inert unpickling]."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """A persistent id: the entry `data/<key>` holds `numel` elements of `dtype`."""
-
-    key: str
-    dtype: torch.dtype
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A view of a storage; offset and strides are in elements of `dtype`."""
-
-    storage: Storage
-    dtype: torch.dtype
-    offset: int
-    size: Shape
-    strides: Shape
-
-
-class OrderedNames(dict[Any, Any]):
-    """Stands in for `collections.OrderedDict`, which alone can be given attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class Dialect:
@@ -246,7 +189,7 @@ class _Machine:
 
     def persistent(self) -> None:
         kind, storage, key, _, numel = self._stack.pop()
-        if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not _is_size(numel):
+        if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not is_size(numel):
             raise TypeError("a persistent id that is not a storage")
         self._stack.append(Storage(key, STORAGE_DTYPES[storage.name], numel))
 
@@ -332,84 +275,3 @@ def _names(source: _Bytes) -> tuple[str, str]:
     if not name.endswith(b"\n"):
         raise ValueError("a global without an end")
     return module[:-1].decode("utf-8"), name[:-1].decode("utf-8")
-
-
-# -- what the pickle may call ----------------------------------------------------------------------------------------
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 60
-
-
-def is_key(value: object) -> bool:
-    """Return whether a dict may have this key: of larger integers any number can have one hash."""
-    return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
-
-
-def _shape(value: object) -> Shape:
-    if not isinstance(value, tuple) or len(value) > MAX_DIMS or not all(_is_size(size) for size in value):
-        raise TypeError(f"sizes or strides are not a tuple of at most {MAX_DIMS} sizes")
-    return value
-
-
-# Each takes a bounded number of arguments: one long tuple can be passed many times at no cost to the pickle.
-
-
-def _tensor(
-    storage: Any, offset: Any, size: Any, strides: Any, requires_grad: Any, hooks: Any, metadata: Any = None
-) -> Tensor:
-    """Stand in for `torch._utils._rebuild_tensor_v2`."""
-    dtype = getattr(storage, "dtype", None)
-    return _tensor_of_dtype(storage, offset, size, strides, requires_grad, hooks, dtype, metadata)
-
-
-def _tensor_of_dtype(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    strides: Any,
-    requires_grad: Any,
-    _hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> Tensor:
-    """Stand in for `torch._utils._rebuild_tensor_v3`."""
-    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype) or not _is_size(offset):
-        raise TypeError("a tensor without storage, dtype or offset")
-    _check_flag(requires_grad)
-    if metadata:
-        raise ValueError("a tensor is saved as lazily conjugated or negated; call resolve_conj().resolve_neg() on it")
-    if len(_shape(size)) != len(_shape(strides)):
-        raise ValueError(f"a tensor has {len(size)} sizes and {len(strides)} strides")
-    return Tensor(storage, dtype, offset, size, strides)
-
-
-def _parameter(data: Any, requires_grad: Any, _hooks: Any) -> Any:
-    """Stand in for `torch._utils._rebuild_parameter`: only the tensor matters."""
-    _check_flag(requires_grad)
-    return data
-
-
-def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, _state: Any) -> Any:
-    """Stand in for `torch._utils._rebuild_parameter_with_state`: only the tensor matters."""
-    return _parameter(data, requires_grad, hooks)
-
-
-def _check_flag(requires_grad: object) -> None:
-    if not isinstance(requires_grad, bool):
-        raise TypeError("a tensor whose requires_grad is neither true nor false")
-
-
-def _device(_type: Any, _index: Any = None) -> None:
-    """Stand in for `torch.device`: where a tensor was does not matter."""
-
-
-CALLS: Mapping[str, Callable[..., Any]] = {
-    "collections.OrderedDict": OrderedNames,
-    "torch.Size": _shape,
-    "torch.device": _device,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
-}

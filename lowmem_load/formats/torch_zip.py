@@ -20,7 +20,8 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.formats.inert_objects import objects
-from lowmem_load.formats.inert_pickle import Tensor, state_dict
+from lowmem_load.formats.inert_pickle import state_dict
+from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 from lowmem_load.read.source import ByteSource, SourceFile, read_bytes
 

@@ -19,7 +19,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.inert_objects import Foreign, plain
-from lowmem_load.formats.inert_pickle import Tensor
+from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.read.executor import Executor

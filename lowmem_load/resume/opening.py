@@ -14,7 +14,7 @@ from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.inert_objects import Foreign
-from lowmem_load.formats.inert_pickle import Tensor
+from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.partial.checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape, Source, numel

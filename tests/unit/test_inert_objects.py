@@ -15,7 +15,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.inert_objects import Foreign, objects, plain
-from lowmem_load.formats.inert_pickle import Tensor
+from lowmem_load.formats.pickled_tensor import Tensor
 
 
 def saved(value: Any) -> bytes:
