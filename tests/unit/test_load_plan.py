@@ -131,3 +131,4 @@ def test_a_plan_of_files_that_changed_is_refused(tmp_path: Path) -> None:
         executor.expect([PlannedFile(source.path, 100, "", "another version")])
         with pytest.raises(CheckpointError, match="was replaced or written to after its header was read"):
             executor.fill(fill, torch.empty(20), planner.values, planner.material)
+            executor.finish()
