@@ -31,7 +31,7 @@ def plain_saves(module: str, on_state: PlainSave, check: Callable[[nn.Module], N
     Args:
         module: an imported one of `SAVING_CLASSES`.
         on_state: called instead of it, where it is given a `NotGathered`.
-        check: called before it, where it is given no state.
+        check: called before it, where it is given no state, and writes.
     """
     cls = getattr(sys.modules[module], SAVING_CLASSES[module])
     ordinary = cls.save_pretrained
@@ -47,7 +47,7 @@ def plain_saves(module: str, on_state: PlainSave, check: Callable[[nn.Module], N
             if not given.get("safe_serialization", True):
                 raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
             return on_state(model, folder, {key: value for key, value in given.items() if key not in OURS})
-        if state is None:
+        if state is None and given.get("is_main_process", True):  # else nothing is written
             check(model)
         return ordinary(*args, **kwargs)
 

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -340,8 +341,12 @@ def is_one_of(folder: Path, models: list[dict[str, torch.Tensor]]) -> int:
 
 def save_and_be_killed(path: str, out: str, seed: int) -> list[int]:
     """Rank function of a lone rank: children that save to the same folder are killed; returns what lay there then."""
+    from tqdm import tqdm
+
     from lowmem_load import load_model, save_model
 
+    tqdm.monitor_interval = 0
+    tqdm.set_lock(threading.RLock())  # its own is shared by forked processes: one that is killed would keep it
     draw, model = random.Random(seed), load_model(f"{path}-2.0", FP32)
     target = Path(out, "model")
     models = [state_of(Path(path)), state_of(Path(f"{path}-2.0"))]

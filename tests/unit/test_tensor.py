@@ -111,6 +111,7 @@ def test_value_equals_torch(name: str, pair: tuple[SymbolicTensor, SymbolicTenso
             planner = Planner()
             fill = planner.plan_fill("w", expression_of(result), span)
             reader.fill(fill, partition, planner.values, planner.material)
+            reader.finish()
             assert torch.equal(partition, expected.reshape(-1)[span.start : span.end])
     computed = any(isinstance(leaf, ex.Computed) for leaf in ex.leaves(expression_of(result)))
     assert computed == (name in COMPUTED)
