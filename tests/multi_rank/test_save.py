@@ -309,7 +309,7 @@ def merged_as_peft_merges(paths: dict[str, str], out: Path, tmp_path: Path) -> N
         path, dtype = paths["tied" if name == "untied" else name], torch.bfloat16 if name == "llama" else torch.float32
         with warnings.catch_warnings():  # PEFT's, of ties
             warnings.simplefilter("ignore")
-            model = adapted(name, AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).merge_and_unload()
+            model = adapted(name, AutoModelForCausalLM.from_pretrained(path).to(dtype)).merge_and_unload()
         model.save_pretrained(tmp_path / folder.name, max_shard_size=SHARD)
         equal_folders(folder, tmp_path / folder.name)
         assert (out / f"again-{name}" / "adapter_model.safetensors").exists()
