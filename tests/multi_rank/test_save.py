@@ -310,6 +310,7 @@ def merged_as_peft_merges(paths: dict[str, str], out: Path, tmp_path: Path) -> N
         with warnings.catch_warnings():  # PEFT's, of ties
             warnings.simplefilter("ignore")
             model = adapted(name, AutoModelForCausalLM.from_pretrained(path).to(dtype)).merge_and_unload()
+        model.to(dtype)  # PEFT 0.15 leaves DoRA's merged weights in fp32
         model.save_pretrained(tmp_path / folder.name, max_shard_size=SHARD)
         equal_folders(folder, tmp_path / folder.name)
         assert (out / f"again-{name}" / "adapter_model.safetensors").exists()
