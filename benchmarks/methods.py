@@ -83,7 +83,7 @@ def prepare(method: str) -> None:
     if method == "lowmem":
         # As DeepSpeed and transformers, it is imported before the clock and the memory start; it does so lazily itself.
         import lowmem_load.ds.partition
-        import lowmem_load.load  # noqa: F401
+        import lowmem_load.load.model  # noqa: F401
 
 
 def load_ordinary(job: Job) -> Loaded:

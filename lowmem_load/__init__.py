@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     )
     from lowmem_load.integrity.files import FileCheck, verify_checkpoint
     from lowmem_load.integrity.model import ModelDigest, model_digest
-    from lowmem_load.load import load_model, load_report, plan, streaming
+    from lowmem_load.load.model import load_model, load_report
+    from lowmem_load.load.plan import plan
+    from lowmem_load.load.streaming import streaming
     from lowmem_load.partial.engine import PartialEngine
     from lowmem_load.partial.initialize import initialize
     from lowmem_load.partial.trainer import partial_zero3
@@ -80,7 +82,9 @@ _HOMES = {
     ),
     "integrity.files": ("FileCheck", "verify_checkpoint"),
     "integrity.model": ("ModelDigest", "model_digest"),
-    "load": ("load_model", "load_report", "plan", "streaming"),
+    "load.model": ("load_model", "load_report"),
+    "load.plan": ("plan",),
+    "load.streaming": ("streaming",),
     "partial.engine": ("PartialEngine",),
     "partial.initialize": ("initialize",),
     "partial.trainer": ("partial_zero3",),

@@ -17,7 +17,7 @@ import torch
 from lowmem_load.hf import names
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.integrity.model import model_digest
-from lowmem_load.load import load_model, load_report
+from lowmem_load.load.model import load_model, load_report
 from lowmem_load.phases import STATUS, host_memory
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.read.source import LocalFile

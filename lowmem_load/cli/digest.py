@@ -51,7 +51,7 @@ def digest(
     """
     with working():
         from lowmem_load.hf.quantizers import dequantizing
-        from lowmem_load.load import digest_checkpoint
+        from lowmem_load.load.digest import digest_checkpoint
 
         found: dict[str, Any] = {}
         seconds: dict[str, float] = {}

@@ -16,7 +16,7 @@ from lowmem_load.forecast.training import Model, Setup, TrainingNeeds, model_of,
 from lowmem_load.forecast.verdict import Fixed, Limits, Verdict, judge
 from lowmem_load.hf.names import model_config
 from lowmem_load.hf.quantizers import dequantizing
-from lowmem_load.load import plan_ranks
+from lowmem_load.load.plan import plan_ranks
 from lowmem_load.phases import host_memory
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.rate import read_rate

@@ -16,7 +16,7 @@ from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.inspection.conversions import Conversion, conversions_of
 from lowmem_load.inspection.files import StoredFile, StoredTensor, stored
-from lowmem_load.load import plan_ranks
+from lowmem_load.load.plan import plan_ranks
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.remote.checkpoint import OpenCheckpoint
 

@@ -15,7 +15,7 @@ from torch import nn
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.load import load_report
+from lowmem_load.load.model import load_report
 from lowmem_load.settings.precision import Precision
 from lowmem_load.settings.settings import read_settings
 

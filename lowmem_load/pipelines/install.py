@@ -20,7 +20,8 @@ from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.load import following, why_left_to_stock
+from lowmem_load.load.model import why_left_to_stock
+from lowmem_load.load.streaming import following
 from lowmem_load.pipelines.additions import cast_additions, config_of
 from lowmem_load.pipelines.saves import LedSaves
 from lowmem_load.report import OnLoad

@@ -16,7 +16,8 @@ from typing import Any
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
-from lowmem_load.load import load_with_settings
+from lowmem_load.load.model import load_with_settings
+from lowmem_load.load.request import Request
 from lowmem_load.pipelines.arguments import read_arguments
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.precision import with_precision
@@ -78,14 +79,8 @@ class ModelEngine:
             with self.distributed.agreed("preparing", name=str(self.args.model)):
                 settings = self._prepare(settings)
             self.ds_config = copy.deepcopy(dict(settings.ds_config))
-            self.model = load_with_settings(
-                str(self.args.model),
-                settings,
-                self.distributed,
-                auto_class=self.args.auto_class,
-                verify=self.args.verify,
-                kwargs=self._from_pretrained_kwargs(),
-            )
+            request = Request(str(self.args.model), self.args.auto_class, "auto", self._from_pretrained_kwargs())
+            self.model = load_with_settings(request, settings, self.distributed, verify=self.args.verify)
             self.model_config = self.model.config
             with self.distributed.agreed("setting up the model", name=str(self.args.model)):
                 self._freeze()

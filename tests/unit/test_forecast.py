@@ -15,7 +15,7 @@ from lowmem_load.forecast.load import OVERHEAD_BYTES, rank_needs
 from lowmem_load.forecast.stock import stock_needs
 from lowmem_load.forecast.training import Model, Setup, model_of, training_needs
 from lowmem_load.forecast.verdict import Fixed, Limits, judge, needs_of
-from lowmem_load.load import plan_ranks
+from lowmem_load.load.plan import plan_ranks
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.plots import new_figure
 from lowmem_load.settings.settings import Settings, read_settings

@@ -1,0 +1,127 @@
+"""The plan of a load, made in a plain process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.hf import loader
+from lowmem_load.load.instead import instead_of_loading
+from lowmem_load.load.request import Request, spelled
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.read.source import LocalFile, Opener
+from lowmem_load.settings.settings import Partition, read_settings
+from lowmem_load.stages.load import plan_only
+from lowmem_load.targets.make import target_maker
+
+
+def plan(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    rank: int,
+    world_size: int,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    **from_pretrained_kwargs: Any,
+) -> LoadPlan:
+    """Return the plan of what `load_model` does on one rank, without loading: the very plan that such a rank executes.
+
+    Runs in a plain process, for any rank of any world: no process group, no launcher, no DeepSpeed engine, no
+    accelerator. It plans for the accelerator that DeepSpeed would choose here; `DS_ACCELERATOR` ("cuda") names another
+    machine's, whose reads are staged. Only headers are read; where transformers itself decides by value (whether two
+    tensors of a checkpoint are one tied weight) these values are read, or computed, too, and
+    `LoadPlan.read_to_describe` names them.
+
+    Args:
+        name: as for `load_model`.
+        ds_config: as for `load_model`.
+        rank: of the partition group, `0 <= rank < world_size`.
+        world_size: ranks among which parameters are cut up.
+        auto_class: as for `load_model`.
+        dtype: as for `load_model`.
+        partition: as for `load_model`.
+        **from_pretrained_kwargs: as for `load_model`.
+
+    Memory: the description of the model; no parameter is allocated, except where its value decides.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        CheckpointError: the folder or its files cannot be used.
+        UnsupportedError: a combination that cannot be streamed.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    return plan_ranks(
+        *(name, ds_config),
+        ranks=[rank],
+        world_size=world_size,
+        device=_accelerator(),
+        auto_class=auto_class,
+        dtype=dtype,
+        partition=partition,
+        **from_pretrained_kwargs,
+    )[0]
+
+
+def plan_ranks(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    ranks: Sequence[int],
+    world_size: int,
+    device: torch.device,
+    open_source: Opener = LocalFile,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    **from_pretrained_kwargs: Any,
+) -> list[LoadPlan]:
+    """Return the plans of several ranks, in less time than `plan` takes for each.
+
+    Args:
+        name: as for `plan`, like all that is not named here.
+        ds_config: as for `plan`.
+        ranks: to plan for.
+        world_size: as for `plan`.
+        device: the accelerator of the job; its type is enough.
+        open_source: opens files of the checkpoint.
+        auto_class: as for `plan`.
+        dtype: as for `plan`.
+        partition: as for `plan`.
+        **from_pretrained_kwargs: as for `plan`.
+    """
+    request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs)
+    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
+    checked = request.checked(settings)
+
+    def planned(call: loader.Call) -> list[LoadPlan]:
+        return plan_only(call, checked.settings, lambda rank: target_maker(rank, device), ranks, open_source)
+
+    return instead_of_loading(checked, planned)
+
+
+def _accelerator() -> torch.device:
+    """Return the device for which DeepSpeed would choose its accelerator, without importing it.
+
+    Source: deepspeed 0.19.8 `accelerator/real_accelerator.py`, `get_accelerator`.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR names no device that this torch knows.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        try:
+            return torch.device(chosen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"DS_ACCELERATOR is {chosen!r}, of which this torch knows no device: import the package that adds it "
+                "(torch_npu, say) before, or correct the variable"
+            ) from error
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else found
