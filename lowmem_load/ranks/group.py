@@ -23,8 +23,9 @@ from typing import Any, ClassVar, TypeVar
 import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError, RankError, spelled
+from lowmem_load.ranks.exchanges import LostError
 from lowmem_load.ranks.life import SILENCE, Limits, Progress
-from lowmem_load.ranks.line import SIGN_EVERY_S, Line, LostError
+from lowmem_load.ranks.line import SIGN_EVERY_S, Line
 
 T = TypeVar("T")
 

@@ -88,7 +88,7 @@ class LifeSign:
         number: of the exchange of that group that it will come to next.
         leaves: how often it has gone away from exchanges of that group that others may wait in.
         left: why it went away the last time.
-        session: see [Note: sessions] in `ranks/line.py`.
+        session: see [Note: sessions] in `ranks/exchanges.py`.
         pid_space, pid, started: which process it is; see the functions of these names.
         host: name of its machine.
     """

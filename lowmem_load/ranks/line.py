@@ -5,26 +5,22 @@ once a second, and hears of the others: whoever fails, ends or gets stuck is nam
 
 [Note: exchanges] The first rank of the group collects one small object of every rank, and answers with all of them, or
 with the ranks that it no longer waits for. Exchanges are numbered; all ranks come to the same ones, in the same order.
-A rank that begins anew leaves out those that were given up while it was away; one that is in the middle is told.
-
-[Note: sessions] A store may outlive a group (that of torchrun's agent does) and hold keys of an earlier one of the same
-name. So the first rank draws a session that all keys begin with. Its life signs say which, while it is not idle.
+A rank that begins anew leaves out those that were given up while it was away; one that is in the middle is told. What
+of this lies in the store: `ranks/exchanges.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lowmem_load.errors import LowMemLoadError
+from lowmem_load.ranks.exchanges import Exchanges, LostError
 from lowmem_load.ranks.life import (
     ANY_LINE,
     BUSY,
@@ -51,18 +47,6 @@ LOOKS_PER_S = 200
 
 FAREWELL_S = 5.0
 """Seconds that the first rank waits until its last answer was read, since the store may end with its process."""
-
-
-class LostError(LowMemLoadError):
-    """An exchange that did not come about.
-
-    Attributes:
-        ranks: what is the matter, by rank in the world, with those that are not waited for.
-    """
-
-    def __init__(self, ranks: dict[int, str]) -> None:
-        super().__init__(str(ranks))
-        self.ranks = ranks
 
 
 class _Exchange:
@@ -108,8 +92,7 @@ class Line:
         self.trouble: dict[int, str] = {}
         self._store, self._name, self._members, self._rank = store, name, members, rank
         self._leaves = leaves
-        self._session = secrets.token_hex(8) if rank == 0 else ""
-        self._number = 0  # of the next exchange
+        self._exchanges = Exchanges(store, name, members, rank, leaves)
         self._steps: list[tuple[str, Callable[[], Progress] | None]] = []
         self._left: tuple[str, str] | None = None  # group and reason
         self._warning = ""  # why this rank will have failed when it comes to the next exchange
@@ -123,7 +106,6 @@ class Line:
         self._current: _Exchange | None = None
         self._work: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last_answer = -1, 0  # number of the exchange, and how many ranks will read it
 
     @contextlib.contextmanager
     def doing(self, step: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
@@ -231,7 +213,7 @@ class Line:
                 if broken is not None:
                     raise broken
                 if not skipped:
-                    self._skip_old()
+                    self._exchanges.skip_old()
                     skipped = True
                 self._carry_on(work)
             except LostError as error:
@@ -254,7 +236,7 @@ class Line:
         return {0: f"the store of the process group, which this rank or its launcher holds, {what}"}
 
     def _carry_on(self, work: _Exchange) -> None:
-        work.number, self._lost = self._number, {}
+        work.number, self._lost = self._exchanges.number, {}
         self._look()
         while not work.is_cancelled:
             contents = next(work.steps, [])
@@ -268,7 +250,7 @@ class Line:
             self._look()
         if self._rank == 0 and self._left is not None:
             leaves = {self._name: self._leaves[self._name]}
-            self._settle(work.number, {"lost": {self._members[0]: self._left[1]}, "leaves": leaves})
+            self._exchanges.settle_without(work.number, {self._members[0]: self._left[1]}, leaves)
 
     def _look(self) -> None:
         """Give a life sign, and look at those of others, if it is time."""
@@ -283,17 +265,14 @@ class Line:
             self._lost = self._troubles([others[(self._num_looks + n) % len(others)] for n in others[:LOOKS_PER_S]])
             self._num_looks += min(LOOKS_PER_S, len(others))
             if self._lost and self._current is None:
-                self._put_warning(self._number, self._lost)
+                self._exchanges.warn(self._exchanges.number, self._lost)
         else:
             self._lost = self._troubles([0])
         current = self._current
         if self._warning:
-            number = self._number if current is None or current.number < 0 else current.number
-            self._put_warning(number, {self._members[self._rank]: self._warning})
-        heard = dict(self._lost)
-        warning = self._key(self._number, "warning")
-        if not heard and self._session and self._store.check([warning]):
-            heard = _ranks_of(json.loads(self._store.get(warning)))
+            number = self._exchanges.number if current is None or current.number < 0 else current.number
+            self._exchanges.warn(number, {self._members[self._rank]: self._warning})
+        heard = dict(self._lost or self._exchanges.warning())
         heard.pop(self._members[self._rank], None)
         self.trouble = self.trouble or heard
 
@@ -308,13 +287,13 @@ class Line:
             state=IDLE if not steps else WAITING if self._current else BUSY,
             step=step,
             detail=at.detail if at else "",
-            mark=f"{self._number} {step} {at.amount if at else ''}",
+            mark=f"{self._exchanges.number} {step} {at.amount if at else ''}",
             is_measured=at is not None,
             line=line,
-            number=self._number,
+            number=self._exchanges.number,
             leaves=self._leaves.get(line, 0),
             left=why,
-            session=self._session,
+            session=self._exchanges.session,
             pid_space=pid_space(),
             pid=os.getpid(),
             started=started(os.getpid()) or "",
@@ -324,8 +303,8 @@ class Line:
     def _troubles(self, ranks: Sequence[int]) -> dict[int, str]:
         current = self._current
         waited_s = None if current is None else time.monotonic() - current.since
-        number = self._number if current is None else current.number
-        position = Position(self._name, self._session, number, self._leaves)
+        number = self._exchanges.number if current is None else current.number
+        position = Position(self._name, self._exchanges.session, number, self._leaves)
         found = {}
         for rank in ranks:
             trouble = self._sight(rank).trouble(self._watched_s, self.limits, waited_s, position)
@@ -340,108 +319,63 @@ class Line:
         if self._store.check([key]):
             sign = LifeSign.decoded(self._store.get(key))
             sighting.note(sign, self._watched_s)
-            if rank == 0 and sign.line == self._name and sign.state != IDLE and sign.session != self._session:
-                self._session, self._number = sign.session, 0
-                self._skip_old()
+            if rank == 0 and sign.line == self._name and sign.state != IDLE and sign.session != self._exchanges.session:
+                self._exchanges.join(sign.session)
         return sighting
-
-    def _put_warning(self, number: int, ranks: dict[int, str]) -> None:
-        key = self._key(number, "warning")
-        if self._session and not self._store.check([key]):
-            self._store.set(key, json.dumps(ranks))
 
     def _collect(self, current: _Exchange) -> Iterator[list[str] | None]:
         """Carry on an exchange on the first rank."""
-        number = current.number
-        keys = [self._key(number, f"from {rank}") for rank in range(1, len(self._members))]
-        key_of = dict(zip(self._members[1:], keys, strict=True))
-        while not self._store.check(keys):
-            lost = {rank: why for rank, why in self._lost.items() if not self._store.check([key_of[rank]])}
-            if lost or self._store.check([self._key(number, "answer")]):
-                yield self._settle(number, {"lost": lost, "leaves": self._leaves_of(lost)})
+        number, exchanges, others = current.number, self._exchanges, range(1, len(self._members))
+        while not exchanges.have_given(number, others):
+            lost = {
+                rank: why
+                for rank, why in self._lost.items()
+                if not exchanges.have_given(number, [self._members.index(rank)])
+            }
+            if lost or exchanges.is_settled(number):
+                yield exchanges.settle_without(number, lost, self._leaves_of(lost))
             yield None
-        contents = [current.content, *(self._store.get(key).decode() for key in keys)]
-        distinct = {content: place for place, content in enumerate(dict.fromkeys(contents))}  # most are equal
-        of = [distinct[content] for content in contents]
-        found = self._settle(number, {"contents": list(distinct), "of": of})
-        for what in ("answer", "read", "warning"):
-            self._store.delete_key(self._key(number - 1, what))
+        found = exchanges.settle_with(number, [current.content, *(exchanges.given(number, rank) for rank in others)])
+        exchanges.clear(number - 1)
         yield found
 
     def _submit(self, current: _Exchange) -> Iterator[list[str] | None]:
         """Carry on an exchange on another rank."""
         told = ""  # the session in which this rank has contributed
-        number = current.number
-        while not told or not self._store.check([self._key(number, "answer")]):
+        number, exchanges = current.number, self._exchanges
+        while not told or not exchanges.is_settled(number):
             if not told:
                 self._sight(0)
-            if self._session != told:
-                told, number = self._session, self._number
+            if exchanges.session != told:
+                told, number = exchanges.session, exchanges.number
                 current.number = number
-                self._store.set(self._key(number, f"from {self._rank}"), current.content)
+                exchanges.give(number, current.content)
                 if current.is_cancelled:  # the store took so long that the caller has gone on
                     return
-                self._number = number + 1
+                exchanges.number = number + 1
             if self._lost:
                 break
             yield None
         if not told:  # the first rank was never there
-            self._take_leaves(self._leaves_of(self._lost))
+            exchanges.take_leaves(self._leaves_of(self._lost))
             raise LostError(self._lost)
-        contents = self._settle(number, {"lost": self._lost, "leaves": self._leaves_of(self._lost)})
+        contents = exchanges.settle_without(number, self._lost, self._leaves_of(self._lost))
         if contents[self._rank] != current.content:
             late = "came too late: the others have gone on with what it had said before it gave them up"
             raise LostError({self._members[self._rank]: late})
-        self._store.delete_key(self._key(number - 1, f"from {self._rank}"))
+        exchanges.clear(number - 1)
         yield contents
-
-    def _skip_old(self) -> None:
-        """Leave out exchanges that were given up before this rank came."""
-        while self._session and self._store.check([key := self._key(self._number, "answer")]):
-            self._take_leaves(json.loads(self._store.get(key)).get("leaves", {}))
-            self._number += 1
-
-    def _settle(self, number: int, answer: dict[str, Any]) -> list[str]:
-        """Answer an exchange, unless somebody has; return the contents, or raise LostError as the answer says."""
-        key = self._key(number, "answer")
-        settled = json.loads(self._store.compare_set(key, "", json.dumps(answer)))
-        self._number = number + 1
-        if self._rank == 0:
-            self._last_answer = number, len(self._members) - 1 - len(settled.get("lost", {}))
-        else:
-            self._store.add(self._key(number, "read"), 1)
-        if "lost" in settled:
-            self._take_leaves(settled["leaves"])
-            raise LostError(_ranks_of(settled["lost"]))
-        return [settled["contents"][place] for place in settled["of"]]
 
     def _leaves_of(self, lost: Iterable[int]) -> dict[str, int]:
         """Return how often ranks that are given up have gone away, by line: that is settled now."""
         signs = [self._sightings[self._members.index(rank)].sign for rank in lost]
         return {sign.line: sign.leaves for sign in signs if sign is not None and sign.left}
 
-    def _take_leaves(self, leaves: dict[str, int]) -> None:
-        for line, number in leaves.items():
-            self._leaves[line] = max(number, self._leaves.get(line, 0))
-
     def _say_farewell(self) -> None:
-        number, num_readers = self._last_answer
-        until = time.monotonic() + min(FAREWELL_S, self.limits.gone_s)
-        while num_readers and time.monotonic() < until:
-            if self._store.add(self._key(number, "read"), 0) >= num_readers:
-                break
-            time.sleep(0.001)
-        self._last_answer = -1, 0
+        self._exchanges.wait_until_read(min(FAREWELL_S, self.limits.gone_s))
         self._store.set(_sign_key(self._members[self._rank]), self._sign().encoded())
-
-    def _key(self, number: int, what: str) -> str:
-        return f"{self._name}/{self._session}/{number}/{what}"
 
 
 def _sign_key(rank_in_world: int) -> str:
     """Return where a rank's life signs are: the same for all its groups."""
     return f"sign {rank_in_world}"
-
-
-def _ranks_of(found: dict[str, str]) -> dict[int, str]:
-    return {int(rank): why for rank, why in found.items()}

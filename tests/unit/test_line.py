@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from lowmem_load.ranks import line as line_module
+from lowmem_load.ranks.exchanges import LostError
 from lowmem_load.ranks.life import Limits, Progress
-from lowmem_load.ranks.line import Line, LostError
+from lowmem_load.ranks.line import Line
 
 LIMITS = Limits(silence_s=0.6, gone_s=5.0, absence_s=2.0)
 
@@ -298,8 +299,8 @@ def test_what_a_rank_said_before_it_was_given_up_does_not_stand_for_what_it_says
     ranks = Ranks(2)
     ranks.all(lambda line, rank: exchange(line, "x"))
     late = ranks.lines[1]
-    late._store.set(late._key(1, "from 1"), "of an attempt whose store stalled")
-    late._store = Stalling(late._store)  # type: ignore[assignment]
+    late._exchanges.give(1, "of an attempt whose store stalled")
+    late._exchanges._store = Stalling(late._store)  # type: ignore[assignment]
     found = ranks.all(lambda line, rank: (time.sleep(0.3 - 0.3 * rank), exchange(line, "y"))[1])
     assert found[0] == ["y", "of an attempt whose store stalled"]
     assert "came too late" in found[1][1]
