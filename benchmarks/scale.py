@@ -208,7 +208,7 @@ def measure(folder: Path, row: Row, is_loaded: bool) -> Result:
             model = lowmem_load.load_model(folder, DS_CONFIG, **keywords)
             phases_s = dict(lowmem_load.load_report(model).seconds)
         else:
-            lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)
+            plans = [lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)]
             phases_s = dict(plans[0].seconds)
     memory, plan = sampler.use(), plans[0]
     return Result(

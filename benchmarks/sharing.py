@@ -73,10 +73,10 @@ class Found:
 def _counted(found: Found) -> Iterator[list[int]]:
     """Count opens and bytes of local files; let what is described go through `found`."""
     from lowmem_load.read import source
-    from lowmem_load.stages import load
+    from lowmem_load.stages import plan_only
 
     counts = [0, 0]
-    ordinary_open, ordinary_read, ordinary = source._open_regular, source.LocalFile.read_into, load.describe
+    ordinary_open, ordinary_read, ordinary = source._open_regular, source.LocalFile.read_into, plan_only.describe
 
     def open_regular(path: str) -> Any:
         counts[0] += not path.endswith("config.json")
@@ -87,12 +87,12 @@ def _counted(found: Found) -> Iterator[list[int]]:
         ordinary_read(file, offset, buffers)
 
     source._open_regular, source.LocalFile.read_into = open_regular, read_into  # type: ignore[method-assign]
-    load.describe = lambda *args, **kwargs: ordinary(*args, **kwargs, once=found.once)
+    plan_only.describe = lambda *args, **kwargs: ordinary(*args, **kwargs, once=found.once)
     try:
         yield counts
     finally:
         source._open_regular, source.LocalFile.read_into = ordinary_open, ordinary_read  # type: ignore[method-assign]
-        load.describe = ordinary
+        plan_only.describe = ordinary
 
 
 def measure(folder: Path, model: str, rank: int, world_size: int) -> tuple[Part, Part]:

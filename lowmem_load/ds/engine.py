@@ -1,8 +1,6 @@
 """The DeepSpeed seam of partial ZeRO-3: a real ZeRO-3 engine over the chosen modules of a model, and only those.
 
-[Note: the shell] The engine is given a shell: empty containers, named as in the model, that hold the chosen modules.
-So it partitions, hooks, reduces and saves these under their own names, and its collectives depend on nothing else. The
-shell's forward is the whole model's, so that the engine's bookkeeping around forward and backward happens as always.
+It is given a `Shell`, see `ds/shell.py`.
 
 [Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups; a group whose
 norm is not finite makes it skip the step and lower the loss scale. The replicated part joins as one more group. Global
@@ -34,13 +32,8 @@ from torch import nn
 
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds.releases import SUPPORTED
-from lowmem_load.errors import ConfigError, UnsupportedError
-
-WHOLE_MODEL = "_whole_model"
-"""Attribute of the shell that is given to `deepspeed.initialize` in a model's place."""
-
-PLACEHOLDER = "lowmem_load_placeholder"
-"""A parameter of one element that no forward uses: DeepSpeed makes no ZeRO-3 optimizer without a trainable one."""
+from lowmem_load.ds.shell import PLACEHOLDER, Shell
+from lowmem_load.errors import UnsupportedError
 
 
 def _check_contract() -> None:
@@ -48,7 +41,6 @@ def _check_contract() -> None:
     require(
         SUPPORTED,
         {
-            "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
             "deepspeed.runtime.engine:DeepSpeedEngine": (
                 *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
                 *("fp16_enabled", "get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
@@ -86,8 +78,7 @@ def _check_made(engine: Any) -> None:
 
 _check_contract()
 
-from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402  the contract's error is better
 
 
 def _scales_by_itself(optimizer: Any) -> bool:
@@ -99,41 +90,6 @@ def _counts_micro_steps(engine: Any) -> bool:
     """Whether the engine steps at a boundary only. Before deepspeed 0.19.4 it always does."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return managed is None or bool(managed())
-
-
-class _Shell(nn.Module):
-    """See [Note: the shell]."""
-
-    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
-        super().__init__()
-        self.__dict__[WHOLE_MODEL] = model  # not a child: its other modules are none of the engine's business
-        for name, module in chosen.items():
-            *path, last = name.split(".")
-            container: nn.Module = self
-            for part in path:
-                if part not in container._modules:
-                    container.add_module(part, nn.Module())
-                container = container.get_submodule(part)
-            container.add_module(last, module)
-        if placeholder is not None:
-            self.register_parameter(PLACEHOLDER, placeholder)
-        # Checkpoints are the same with and without it: what was frozen may be trained later.
-        self.register_state_dict_post_hook(_drop_placeholder)
-        self.register_load_state_dict_pre_hook(_drop_placeholder)
-        self.register_load_state_dict_post_hook(_miss_no_placeholder)
-        self.train(model.training)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[WHOLE_MODEL](*args, **kwargs)
-
-
-def _drop_placeholder(shell: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
-    state_dict.pop(PLACEHOLDER, None)
-
-
-def _miss_no_placeholder(shell: nn.Module, keys: Any) -> None:
-    if PLACEHOLDER in keys.missing_keys:
-        keys.missing_keys.remove(PLACEHOLDER)
 
 
 class _NeedsGradient(torch.autograd.Function):
@@ -158,7 +114,7 @@ class PartitionedPart:
         make_optimizer: makes the optimizer from the chosen part's trainable parameters; None for the ds_config's.
 
     Attributes:
-        engine: the `DeepSpeedEngine`. It has no lr scheduler; `scheduler_of` makes one.
+        engine: the `DeepSpeedEngine`. It has no lr scheduler; `schedulers.scheduler_of` makes one.
         frozen: whether the chosen part has no trainable parameter.
 
     Collective: all ranks.
@@ -190,7 +146,7 @@ class PartitionedPart:
             optimizer = make_optimizer(list(dict.fromkeys(trainable)))
         else:
             optimizer = None
-        self._shell = _Shell(model, chosen, placeholder)
+        self._shell = Shell(model, chosen, placeholder)
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
         _check_made(self.engine)
         zero = self.engine.optimizer
@@ -347,11 +303,6 @@ def _positional_names(module: nn.Module, count: int) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in positional][:count]
 
 
-def is_shell(model: nn.Module) -> bool:
-    """Whether DeepSpeed is given `model` for a partial engine, so that what is whole in it is so on purpose."""
-    return WHOLE_MODEL in vars(model)
-
-
 def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
     """Yield the modules whose forward is the way into the chosen part: containers run no forward, their items do."""
     for module in chosen.values():
@@ -359,29 +310,6 @@ def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
             yield from entry_modules(dict(module.named_children()))
         else:
             yield module
-
-
-def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's; None without one.
-
-    Raises:
-        ConfigError: there is no such scheduler.
-    """
-    return scheduler_class(section)(optimizer, **section.get("params", {})) if section else None
-
-
-def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the class of the lr scheduler that a ds_config's "scheduler" section names.
-
-    Raises:
-        ConfigError: there is no such scheduler.
-    """
-    name = section.get("type")
-    owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
-    found: Callable[..., Any] | None = getattr(owner, str(name), None)
-    if found is None:
-        raise ConfigError(f"ds_config scheduler.type: no lr scheduler {name!r} in DeepSpeed or torch")
-    return found
 
 
 def _refuse(ds_config: Mapping[str, Any]) -> None:

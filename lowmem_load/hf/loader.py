@@ -30,7 +30,8 @@ from lowmem_load.contract import require
 from lowmem_load.describe.collector import collector_off
 from lowmem_load.describe.context import Context, Once
 from lowmem_load.describe.initialise import ReadNow
-from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, uninitialised
+from lowmem_load.describe.missing import initialise_in, uninitialised
+from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors

@@ -15,7 +15,7 @@ from lowmem_load.load.request import Request, spelled
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.settings.settings import Partition, read_settings
-from lowmem_load.stages.load import plan_only
+from lowmem_load.stages.plan_only import plan_only
 from lowmem_load.targets.make import target_maker
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.ds.engine import PartitionedPart, scheduler_of
+from lowmem_load.ds.engine import PartitionedPart
+from lowmem_load.ds.schedulers import scheduler_of
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.partial.checkpoint import find_checkpoint, load_replicated, save_replicated
 from lowmem_load.partial.optimizer import PartialOptimizer
+from lowmem_load.partial.outside import Outside
 from lowmem_load.partial.replicated import (
     Average,
     ReplicatedPart,
@@ -30,7 +31,7 @@ from lowmem_load.partial.replicated import (
 )
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.settings import Settings
-from lowmem_load.targets.choice import chosen_parameters, mark
+from lowmem_load.targets.choice import mark
 
 
 class PartialEngine(nn.Module):
@@ -58,7 +59,6 @@ class PartialEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = model
-        inside = chosen_parameters(chosen)
         derive = None if split is None else functools.partial(_derived, split)
         with DistributedInterface().agreed("making the ZeRO-3 engine"):
             part = PartitionedPart(model, chosen, settings.ds_config, derive)
@@ -66,31 +66,27 @@ class PartialEngine(nn.Module):
         self._part, self._split = part, split
         self.lr_scheduler: Any = None
         try:
-            self._add_replicated(inside, chosen, settings.dtype if cast else None, average, unused)
+            self._add_replicated(chosen, settings.dtype if cast else None, average, unused)
         except BaseException:
             part.destroy()
             raise
 
     def _add_replicated(
         self,
-        inside: AbstractSet[int],
         chosen: Mapping[str, nn.Module],
         dtype: torch.dtype | None,
         average: Average,
         unused: Unused,
     ) -> None:
         """Prepare what is not partitioned for training, cast to `dtype` if one is given."""
-        model, part, split = self.module, self._part, self._split
-        self._outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
-        self._outside_buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
+        part, split = self._part, self._split
+        self._outside = Outside(self.module, chosen)
         distributed = DistributedInterface()
         with distributed.agreed("moving what is not partitioned"):  # a rank that fails must not be waited for below
-            self._place(part.engine.device, dtype)
+            self._outside.place(part.engine.device, dtype)
         with distributed.agreed("giving all ranks the values of rank 0"):
-            broadcast([*self._outside.values(), *self._outside_buffers.values()])
-        trained = {name: p for name, p in self._outside.items() if p.requires_grad}
+            broadcast([*self._outside.parameters.values(), *self._outside.buffers.values()])
+        trained = {name: p for name, p in self._outside.parameters.items() if p.requires_grad}
         if split is not None:
             held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
             trained = {name: p for name, p in trained.items() if id(p) in held}
@@ -132,7 +128,7 @@ class PartialEngine(nn.Module):
         Raises:
             ConfigError: a parameter that was frozen when the engine was made is to be trained now.
         """
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        thawed = [name for name, parameter in self._outside.frozen.items() if parameter.requires_grad]
         if thawed:
             raise ConfigError(
                 f"{', '.join(thawed[:8])} did not require a gradient when this engine was made, so it would not be "
@@ -155,7 +151,7 @@ class PartialEngine(nn.Module):
         if self._split is not None:
             self._split.sync()
         factor = self._part.step(self._replicated.reduce(self.zero3.gradient_accumulation_steps()))
-        for parameter in self._outside.values():
+        for parameter in self._outside.parameters.values():
             parameter.grad = None  # of those that no optimizer holds; the others' are in the replicated part
         if factor is None:
             self._replicated.clear()
@@ -292,7 +288,7 @@ class PartialEngine(nn.Module):
             load_module_only=load_module_only,
         )
         with distributed.agreed("loading", name=str(load_dir)):
-            self._load_tensors(state)
+            self._outside.load(state)
             if load_optimizer_states:
                 self._replicated.load_state_dict(state["whole"])
                 for group, options in zip(self._leader.param_groups, state["groups"], strict=True):
@@ -308,13 +304,15 @@ class PartialEngine(nn.Module):
         gathered = self._part.consolidated(exclude_frozen_parameters)
         if gathered is None:
             return None
-        gathered_as = {id(p): name for name, p in self.module.named_parameters() if name not in self._outside}
+        gathered_as = {
+            id(p): name for name, p in self.module.named_parameters() if name not in self._outside.parameters
+        }
         everything = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             source = gathered_as.get(id(value), name)  # a module of the chosen part may have names outside of it too
             if source in gathered:
                 everything[name] = gathered[source]
-            elif id(value) not in gathered_as and (not exclude_frozen_parameters or name not in self._frozen):
+            elif id(value) not in gathered_as and (not exclude_frozen_parameters or name not in self._outside.frozen):
                 everything[name] = value.detach().to("cpu", copy=True)
         return everything
 
@@ -343,39 +341,15 @@ class PartialEngine(nn.Module):
 
     def _replicated_state(self, exclude_frozen: bool) -> dict[str, Any]:
         return {
-            "buffers": {name: buffer.detach() for name, buffer in self._persistent()["buffers"].items()},
-            "parameters": {
-                name: p.detach() for name, p in self._outside.items() if p.requires_grad or not exclude_frozen
-            },
-            "frozen": list(self._frozen),
-            "excluded": [name for name, p in self._outside.items() if exclude_frozen and not p.requires_grad],
+            **self._outside.state(exclude_frozen=exclude_frozen),
             "whole": self._replicated.state_dict(),
             "groups": [options_of(group) for group in self._leader.param_groups],
             "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
 
-    def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the replicated part's tensors that checkpoints hold, by kind and name."""
-        names = self.module.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self._outside_buffers.items() if name in names}
-        return {"parameters": dict(self._outside), "buffers": buffers}
-
     def _check_state(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
-        """Raise ConfigError where `_load_tensors` would not load all of a checkpoint into all of the model."""
-        for kind, held in self._persistent().items():
-            differ = sorted(set(state[kind]) ^ (set(held) - set(state["excluded"]))) if strict else []
-            shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
-            if differ or shapes:
-                raise ConfigError(
-                    f"the checkpoint's replicated part has other {kind} than the model: "
-                    f"{', '.join((differ + shapes)[:8])}"
-                )
-        frozen = [name for name in self._frozen if name not in state["frozen"] and name not in self._outside]
-        if frozen:
-            raise ConfigError(
-                f"{', '.join(frozen[:8])} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
-                "cannot load; freeze it after loading, or go by way of save_16bit_model"
-            )
+        """Raise ConfigError where a checkpoint's state of the replicated part would not be loaded as it is to be."""
+        self._outside.check(state, strict=strict)
         if optimizer:
             self._replicated.check_state(state["whole"])
             if len(state["groups"]) != len(self._leader.param_groups):
@@ -383,23 +357,6 @@ class PartialEngine(nn.Module):
                     f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one "
                     f"{len(self._leader.param_groups)}"
                 )
-
-    @torch.no_grad()
-    def _load_tensors(self, state: Mapping[str, Any]) -> None:
-        for kind, held in self._persistent().items():
-            for name, value in state[kind].items():
-                if name in held:
-                    held[name].copy_(value)
-
-    def _place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move the replicated part to the device, and cast it if told to. Local."""
-        for parameter in self._outside.values():
-            parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
-        for name in self._outside_buffers:
-            owner, _, last = name.rpartition(".")
-            module = self.module.get_submodule(owner)
-            setattr(module, last, getattr(module, last).to(device))
-            self._outside_buffers[name] = getattr(module, last)
 
 
 def _derived(split: SplitOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

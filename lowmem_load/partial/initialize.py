@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.ds.engine import scheduler_class
 from lowmem_load.ds.parameters import group_size_of, is_partitioned, whole_numel
+from lowmem_load.ds.schedulers import scheduler_class
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine
@@ -65,8 +65,6 @@ def initialize(
         config = settings.ds_config
         chosen, plain = _chosen(model, partition)
         inside = chosen_parameters(chosen)
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ConfigError("no parameter of the model requires a gradient, so there is nothing to train")
         split = _split(model, optimizer, config, inside)
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
@@ -142,6 +140,9 @@ def _digest(
 
 
 def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> SplitOptimizer | None:
+    """Return the user's optimizer, checked; None where the ds_config has one."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("no parameter of the model requires a gradient, so there is nothing to train")
     if optimizer is None:
         if not config.get("optimizer"):
             raise ConfigError('no optimizer: write an "optimizer" section in the ds_config, or pass optimizer')

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.ds.engine import is_shell
 from lowmem_load.ds.initialize_hook import hooked
 from lowmem_load.ds.parameters import is_partitioned
+from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.partial.initialize import initialize
 from lowmem_load.partial.replicated import Average, Unused

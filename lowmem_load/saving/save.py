@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,16 +93,20 @@ def save_model(
         RankError: another rank failed; the same error is raised on every rank.
     """
     model = unwrapped(model)
-
-    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[saver.SavedFile], list[Merge]]:
-        with contextlib.ExitStack() as stack:
-            whole, merges = stack.enter_context(merging.unloaded(model)) if merge_adapters else (model, [])
-            given: Any = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
-            return saver.describe_save(whole, scratch, sources, **given), merges
-
+    given: Any = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
+    describe = functools.partial(_described, model, merge_adapters, given)
     arguments = f"{max_shard_size!r} {dtype} {merge_adapters} {sorted(save_pretrained_kwargs.items())}"
     uses_masters = dtype == torch.float32 and not merge_adapters
     return save_described(model, folder, describe, arguments, masters=uses_masters, also=processors, progress=progress)
+
+
+def _described(
+    model: nn.Module, merges_adapters: bool, given: Any, scratch: Path, sources: Mapping[int, Source]
+) -> tuple[list[saver.SavedFile], list[Merge]]:
+    """Return what `save_pretrained` would write of a model, with its adapters merged or not. See `Describe`."""
+    with contextlib.ExitStack() as stack:
+        whole, merges = stack.enter_context(merging.unloaded(model)) if merges_adapters else (model, [])
+        return saver.describe_save(whole, scratch, sources, **given), merges
 
 
 def save_described(

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from lowmem_load.describe.missing import forget
 from lowmem_load.describe.quantized import QuantizedTensor
-from lowmem_load.describe.tensor import SymbolicTensor, forget
+from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.planning.cooperative import Shared

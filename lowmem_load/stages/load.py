@@ -7,21 +7,16 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowmem_load.describe.collector import heap_set_aside
-from lowmem_load.describe.initialise import INITIALISED
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
-    CheckpointError,
-    ConfigError,
-    LowMemLoadError,
-    ModelBuildError,
     NotStreamedWarning,
     UnsupportedError,
     spelled,
@@ -31,10 +26,7 @@ from lowmem_load.hf import loader, names
 from lowmem_load.hf.hub import commit_in
 from lowmem_load.phases import host_memory
 from lowmem_load.planning.cooperative import Sharing
-from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.progress import progress_bar
-from lowmem_load.quantize import four_bit
-from lowmem_load.quantize.check import check_packed
 from lowmem_load.ranks import environment
 from lowmem_load.ranks.board import Board, board
 from lowmem_load.ranks.group import RankGroup
@@ -54,6 +46,13 @@ from lowmem_load.stages.read_cost import READERS, drops_behind, readers, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
 from lowmem_load.stages.sharing import LITTLE_LESS, cost_for, shared_reads
+from lowmem_load.stages.streamable import (
+    check_around,
+    check_described,
+    is_left_alone,
+    may_work_in_stock,
+    refuse_device_map,
+)
 from lowmem_load.stages.turns import READING, turn
 from lowmem_load.targets.make import TargetMaker
 
@@ -69,46 +68,6 @@ LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
 """Where a model that was left to stock ZeRO-3 keeps the reason, text."""
 
 MIB = float(1 << 20)
-
-_PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
-"""Keywords of loads that transformers itself does under stages 0 to 2."""
-
-
-def plan_only(
-    call: loader.Call,
-    settings: Settings,
-    target_maker_of: Callable[[int], TargetMaker],
-    ranks: Sequence[int],
-    open_source: Opener = LocalFile,
-) -> list[LoadPlan]:
-    """Return the plan of a load for each of some ranks, without loading. Local: no process group, no DeepSpeed engine.
-
-    The model is described once, unless it keeps initial values: each rank has its own part of those.
-    """
-    _refuse_device_map(call, settings)
-    if _is_left_alone(call, settings):
-        raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
-    state, before = torch.get_rng_state(), host_memory().anonymous_bytes
-    plans: list[LoadPlan] = []
-    try:
-        with zero_init.set_aside(), on_host(), Executor(open_source=open_source) as executor:
-            described: Described | None = None
-            for rank in ranks:
-                make_target = target_maker_of(rank)
-                if described is None:
-                    described = describe(call, settings, make_target, executor, holds_values=False)
-                else:
-                    described = replace(described, target=make_target(described.settings, described.model))
-                _check(described)
-                plan = make_plan(described, rank, cost_for(described, sharing()), sharing()).plan
-                if not plans:
-                    grown_bytes = max(0, host_memory().anonymous_bytes - before)
-                plans.append(replace(plan, planning_bytes=grown_bytes))
-                if any(isinstance(value, HeldValue) and value.origin == INITIALISED for value in plan.values):
-                    described = None
-        return plans
-    finally:
-        torch.set_rng_state(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +175,7 @@ class Load:
         try:
             yield
         except Exception as error:
-            may_work = isinstance(error, UnsupportedError) if made else _may_work_in_stock(error)
+            may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
             if not self.is_lenient or self.verify or not may_work:
                 raise
             raise _NotStreamedError(spelled(error, names.MAX_TOLD)) from error
@@ -224,8 +183,8 @@ class Load:
     def _is_left_alone(self, call: loader.Call) -> bool:
         """Return whether transformers does this load by itself; ranks that differ in that would wait for each other."""
         with self.ranks.agreed("checking the call", name=call.name) as digest:
-            _refuse_device_map(call, self.settings)
-            left_alone = _is_left_alone(call, self.settings)
+            refuse_device_map(call, self.settings)
+            left_alone = is_left_alone(call, self.settings)
             if left_alone and self.verify:
                 raise UnsupportedError(
                     f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
@@ -263,9 +222,9 @@ class Load:
     def _plan(self, described: Described, around: Any, report: LoadReport) -> Planned:
         planning = self.ranks.agreed("planning", name=described.name, progress=computing())
         with planning as digest, report.phase("plan"):
-            _check(described)
+            check_described(described)
             if described.settings.stage == 3:
-                _check_around(around, described)
+                check_around(around, described)
             shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
             which = sharing() if shares else Sharing.OFF
             planned = make_plan(described, self.ranks.rank, cost_for(described, which), which)
@@ -342,23 +301,6 @@ class _NotStreamedError(Exception):
     """Ends a load that is left to transformers."""
 
 
-def _may_work_in_stock(error: Exception) -> bool:
-    """Return whether an error, of all ranks, is about streaming: not about files, the ds_config or other ranks.
-
-    One that is not ours comes from code of transformers or of the model, which may not be ready for symbolic tensors.
-    """
-    return isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
-
-
-def _is_left_alone(call: loader.Call, settings: Settings) -> bool:
-    return settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF)
-
-
-def _refuse_device_map(call: loader.Call, settings: Settings) -> None:
-    if settings.stage == 3 and call.kwargs.get("device_map") is not None:
-        raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
-
-
 def _is_local(call: loader.Call) -> bool:
     """Return whether nothing can come from the Hub: not even the base model of an adapter."""
     folder = os.path.join(call.name, call.kwargs.get("subfolder") or "")
@@ -373,29 +315,3 @@ def _config_text(model: nn.Module) -> str:
 def _may_share(settings: Settings, open_source: Opener) -> bool:
     """Return whether ranks may read together: into memory that stays, from files."""
     return settings.offload_device != "nvme" and open_source is LocalFile
-
-
-def _check(described: Described) -> None:
-    """Raise for what cannot be planned."""
-    zero_init.refuse_partitioned(described.model)
-    _check_four_bit(described)
-    described.target.check(described.model)
-
-
-def _check_around(init: Any, described: Described) -> None:
-    """Raise if a zero.Init around this load makes other parameters than the load."""
-    settings, device = described.settings, described.settings.offload_device
-    device = described.target.device.type if device == "none" else device
-    zero_init.refuse_another(init, dtype=settings.dtype, device=device, world_size=settings.world_size)
-
-
-def _check_four_bit(described: Described) -> None:
-    quantizer = getattr(described.model, "hf_quantizer", None)
-    if quantizer is not None and names.is_four_bit(quantizer.quantization_config):
-        unpacked = four_bit.unpacked(described.model)
-        if unpacked:
-            raise CheckpointError(
-                f"{described.name}: {', '.join(unpacked[:8])} ({len(unpacked)} in all) are to be held in 4 bits, but "
-                "the files have no values for them, or packed ones without their quantization state"
-            )
-        check_packed(described.model, described.settings)

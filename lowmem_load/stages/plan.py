@@ -12,8 +12,9 @@ from torch import nn
 
 from lowmem_load.describe.collector import collector_off
 from lowmem_load.describe.initialise import INITIALISED, UNINITIALISED
+from lowmem_load.describe.missing import initialised_part
 from lowmem_load.describe.quantized import QuantizedTensor
-from lowmem_load.describe.tensor import SymbolicTensor, initialised_part
+from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.planning.cooperative import Sharing, reads_of, shared_steps

@@ -20,7 +20,7 @@ import lowmem_load
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.read.executor import Executor
-from lowmem_load.stages import load as stages
+from lowmem_load.stages import plan_only as stages
 from lowmem_load.stages.plan import Planned
 
 # transformers says so whenever `dequantize` is asked for of a checkpoint that has a quantization_config

@@ -60,7 +60,8 @@ MODULES: dict[str, set[str]] = {
         "torch_zip",
     },
     "describe": {
-        *("arguments", "collector", "context", "initialise", "operations", "patterns", "quantized", "tensor", "twins"),
+        *("arguments", "collector", "context", "initialise", "missing", "operations", "patterns"),
+        *("quantized", "tensor", "twins"),
     },
     "quantize": {"check", "four_bit"},
     "ds": {
@@ -79,7 +80,7 @@ MODULES: dict[str, set[str]] = {
             "releases",
             "resume",
         ),
-        *("swapping", "zero_init"),
+        *("schedulers", "shell", "swapping", "zero_init"),
     },
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
@@ -104,8 +105,8 @@ MODULES: dict[str, set[str]] = {
     "report": set(),
     "reports": {"file", "join", "timeline", "trace"},
     "stages": {
-        *("checksums", "defaults", "describe", "digest", "execute", "load", "plan", "read_cost", "room", "same_bytes"),
-        *("sharing", "turns"),
+        *("checksums", "defaults", "describe", "digest", "execute", "load", "plan", "plan_only", "read_cost", "room"),
+        *("same_bytes", "sharing", "streamable", "turns"),
     },
     "saving": {"folder", "holdings", "layout", "merged", "plan", "report", "save", "torch_layout", "writer"},
     "load": {"digest", "instead", "model", "plan", "request", "streaming"},
@@ -114,7 +115,7 @@ MODULES: dict[str, set[str]] = {
     "forecast": {"job", "load", "picture", "stock", "training", "verdict"},
     "bench": {"compare", "launch", "picture", "worker"},
     "doctor": {"checks", "devices", "finding", "host", "launcher", "storage", "versions"},
-    "partial": {"checkpoint", "engine", "initialize", "optimizer", "replicated", "trainer"},
+    "partial": {"checkpoint", "engine", "initialize", "optimizer", "outside", "replicated", "trainer"},
     "resume": {"checkpoint", "consolidate", "copying", "layout", "load", "opening", "plan"},
     "pipelines": {"additions", "arguments", "install", "model_engine", "saves"},
     "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},

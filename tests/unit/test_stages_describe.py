@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lowmem_load.describe.context import Context
-from lowmem_load.describe.tensor import SymbolicTensor, initialise_in, uninitialised
+from lowmem_load.describe.missing import initialise_in, uninitialised
+from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.describe.context import Context
-from lowmem_load.describe.tensor import initialise_in, uninitialised
+from lowmem_load.describe.missing import initialise_in, uninitialised
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange

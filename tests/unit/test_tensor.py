@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lowmem_load.describe.initialise import Initialiser
-from lowmem_load.describe.tensor import SymbolicTensor, expression_of, initialise_in, initialised_part, uninitialised
+from lowmem_load.describe.missing import initialise_in, initialised_part, uninitialised
+from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
