@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowmem_load.cli.output import NO, AutoClass, Json, print_all, print_json, working
+from lowmem_load.cli import options
+from lowmem_load.cli.output import NO, print_all, print_json, working
 from lowmem_load.quantities import size
 from lowmem_load.tables import table
 
@@ -18,25 +19,32 @@ if TYPE_CHECKING:
     from lowmem_load.bench.compare import Row
 
 
+DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A local checkpoint, downloaded.", show_default=False)]
+Ranks = Annotated[int, typer.Option(min=1, help="Processes, on this machine.")]
+DsConfig = Annotated[
+    Path | None, typer.Option(help="JSON file; by default ZeRO-3 in bf16.", exists=True, show_default=False)
+]
+Method = Annotated[
+    list[str] | None, typer.Option(help="stock, lowmem_load or floor; repeatable. By default all three.")
+]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs of each; the middle one's seconds count.")]
+Cold = Annotated[bool, typer.Option("--cold", help="Put the files out of the page cache before each run.")]
+Gpu = Annotated[bool, typer.Option("--gpu", help="Load onto this machine's accelerators.")]
+
+
 def bench(
-    folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="A local checkpoint, downloaded.", show_default=False)
-    ],
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, on this machine.")] = 2,
-    ds_config: Annotated[
-        Path | None, typer.Option(help="JSON file; by default ZeRO-3 in bf16.", exists=True, show_default=False)
-    ] = None,
-    method: Annotated[
-        list[str] | None, typer.Option(help="stock, lowmem_load or floor; repeatable. By default all three.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the middle one's seconds count.")] = 1,
-    cold: Annotated[bool, typer.Option("--cold", help="Put the files out of the page cache before each run.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Load onto this machine's accelerators.")] = False,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw it to this file (needs matplotlib).", show_default=False)
-    ] = None,
-    auto_class: AutoClass = None,
-    as_json: Json = False,
+    folder: Folder,
+    ranks: Ranks = 2,
+    ds_config: DsConfig = None,
+    method: Method = None,
+    repeats: Repeats = 1,
+    cold: Cold = False,
+    gpu: Gpu = False,
+    png: options.Png = None,
+    auto_class: options.AutoClass = None,
+    as_json: options.Json = False,
 ) -> None:
     """Load a checkpoint in each way and compare seconds and memory.
 
@@ -78,9 +86,6 @@ def bench(
         print_all([_table(folder, rows), said])
     if not is_equal:
         raise typer.Exit(NO)
-
-
-DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 
 
 def _table(folder: str, rows: list[Row]) -> RenderableType:

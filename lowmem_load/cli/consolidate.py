@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load.cli.output import Json, print_all, print_json, working
+from lowmem_load.cli import options
+from lowmem_load.cli.output import print_all, print_json, working
 from lowmem_load.errors import ConfigError
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -24,7 +25,7 @@ def consolidate(
     config: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the model; by default the checkpoint's own config.json.")
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Make a Hugging Face folder of a ZeRO-3 checkpoint.
 

@@ -7,37 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
-from lowmem_load.cli.output import (
-    NO,
-    AutoClass,
-    Dequantize,
-    Json,
-    Name,
-    Revision,
-    Subfolder,
-    TrustRemoteCode,
-    print_all,
-    print_json,
-    working,
-)
+from lowmem_load.cli import options
+from lowmem_load.cli.output import NO, print_all, print_json, working
 from lowmem_load.quantities import duration
 from lowmem_load.tables import facts, table
 
 
 def digest(
-    name: Name,
+    name: options.Name,
     other: Annotated[
         str | None, typer.Argument(metavar="OTHER", help="A second checkpoint, to compare with.", show_default=False)
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the parameters, such as bfloat16; auto: as the config says.")] = "auto",
     key: Annotated[str, typer.Option(help="As `model_digest` takes it.")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor, too.")] = False,
-    subfolder: Subfolder = "",
-    revision: Revision = None,
-    auto_class: AutoClass = None,
-    trust_remote_code: TrustRemoteCode = False,
-    dequantize: Dequantize = False,
-    as_json: Json = False,
+    subfolder: options.Subfolder = "",
+    revision: options.Revision = None,
+    auto_class: options.AutoClass = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    dequantize: options.Dequantize = False,
+    as_json: options.Json = False,
 ) -> None:
     """Print the digest of a model, or what differs between two.
 

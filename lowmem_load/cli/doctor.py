@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load.cli.output import NO, Json, print_all, print_json, working
+from lowmem_load.cli import options
+from lowmem_load.cli.output import NO, print_all, print_json, working
 from lowmem_load.tables import table
 
 
@@ -16,7 +17,7 @@ def doctor(
         str | None, typer.Argument(help="That checkpoints lie in: its file system is looked at.", show_default=False)
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Leave out what is as it should be.")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check this machine, and say what to do.
 

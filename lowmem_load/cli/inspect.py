@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowmem_load.cli.output import (
-    AutoClass,
-    Json,
-    Name,
-    Revision,
-    Subfolder,
-    TrustRemoteCode,
-    print_all,
-    print_json,
-    working,
-)
+from lowmem_load.cli import options
+from lowmem_load.cli.output import print_all, print_json, working
 from lowmem_load.quantities import count, duration, size
 from lowmem_load.tables import facts, table
 
@@ -31,13 +22,13 @@ MAX_ROWS = 12
 
 
 def inspect(
-    name: Name,
+    name: options.Name,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every stored tensor.")] = False,
-    subfolder: Subfolder = "",
-    revision: Revision = None,
-    auto_class: AutoClass = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    subfolder: options.Subfolder = "",
+    revision: options.Revision = None,
+    auto_class: options.AutoClass = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what a checkpoint holds and what loading does to it.
 

@@ -7,9 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, LowMemLoadError, UnsupportedError
 
@@ -19,16 +17,6 @@ if TYPE_CHECKING:
 YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
 """Exit codes: done, and the answer is yes; the answer is no, or something was found; arguments or ds_config that cannot
 be used; a checkpoint that cannot; a combination or release that is not supported; any other error of ours."""
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A local folder, or a Hub id.", show_default=False)]
-Subfolder = Annotated[str, typer.Option(help="Of the folder or the Hub id, that holds the weights.")]
-Revision = Annotated[str | None, typer.Option(help="Of a Hub id: a branch, tag or commit.")]
-AutoClass = Annotated[
-    str | None, typer.Option(help="A class of transformers; by default the one that the checkpoint's config names.")
-]
-TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with the checkpoint.")]
-Dequantize = Annotated[bool, typer.Option(help="Load a checkpoint in fp8 or mxfp4 dequantized.")]
 
 
 def exit_code(error: LowMemLoadError) -> int:

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowmem_load.cli.output import (
-    NO,
-    AutoClass,
-    Dequantize,
-    Json,
-    Name,
-    Revision,
-    Subfolder,
-    TrustRemoteCode,
-    print_all,
-    print_json,
-    working,
-)
+from lowmem_load.cli import options
+from lowmem_load.cli.output import NO, print_all, print_json, working
 from lowmem_load.errors import ConfigError
 from lowmem_load.quantities import count, duration, parse_size, size
 from lowmem_load.tables import facts, table
@@ -30,7 +19,7 @@ from lowmem_load.tables import facts, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowmem_load.forecast.job import Forecast
+    from lowmem_load.forecast.job import Forecast, Job
     from lowmem_load.forecast.load import RankNeeds
 
 MAX_RANKS = 3
@@ -42,42 +31,44 @@ NOTHING = "0 B"
 BAR = 36
 """Characters of the longest bar."""
 
-Size = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB: for the verdict.")]
+DsConfig = Annotated[Path, typer.Option(help="JSON file.", exists=True, dir_okay=False, show_default=False)]
+WorldSize = Annotated[int, typer.Option(min=1, help="Ranks of the job.", show_default=False)]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on a node; by default 8, or all.")]
+Rank = Annotated[
+    list[int] | None, typer.Option(help="Plan this rank; repeatable. By default all up to 8 ranks, else three.")
+]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB: for the verdict.")]
+DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB: for the verdict.")]
+ReadRate = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Bytes a second that a node reads, such as 2GB/s; measured if not given."),
+]
+Accelerator = Annotated[str, typer.Option(help="Of the job; cpu for one on the host.", envvar="DS_ACCELERATOR")]
+Threads = Annotated[int, typer.Option(min=1, max=4, help="That read, of a rank: one for each core it has.")]
+Compare = Annotated[str | None, typer.Option(metavar="stock", help="Show what stock ZeRO-3 would take, too.")]
+Picture = Annotated[bool, typer.Option("--picture", help="Draw memory by phase.")]
 
 
 def plan(
-    name: Name,
-    ds_config: Annotated[Path, typer.Option(help="JSON file.", exists=True, dir_okay=False, show_default=False)],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.", show_default=False)],
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on a node; by default 8, or all.")] = None,
-    rank: Annotated[
-        list[int] | None, typer.Option(help="Plan this rank; repeatable. By default all up to 8 ranks, else three.")
-    ] = None,
-    host_memory: Size = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB: for the verdict.")
-    ] = None,
-    read_rate: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes a second that a node reads, such as 2GB/s; measured if not given."),
-    ] = None,
-    accelerator: Annotated[
-        str, typer.Option(help="Of the job; cpu for one on the host.", envvar="DS_ACCELERATOR")
-    ] = "cuda",
-    threads: Annotated[int, typer.Option(min=1, max=4, help="That read, of a rank: one for each core it has.")] = 4,
-    compare: Annotated[
-        str | None, typer.Option(metavar="stock", help="Show what stock ZeRO-3 would take, too.")
-    ] = None,
-    picture: Annotated[bool, typer.Option("--picture", help="Draw memory by phase.")] = False,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw it to this file (needs matplotlib).", show_default=False)
-    ] = None,
-    dequantize: Dequantize = False,
-    subfolder: Subfolder = "",
-    revision: Revision = None,
-    auto_class: AutoClass = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    name: options.Name,
+    ds_config: DsConfig,
+    world_size: WorldSize,
+    gpus_per_node: GpusPerNode = None,
+    rank: Rank = None,
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    read_rate: ReadRate = None,
+    accelerator: Accelerator = "cuda",
+    threads: Threads = 4,
+    compare: Compare = None,
+    picture: Picture = False,
+    png: options.Png = None,
+    dequantize: options.Dequantize = False,
+    subfolder: options.Subfolder = "",
+    revision: options.Revision = None,
+    auto_class: options.AutoClass = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what a job reads and needs, and whether it fits.
 
@@ -92,22 +83,12 @@ def plan(
     """
     if compare not in (None, "stock"):
         raise ConfigError(f"--compare: expected stock, got {compare!r}")
-    ranks = sorted(set(rank or ()))
-    if any(not 0 <= each < world_size for each in ranks):
-        raise ConfigError(f"--rank: expected 0 <= rank < --world-size = {world_size}, got {ranks}")
+    ranks = _ranks(rank or (), world_size)
     os.environ["DS_ACCELERATOR"] = "cpu"  # this process needs none; the job's is in the plan
     with working():
-        from lowmem_load.forecast.job import Job, forecast
+        from lowmem_load.forecast.job import Job
         from lowmem_load.forecast.verdict import Limits
-        from lowmem_load.plots import check_picture
-        from lowmem_load.remote.checkpoint import open_checkpoint
 
-        if png is not None:
-            check_picture(png)
-        limits = Limits(
-            None if host_memory is None else parse_size(host_memory, "--host-memory"),
-            None if device_memory is None else parse_size(device_memory, "--device-memory"),
-        )
         job = Job(
             ds_config=str(ds_config),
             world_size=world_size,
@@ -115,23 +96,44 @@ def plan(
             ranks=ranks,
             device=accelerator,
             num_threads=threads,
-            limits=limits,
+            limits=Limits(_bytes(host_memory, "--host-memory"), _bytes(device_memory, "--device-memory")),
             read_rate=None if read_rate is None else float(parse_size(read_rate, "--read-rate")),
             dequantize=dequantize,
             keywords={"subfolder": subfolder, "auto_class": auto_class, "trust_remote_code": trust_remote_code},
         )
-        with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
-            found = forecast(checkpoint, job)
-        if png is not None:
-            from lowmem_load.forecast.picture import draw
-
-            draw(found, png)
+        found = _forecast(name, subfolder, revision, job, png)
     if as_json:
         print_json({**asdict(found), "fits": found.verdict.fits})
     else:
         print_all(list(_parts(found, with_stock=compare is not None, with_bars=picture)))
     if not found.verdict.fits:
         raise typer.Exit(NO)
+
+
+def _forecast(name: str, subfolder: str, revision: str | None, job: Job, png: Path | None) -> Forecast:
+    from lowmem_load.forecast.job import forecast
+    from lowmem_load.forecast.picture import draw
+    from lowmem_load.plots import check_picture
+    from lowmem_load.remote.checkpoint import open_checkpoint
+
+    if png is not None:
+        check_picture(png)
+    with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
+        found = forecast(checkpoint, job)
+    if png is not None:
+        draw(found, png)
+    return found
+
+
+def _ranks(given: Iterable[int], world_size: int) -> list[int]:
+    ranks = sorted(set(given))
+    if any(not 0 <= each < world_size for each in ranks):
+        raise ConfigError(f"--rank: expected 0 <= rank < --world-size = {world_size}, got {ranks}")
+    return ranks
+
+
+def _bytes(given: str | None, option: str) -> int | None:
+    return None if given is None else parse_size(given, option)
 
 
 def _parts(found: Forecast, *, with_stock: bool, with_bars: bool) -> list[RenderableType]:

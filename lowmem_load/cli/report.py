@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowmem_load.cli.output import (
-    Json,
-    print_all,
-    print_json,
-    working,
-)
+from lowmem_load.cli import options
+from lowmem_load.cli.output import print_all, print_json, working
 from lowmem_load.quantities import duration, size
 from lowmem_load.tables import facts, table
 
@@ -36,7 +32,7 @@ def report(
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.", show_default=False)
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Join the reports of ranks: who was slow, and which file.
 

@@ -6,21 +6,18 @@ from dataclasses import asdict
 
 import typer
 
-from lowmem_load.cli.output import (
-    NO,
-    Json,
-    Name,
-    Revision,
-    Subfolder,
-    print_all,
-    print_json,
-    working,
-)
+from lowmem_load.cli import options
+from lowmem_load.cli.output import NO, print_all, print_json, working
 from lowmem_load.quantities import size
 from lowmem_load.tables import table
 
 
-def verify(name: Name, subfolder: Subfolder = "", revision: Revision = None, as_json: Json = False) -> None:
+def verify(
+    name: options.Name,
+    subfolder: options.Subfolder = "",
+    revision: options.Revision = None,
+    as_json: options.Json = False,
+) -> None:
     """Compare the files of a checkpoint with their checksums.
 
     Nothing is fetched.
