@@ -255,14 +255,15 @@ class _Save:
             todo = _in_turn(dict(_by_parameter(planned.writes)), len(planned.files), self.ranks)
             self._write_gathered(planned, writer, todo)
             pieces_of = self._pieces_of(planned)
-            with self.ranks.agreed("writing", name=self.folder, progress=progress), report.phase("write"):
-                for name, writes in todo.items():
-                    for memory, first in pieces_of(planned.holdings[name]):
-                        for write in _within(writes, memory, first):
-                            writer.write(write, memory, first)
-                    report.sample_memory()
-            with self.ranks.agreed("syncing", name=self.folder, progress=progress), report.phase("sync"):
-                writer.sync()
+            with self.ranks.agreed("writing", name=self.folder, progress=progress):
+                with report.phase("write"):
+                    for name, writes in todo.items():
+                        for memory, first in pieces_of(planned.holdings[name]):
+                            for write in _within(writes, memory, first):
+                                writer.write(write, memory, first)
+                        report.sample_memory()
+                with report.phase("sync"):
+                    writer.sync()
         report.written_bytes, report.num_writes = writer.written_bytes, writer.num_writes
         report.staged_bytes = writer.staged_bytes
 
