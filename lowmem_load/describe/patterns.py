@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ class Patterns:
     """What functions give of tensors of which only shapes, strides and dtypes are known, by these."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[SymbolicTensor, tuple[Slot, ...]] | None] = {}
+        self._known: dict[Hashable, _Pattern | None] = {}
 
     def applied(
         self, function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor], settings: Hashable
@@ -33,21 +34,27 @@ class Patterns:
         found = self._known[kind]
         if found is None:
             return function(*tensors)
-        pattern, slots = found
         inputs = tuple(tensor.expression for tensor in tensors)
-        return SymbolicTensor(Instance(pattern.expression, slots, inputs), tensors[0].read_now, pattern.twin)
+        return SymbolicTensor(Instance(found.expression, found.slots, inputs), tensors[0].read_now, found.twin)
 
 
-def _pattern(
-    function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor]
-) -> tuple[SymbolicTensor, tuple[Slot, ...]] | None:
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """What a function gives of `slots`: one expression for all instances, and a meta tensor like the result."""
+
+    expression: Expression
+    slots: tuple[Slot, ...]
+    twin: torch.Tensor
+
+
+def _pattern(function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor]) -> _Pattern | None:
     slots = tuple(Slot(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     twins = [tensor.twin for tensor in tensors]
     try:
         result: Any = function(*(SymbolicTensor(slot, _read, twin) for slot, twin in zip(slots, twins, strict=True)))
     except _NeedsValuesError:
         return None
-    return result, slots
+    return _Pattern(result.expression, slots, result.twin)
 
 
 class _NeedsValuesError(Exception):

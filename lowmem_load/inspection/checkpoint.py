@@ -14,9 +14,10 @@ from lowmem_load.errors import LowMemLoadError
 from lowmem_load.formats.index import base_of_adapter
 from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing
-from lowmem_load.inspection.conversions import Conversion, conversions_of
+from lowmem_load.inspection.conversions import Conversion, conversions_of, loaded
 from lowmem_load.inspection.files import StoredFile, StoredTensor, stored
 from lowmem_load.load.plan import plan_ranks
+from lowmem_load.planning.alike import Alike
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.remote.checkpoint import OpenCheckpoint
 
@@ -121,26 +122,29 @@ def _describe(found: Inspection, checkpoint: OpenCheckpoint, asked: Asked) -> No
             "bf16": {"enabled": dtype == torch.bfloat16},
             "fp16": {"enabled": dtype == torch.float16},
         }
+        alike = Alike()
         (plan,) = plan_ranks(
             *(checkpoint.folder, ds_config),
             ranks=[0],
             world_size=1,
             device=torch.device("cpu"),
             open_source=checkpoint.open_source,
+            alike=alike,
             auto_class=asked.auto_class,
             **keywords,
         )
     except LowMemLoadError as error:
         found.not_described = str(error)
         return
-    _take_plan(found, plan)
+    _take_plan(found, plan, alike)
 
 
-def _take_plan(found: Inspection, plan: LoadPlan) -> None:
-    found.num_elements = sum(target.numel for target in plan.targets)
-    by_size = sorted(plan.targets, key=lambda target: -target.numel)
-    found.largest = [(target.name, target.numel) for target in by_size[:3]]
-    found.tied = [target.names for target in plan.targets if len(target.names) > 1]
+def _take_plan(found: Inspection, plan: LoadPlan, alike: Alike) -> None:
+    parameters = loaded(plan, alike)
+    found.num_elements = sum(each.target.numel for each in parameters)
+    by_size = sorted(parameters, key=lambda each: -each.target.numel)
+    found.largest = [(each.names[0], each.target.numel) for each in by_size[:3]]
+    found.tied = [each.names for each in parameters if len(each.names) > 1]
     found.missing_keys, found.unexpected_keys = plan.missing_keys, plan.unexpected_keys
     found.mismatched_keys = [str(key) for key in plan.mismatched_keys]
-    found.conversions, found.read_to_describe = conversions_of(plan), plan.read_to_describe
+    found.conversions, found.read_to_describe = conversions_of(plan, parameters), plan.read_to_describe

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lowmem_load.planning.load_plan import ComputedValue, HeldValue, LoadPlan, TargetPlan
+from lowmem_load.planning.alike import Alike
+from lowmem_load.planning.expression import Source
+from lowmem_load.planning.load_plan import ComputedValue, HeldValue, LoadPlan, TargetPlan, place_of
 from lowmem_load.planning.reads import Apply, Fill, Read
 
 
@@ -32,43 +34,89 @@ class Conversion:
     example: str = ""
 
 
-def conversions_of(plan: LoadPlan) -> list[Conversion]:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A parameter, and what a plan says of it.
+
+    Attributes:
+        names: of it.
+        target: its plan, or that of a parameter that is like it.
+        tensors: what it has in place of the tensors of that plan; nothing where the plan is its own.
+    """
+
+    names: tuple[str, ...]
+    target: TargetPlan
+    tensors: Mapping[Source, Source]
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        """By which the parameters of a plan are sorted."""
+        first = self.target.first_tensor
+        return place_of(self.names[0], None if first is None else self.tensors.get(first, first))
+
+
+def loaded(plan: LoadPlan, alike: Alike) -> list[Loaded]:
+    """Return all parameters in the order of a plan, those included that were left out because others are like them."""
+    targets = {target.name: target for target in plan.targets}
+    every = [Loaded(target.names, target, {}) for target in plan.targets]
+    every += [Loaded(found.names, targets[found.like], found.tensors) for found in alike.found]
+    return sorted(every, key=lambda each: each.place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What the plan of a parameter says, whatever the tensors are called: those, how they are read, what is done."""
+
+    tensors: tuple[Source, ...]
+    read_bytes: int
+    num_reads: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+def conversions_of(plan: LoadPlan, parameters: Iterable[Loaded]) -> list[Conversion]:
     """Return the ways that parameters of a plan go, those of most bytes first."""
     found: dict[str, Conversion] = {}
-    for target in plan.targets:
-        reads, kind = list(reads_of(target.fills, plan)), kind_of(target, plan)
+    ways: dict[str, _Way] = {}
+    for each in parameters:
+        target = each.target
+        way = ways.get(target.name) or ways.setdefault(target.name, _way(target, plan))
+        tensors = [each.tensors.get(tensor, tensor) for tensor in way.tensors]
+        kind = ", ".join((*way.before, *_sources(each.names, target, tensors), *way.after)) or "as it lies"
         one = found.setdefault(kind, Conversion(kind))
         one.num_parameters += 1
         one.stored_bytes += target.held_bytes
-        one.read_bytes += sum(read.read_bytes for read in reads)
-        one.num_reads += sum(read.num_reads for read in reads)
-        names = list(dict.fromkeys(read.tensor.name for read in reads))
+        one.read_bytes += way.read_bytes
+        one.num_reads += way.num_reads
+        names = list(dict.fromkeys(tensor.name for tensor in tensors))
         made_of = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-        one.example = one.example or f"{target.name} <- {made_of or 'nothing in the files'}"
+        one.example = one.example or f"{each.names[0]} <- {made_of or 'nothing in the files'}"
     return sorted(found.values(), key=lambda one: -one.stored_bytes)
 
 
-def kind_of(target: TargetPlan, plan: LoadPlan) -> str:
-    """Return in words what is done to the stored tensors of a parameter."""
+def _way(target: TargetPlan, plan: LoadPlan) -> _Way:
+    reads = list(reads_of(target.fills, plan))
     values = [plan.values[number] for number in plan.values_of(target.fills)]
-    parts = list(dict.fromkeys(value.origin for value in values if isinstance(value, HeldValue)))
+    before = list(dict.fromkeys(value.origin for value in values if isinstance(value, HeldValue)))
     computed = [f"{value.operation} on whole tensors" for value in values if isinstance(value, ComputedValue)][:1]
     applied = [step.operation for fill in target.fills for step in fill.steps if isinstance(step, Apply)]
     computed += [f"{operation} on ranges" for operation in dict.fromkeys(applied)]
-    reads = list(reads_of(target.fills, plan))
-    parts += [*_sources(target, reads), *computed]
-    if not computed:
-        parts += _moves(reads)
+    after = computed or list(_moves(reads))
     if target.companions:
-        parts.append("packed")
-    return ", ".join(parts) or "as it lies"
+        after.append("packed")
+    return _Way(
+        tuple({(read.tensor.path, read.tensor.name): read.tensor for read in reads}.values()),
+        sum(read.read_bytes for read in reads),
+        sum(read.num_reads for read in reads),
+        tuple(before),
+        tuple(after),
+    )
 
 
-def _sources(target: TargetPlan, reads: list[Read]) -> Iterator[str]:
-    tensors = list({(read.tensor.path, read.tensor.name): read.tensor for read in reads}.values())
+def _sources(names: Sequence[str], target: TargetPlan, tensors: Sequence[Source]) -> Iterator[str]:
     if len(tensors) > 1:
         yield f"made of {len(tensors)} tensors"
-    elif tensors and tensors[0].name not in target.names:
+    elif tensors and tensors[0].name not in names:
         yield "renamed" if math.prod(tensors[0].shape) == target.numel else "cut out of a larger one"
 
 

@@ -12,6 +12,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.hf import loader
 from lowmem_load.load.instead import instead_of_loading
 from lowmem_load.load.request import Request, spelled
+from lowmem_load.planning.alike import Alike
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.settings.settings import Partition, read_settings
@@ -77,6 +78,7 @@ def plan_ranks(
     world_size: int,
     device: torch.device,
     open_source: Opener = LocalFile,
+    alike: Alike | None = None,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
@@ -91,6 +93,7 @@ def plan_ranks(
         world_size: as for `plan`.
         device: the accelerator of the job; its type is enough.
         open_source: opens files of the checkpoint.
+        alike: where given, parameters that are like another are noted there, and left out of the plans.
         auto_class: as for `plan`.
         dtype: as for `plan`.
         partition: as for `plan`.
@@ -101,7 +104,7 @@ def plan_ranks(
     checked = request.checked(settings)
 
     def planned(call: loader.Call) -> list[LoadPlan]:
-        return plan_only(call, checked.settings, lambda rank: target_maker(rank, device), ranks, open_source)
+        return plan_only(call, checked.settings, lambda rank: target_maker(rank, device), ranks, open_source, alike)
 
     return instead_of_loading(checked, planned)
 

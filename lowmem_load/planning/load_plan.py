@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.planning.expression import Shape
+from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.planning.ranges import Region
-from lowmem_load.planning.reads import Fill, ReadCost
+from lowmem_load.planning.reads import Fill, Read, ReadCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,17 @@ class TargetPlan:
         """Everything that is filled for it on this rank."""
         of_companions = [companion.fill for companion in self.companions if companion.fill is not None]
         return [each.fill for each in self.destinations if each.fill is not None] + of_companions
+
+    @property
+    def first_tensor(self) -> Source | None:
+        """The first tensor that is read for it without an operation; None without one."""
+        steps = (step for fill in self.fills for step in fill.steps)
+        return next((step.tensor for step in steps if isinstance(step, Read)), None)
+
+
+def place_of(name: str, first: Source | None) -> tuple[str, int, str]:
+    """Return by what the parameters of a plan are sorted, of one of this name and `first_tensor`: by place in files."""
+    return ("", 0, name) if first is None else (first.path, first.start, name)
 
 
 @dataclass(frozen=True, slots=True)

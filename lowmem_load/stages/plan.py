@@ -17,6 +17,7 @@ from lowmem_load.describe.quantized import QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
+from lowmem_load.planning.alike import Alike
 from lowmem_load.planning.cooperative import Sharing, reads_of, shared_steps
 from lowmem_load.planning.expression import (
     IN_MEMORY,
@@ -40,6 +41,7 @@ from lowmem_load.planning.load_plan import (
     LoadPlan,
     SlowPath,
     TargetPlan,
+    place_of,
 )
 from lowmem_load.planning.planner import Material, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
@@ -74,7 +76,11 @@ class Planned:
 
 @collector_off()
 def make_plan(
-    described: Described, rank: int, cost: ReadCost | None = None, sharing: Sharing = Sharing.AUTO
+    described: Described,
+    rank: int,
+    cost: ReadCost | None = None,
+    sharing: Sharing = Sharing.AUTO,
+    alike: Alike | None = None,
 ) -> Planned:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
 
@@ -83,16 +89,19 @@ def make_plan(
         rank: whose plan it is.
         cost: of reading; the default of `ReadCost`.
         sharing: which reads the ranks of a node are to do together.
+        alike: where given, parameters that are like another are noted there instead of being planned.
     """
     start, cost = time.perf_counter(), cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
     model, target = described.model, described.target
     parameters, places, names_of = _distinct(model, "named_parameters")
+    layouts = {name: target.layout(name, parameter) for name, parameter in parameters.items()}
     targets = [
-        _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
+        _plan_target(planner, names_of[name], parameter, layouts[name])
         for name, parameter in parameters.items()
+        if alike is None or not _is_left_out(alike, names_of[name], parameter, layouts[name])
     ]
-    targets.sort(key=_first_byte)
+    targets.sort(key=lambda plan: place_of(plan.name, plan.first_tensor))
     buffers, buffer_places, buffer_names = _distinct(model, "named_buffers")
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
@@ -140,6 +149,13 @@ def _distinct(model: nn.Module, listed: str) -> tuple[dict[str, Any], dict[str, 
             places.setdefault(key, []).append((module, last))
             all_names.setdefault(key, []).append(name)
     return tensors, places, all_names
+
+
+def _is_left_out(alike: Alike, names_: list[str], parameter: nn.Parameter, layout: Layout) -> bool:
+    """Return whether a parameter is like an earlier one; what is packed has companions, which are not compared."""
+    if isinstance(parameter, QuantizedTensor):
+        return False
+    return alike.leaves_out(names_, _described(names_[0], parameter), layout)
 
 
 def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:
@@ -262,15 +278,6 @@ def _gathered_bytes(step: object) -> int | None:
     over = step.read_bytes - step.needed_bytes_each * step.num_reads
     has_runs = any(loop.source == loop.destination == 1 for loop in (*step.outer, *step.scatter.loops))
     return over if over > 0 or not has_runs else None
-
-
-def _first_byte(target: TargetPlan) -> tuple[str, int, str]:
-    """Sort key: files are read front to back."""
-    for fill in target.fills:
-        for step in fill.steps:
-            if isinstance(step, Read):
-                return step.tensor.path, step.tensor.start, target.name
-    return "", 0, target.name
 
 
 def _line(tensor: torch.Tensor, found: Sequence[Leaf]) -> str:

@@ -12,6 +12,7 @@ from lowmem_load.ds import zero_init
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.phases import host_memory
+from lowmem_load.planning.alike import Alike
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
@@ -31,10 +32,12 @@ def plan_only(
     target_maker_of: Callable[[int], TargetMaker],
     ranks: Sequence[int],
     open_source: Opener = LocalFile,
+    alike: Alike | None = None,
 ) -> list[LoadPlan]:
     """Return the plan of a load for each of some ranks, without loading. Local: no process group, no DeepSpeed engine.
 
-    The model is described once, unless it keeps initial values: each rank has its own part of those.
+    The model is described once, unless it keeps initial values: each rank has its own part of those. `alike`: see
+    `make_plan`.
     """
     refuse_device_map(call, settings)
     if is_left_alone(call, settings):
@@ -51,7 +54,7 @@ def plan_only(
                 else:
                     described = replace(described, target=make_target(described.settings, described.model))
                 check_described(described)
-                plan = make_plan(described, rank, cost_for(described, sharing()), sharing()).plan
+                plan = make_plan(described, rank, cost_for(described, sharing()), sharing(), alike).plan
                 if not plans:
                     grown_bytes = max(0, host_memory().anonymous_bytes - before)
                 plans.append(replace(plan, planning_bytes=grown_bytes))

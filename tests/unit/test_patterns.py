@@ -41,6 +41,7 @@ def test_each_gets_its_own_values_and_torch_is_asked_once() -> None:
     experts = [(torch.rand(3, 4), torch.rand(8)) for _ in range(5)]
     found = [patterns.applied(counted, tuple(map(symbolic, expert)), "scaled") for expert in experts]
     assert len(calls) == 1
+    assert len({id(each.expression.pattern) for each in found if isinstance(each.expression, ex.Instance)}) == 1
     for made, expert in zip(found, experts, strict=True):
         expected = scaled(*expert)
         assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
