@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowmem_load.bench import page_cache
+
 # Small enough that writing a checkpoint never holds more than this in memory.
 MAX_SHARD_FILE_BYTES = 500_000_000
-# 8 MiB: large enough that the warm-up read runs at the speed of the page cache or the disk.
-READ_CHUNK_BYTES = 8 * 2**20
 # The shape of the model is chosen from these widths; depth fills up to the wanted parameter count.
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)
 MAX_LAYERS = 32
@@ -214,18 +214,12 @@ def _read_header(path: Path) -> list[SourceTensor]:
 
 def warm_page_cache(path: Path) -> None:
     """Read every shard file once, so that each method finds it in the page cache."""
-    buffer = bytearray(READ_CHUNK_BYTES)
-    for file_path in shard_files(path):
-        with file_path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    page_cache.warm(shard_files(path))
 
 
 def drop_page_cache(path: Path) -> None:
     """Ask the kernel to drop the cached pages of every shard file (a hint, which needs no privileges)."""
-    for file_path in shard_files(path):
-        with file_path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    page_cache.drop(shard_files(path))
 
 
 def cached_bytes(path: Path) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.checkpoint import cached_bytes, checkpoint_of, drop_page_cache, read_headers, warm_page_cache
 from benchmarks.launch import GroupError, run_group
-from benchmarks.machine import Machine, available_bytes, describe_machine
+from benchmarks.machine import Machine, describe_machine
 from benchmarks.methods import DTYPES, METHODS
 from benchmarks.plots import plot_memory_over_time, plot_results
 from benchmarks.results import (
@@ -27,6 +27,7 @@ from benchmarks.results import (
 )
 from benchmarks.table import DEFINITIONS, log, loss_lines, rank_table, ratio_table, repeat_lines, summary_lines
 from benchmarks.worker import RankResult, Spec
+from lowmem_load.bench.memory import available_bytes
 
 # Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here.
 RANK_OVERHEAD_BYTES = 2**30
@@ -123,7 +124,7 @@ def reason_to_skip(method: str, world_size: int, model_bytes: int) -> str | None
     # One more copy: pages of mapped files count as used while they are mapped.
     expected = (copies + 1) * model_bytes + world_size * RANK_OVERHEAD_BYTES
     available = available_bytes()
-    if expected <= MEMORY_SHARE * available:
+    if available is None or expected <= MEMORY_SHARE * available:
         return None
     return f"needs about {expected / 2**30:.1f} GiB of {available / 2**30:.1f} GiB available"
 
@@ -254,7 +255,7 @@ def _compare(plan: Plan, checkpoint: Path, on_gpu: bool) -> list[str]:
     num_params = sum(tensor.numel for tensor in tensors)
     notes = _describe_run(plan, machine, num_params, sum(tensor.nbytes for tensor in tensors))
     train_needs = TRAIN_BYTES_PER_PARAM * num_params + max(n for _, n in plan.loads) * RANK_OVERHEAD_BYTES
-    train_here = plan.train_steps > 0 and train_needs <= MEMORY_SHARE * available_bytes()
+    train_here = plan.train_steps > 0 and train_needs <= MEMORY_SHARE * (available_bytes() or 0)
     groups, skipped = run_loads(plan, checkpoint, plan.train_steps if train_here else 0, on_gpu)
     if not groups:
         raise SystemExit("nothing was run: every load was skipped")

@@ -27,8 +27,8 @@ import torch
 from transformers import core_model_loading as loading
 
 from benchmarks.machine import describe_machine
-from benchmarks.measure import MemorySampler
 from benchmarks.table import aligned
+from lowmem_load.bench.memory import MemorySampler
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import plan_copies

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from benchmarks.checkpoint import SourceTensor, read_headers
+from lowmem_load.bench import floor
+from lowmem_load.bench.floor import Piece
 
 # As many at most as lowmem_load has reads in flight (lowmem_load/stages/load.py).
 MAX_THREADS = 4
@@ -26,41 +24,17 @@ def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 
 def read_plain(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], int]:
     """Return this rank's partitions, and the number of reads: file order, one thread, memory of its own for each."""
-    partitions, num_reads = {}, 0
-    with _opened(path) as descriptors:
-        for tensor in read_headers(path):
-            start_byte, nbytes = _bytes_of(tensor, rank, world_size)
-            partitions[tensor.name] = torch.empty(nbytes, dtype=torch.uint8)
-            num_reads += _read_into(descriptors[tensor.path], partitions[tensor.name], tensor, start_byte)
-    return partitions, num_reads
+    names, pieces = _partitions(path, rank, world_size)
+    memory, num_reads = floor.read_plain(pieces)
+    return dict(zip(names, memory, strict=True)), num_reads
 
 
 def read_tuned(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], int]:
     """Do the same as fast as the machine allows: as many threads as lowmem_load has, into huge pages."""
-    tensors = read_headers(path)
-    ranges = [_bytes_of(tensor, rank, world_size) for tensor in tensors]
-    pages = huge_pages(sum(nbytes for _, nbytes in ranges))
-    partitions, used = {}, 0
-    for tensor, (_, nbytes) in zip(tensors, ranges, strict=True):
-        if nbytes:
-            partitions[tensor.name] = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=used)
-        used += nbytes
+    names, pieces = _partitions(path, rank, world_size)
     num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // world_size))
-    with _opened(path) as descriptors, ThreadPoolExecutor(num_threads) as threads:
-
-        def read(tensor: SourceTensor, start_byte: int) -> int:
-            return _read_into(descriptors[tensor.path], partitions[tensor.name], tensor, start_byte)
-
-        found = [(tensor, start) for tensor, (start, nbytes) in zip(tensors, ranges, strict=True) if nbytes]
-        return partitions, sum(threads.map(read, *zip(*found, strict=True)))
-
-
-def huge_pages(nbytes: int) -> mmap.mmap:
-    """Return fresh memory, in huge pages where the system has any."""
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+    memory, num_reads = floor.read_tuned(pieces, num_threads)
+    return dict(zip(names, memory, strict=True)), num_reads
 
 
 def have_memory_backed(nbytes: int) -> None:
@@ -69,34 +43,18 @@ def have_memory_backed(nbytes: int) -> None:
     A hypervisor may take back what its guest has freed (free page reporting of virtio-balloon): then the first to use
     it, within the next seconds, waits for it, 2.4 s for a GiB here. That belongs to no way to load.
     """
-    with huge_pages(nbytes) as pages:
+    with floor.huge_pages(nbytes) as pages:
         for start in range(0, nbytes, HUGE_PAGE_BYTES):
             pages[start] = 0
 
 
-def _bytes_of(tensor: SourceTensor, rank: int, world_size: int) -> tuple[int, int]:
+def _partitions(path: Path, rank: int, world_size: int) -> tuple[list[str], list[Piece]]:
+    """Return the names of all parameters, and where this rank's partition of each lies."""
+    tensors = read_headers(path)
+    return [tensor.name for tensor in tensors], [_piece(tensor, rank, world_size) for tensor in tensors]
+
+
+def _piece(tensor: SourceTensor, rank: int, world_size: int) -> Piece:
     start, end = partition_range(tensor.numel, rank, world_size)
     itemsize = tensor.nbytes // tensor.numel
-    return start * itemsize, (end - start) * itemsize
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[dict[Path, int]]:
-    descriptors = {file: os.open(file, os.O_RDONLY) for file in {tensor.path for tensor in read_headers(path)}}
-    try:
-        yield descriptors
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-
-
-def _read_into(descriptor: int, buffer: torch.Tensor, tensor: SourceTensor, start_byte: int) -> int:
-    view = memoryview(buffer.numpy().data)
-    done = num_reads = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], tensor.byte_offset + start_byte + done)
-        if count == 0:
-            raise EOFError(f"{tensor.name}: {tensor.path} ends {len(view) - done} bytes too early")
-        done += count
-        num_reads += 1
-    return num_reads
+    return Piece(str(tensor.path), tensor.byte_offset + start * itemsize, (end - start) * itemsize)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
 
 
@@ -50,7 +48,7 @@ def describe_machine() -> Machine:
     return Machine(
         cpu=_cpu_model(),
         num_cores=len(os.sched_getaffinity(0)),
-        ram_bytes=psutil.virtual_memory().total,
+        ram_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         gpu=gpu,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
@@ -64,12 +62,3 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
-
-
-def available_bytes() -> int:
-    """Return the memory that new processes can have: of the machine, or of our cgroup where that is less."""
-    available: int = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available

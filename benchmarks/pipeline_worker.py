@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import MemorySampler, Rss, read_rss
+from lowmem_load.bench.memory import MemorySampler, Rss, read_rss
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import MemorySampler, read_io
+from benchmarks.measure import read_io
+from lowmem_load.bench.memory import MemorySampler
 from tests.ranks import run_ranks
 
 MIB = float(1 << 20)

@@ -26,8 +26,9 @@ from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of
 from benchmarks.launch import REPOSITORY, run_processes
-from benchmarks.measure import CollectiveCounter, MemorySampler
+from benchmarks.measure import CollectiveCounter
 from benchmarks.methods import zero3_config
+from lowmem_load.bench.memory import MemorySampler
 
 METHODS = ("stock", "lowmem", "floor")
 TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.apart import FailedError, run_apart, unpack_package
 from benchmarks.machine import describe_machine
-from benchmarks.measure import MemorySampler
 from benchmarks.published import MODELS, write
 from benchmarks.table import aligned
 from benchmarks.touched import Touched, touched_by
@@ -188,6 +187,7 @@ def measure(folder: Path, row: Row, is_loaded: bool) -> Result:
     import transformers
 
     import lowmem_load
+    from lowmem_load.bench.memory import MemorySampler
     from lowmem_load.stages import load as stages
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module

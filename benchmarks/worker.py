@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint import read_headers
 from benchmarks.floors import have_memory_backed
-from benchmarks.measure import CollectiveCounter, MemorySampler, MemoryUse, NetworkUse, read_io, read_rss
+from benchmarks.measure import CollectiveCounter, NetworkUse, read_io
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
+from lowmem_load.bench.memory import MemorySampler, MemoryUse, read_rss
 
 # Of a partition: what is touched before each load, so that the machine has it at hand.
 SPARE_MEMORY = 1.2

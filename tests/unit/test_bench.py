@@ -62,7 +62,7 @@ def test_what_has_no_room_is_left_out(
 ) -> None:
     folder = tiny_llama(tmp_path)
     nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    monkeypatch.setattr(compare_module, "_free_bytes", lambda: nbytes)
+    monkeypatch.setattr(compare_module, "available_bytes", lambda: nbytes)
     rows = {row.method: row for row in compared(folder)}
     assert rows[STOCK].skipped.startswith("rank 0 alone would take") and not rows[FLOOR].skipped
     assert [spec["method"] for spec in ran] == [STREAMED, FLOOR]

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from benchmarks.checkpoint import cached_bytes, warm_page_cache
 from benchmarks.floors import partition_range, read_plain, read_tuned
+from lowmem_load.bench import floor
+from lowmem_load.errors import TruncatedFileError
 
 TENSORS = {"a": torch.arange(1001, dtype=torch.int16), "b": torch.arange(3, dtype=torch.int32).reshape(3, 1)}
 
@@ -26,6 +28,14 @@ def test_floors_read_partitions(rank: int, world_size: int, tmp_path: Path) -> N
         expected = values.flatten()[start:end].view(torch.uint8)
         assert torch.equal(plain[name], expected)
         assert torch.equal(tuned.get(name, expected[:0]), expected)
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"1234")
+    pieces = [floor.Piece(str(tmp_path / "short"), 2, 4)]
+    for read in (floor.read_plain, lambda pieces: floor.read_tuned(pieces, 2)):
+        with pytest.raises(TruncatedFileError, match=r"short: ends 2 bytes too early"):
+            read(pieces)
 
 
 def test_what_the_page_cache_holds_is_counted(tmp_path: Path) -> None:

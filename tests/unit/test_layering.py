@@ -124,7 +124,7 @@ MODULES: dict[str, set[str]] = {
     "remote": {"checkpoint", "source"},
     "inspection": {"checkpoint", "conversions", "files"},
     "forecast": {"job", "load", "picture", "stock", "training", "verdict"},
-    "bench": {"compare", "launch", "picture", "worker"},
+    "bench": {"compare", "floor", "launch", "memory", "page_cache", "picture", "worker"},
     "doctor": {"checks", "devices", "finding", "host", "launcher", "storage", "versions"},
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "outside", "replicated", "trainer"},
     "resume": {"checkpoint", "consolidate", "copying", "layout", "load", "opening", "plan"},
