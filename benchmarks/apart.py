@@ -25,7 +25,8 @@ def run_apart(function: Callable[..., Any], *args: Any, package: Path | None, li
     """Return what a function of a module gives in a process of its own.
 
     Args:
-        function: its module must not import lowmem_load.
+        function: of a module that uses nothing of lowmem_load but what it imports inside of functions, where another
+            package is given.
         *args: of it.
         package: folder that holds the lowmem_load to use; None for that of this checkout.
         limit_s: after so many seconds it is ended.
@@ -60,6 +61,8 @@ def _child(
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     if package is not None:
         sys.path.insert(0, str(package))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "lowmem_load"]:
+            del sys.modules[name]  # of this checkout: other modules of benchmarks have imported it
     try:
         outcome = function(*args)
         if package is not None:

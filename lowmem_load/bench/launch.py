@@ -59,9 +59,10 @@ def run_ranks(
             processes.append(started)
         _wait(processes, out)
     finally:
-        for process in processes:
+        for process in processes:  # all of them, before a second interrupt can come while one is waited for
             if process.poll() is None:
                 process.kill()
+        for process in processes:
             process.wait()
     return [_result_path(out, rank).read_text() for rank in range(world_size)]
 

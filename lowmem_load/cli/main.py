@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-
 import typer
 
 from lowmem_load.cli.bench import bench
@@ -12,12 +9,10 @@ from lowmem_load.cli.consolidate import consolidate
 from lowmem_load.cli.digest import digest
 from lowmem_load.cli.doctor import doctor
 from lowmem_load.cli.inspect import inspect
-from lowmem_load.cli.output import FAILED, exit_code
 from lowmem_load.cli.plan import plan
 from lowmem_load.cli.report import report
 from lowmem_load.cli.run import run
 from lowmem_load.cli.verify import verify
-from lowmem_load.errors import LowMemLoadError
 
 app = typer.Typer(
     name="lowmem-load",
@@ -33,7 +28,7 @@ def lowmem_load() -> None:
 
     Exit codes: 0 done, and the answer is yes; 1 the answer is no (does not fit, differs, something was found);
     2 arguments or a ds_config that cannot be used; 3 a checkpoint that cannot be used; 4 not supported; 5 another
-    error. `run` has that of its command.
+    error; 130 interrupted. `run` has that of its command.
     """
 
 
@@ -41,15 +36,3 @@ for command in (inspect, plan, doctor, bench, verify, digest, consolidate, repor
     app.command()(command)
 # Options after the command's own name are that command's.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
-
-
-def main() -> None:
-    """Run the command line of this process."""
-    try:
-        app(prog_name="lowmem-load")
-    except LowMemLoadError as error:
-        typer.echo(f"lowmem-load: {error}", err=True)
-        sys.exit(exit_code(error))
-    except Exception:  # noqa: BLE001 - Python would end with 1, which says no
-        traceback.print_exc()
-        sys.exit(FAILED)

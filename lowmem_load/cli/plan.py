@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowmem_load.cli import options
-from lowmem_load.cli.output import NO, print_all, print_json, working
+from lowmem_load.cli.output import NO, console, print_all, print_json, working
 from lowmem_load.errors import ConfigError
 from lowmem_load.quantities import count, duration, parse_size, size
 from lowmem_load.tables import facts, table
@@ -28,8 +28,8 @@ MAX_RANKS = 3
 NOTHING = "0 B"
 """What a row of figures is left out for."""
 
-BAR = 36
-"""Characters of the longest bar."""
+BAR, BESIDE_BAR = 36, 28
+"""Characters of the longest bar, at most, and of what stands beside it."""
 
 DsConfig = Annotated[Path, typer.Option(help="JSON file.", exists=True, dir_okay=False, show_default=False)]
 WorldSize = Annotated[int, typer.Option(min=1, help="Ranks of the job.", show_default=False)]
@@ -217,8 +217,9 @@ def _bars(found: Forecast) -> str:
 
     values = memory_by_phase(found)
     most = {whose: max(nbytes for _, owner, nbytes in values if owner == whose) for _, whose, _ in values}
+    bar = max(1, min(BAR, console().width - BESIDE_BAR))
     lines = [
-        f"{phase:<8}  {whose:<4}  {'#' * round(BAR * nbytes / max(1, most[whose])):<{BAR}}  {size(nbytes)}"
+        f"{phase:<8}  {whose:<4}  {'#' * round(bar * nbytes / max(1, most[whose])):<{bar}}  {size(nbytes)}"
         for phase, whose, nbytes in values
     ]
     return "\n".join(["Memory by phase, of a node and of a GPU", *lines, ""])

@@ -77,7 +77,7 @@ def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
 
 def test_the_console_script_is_the_module() -> None:
     from lowmem_load import __main__
-    from lowmem_load.cli import main
+    from lowmem_load.cli import start
 
-    assert '\n[project.scripts]\nlowmem-load = "lowmem_load.cli.main:main"\n' in (REPO / "pyproject.toml").read_text()
-    assert __main__.main is main.main
+    assert '\n[project.scripts]\nlowmem-load = "lowmem_load.cli.start:main"\n' in (REPO / "pyproject.toml").read_text()
+    assert __main__.main is start.main

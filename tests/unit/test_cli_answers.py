@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 import lowmem_load
 from lowmem_load.cli import output
-from lowmem_load.cli.main import app, main
+from lowmem_load.cli.main import app
 from lowmem_load.cli.output import print_all
+from lowmem_load.cli.start import main
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
 from lowmem_load.tables import facts, table
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
@@ -134,6 +136,39 @@ def test_an_error_that_nobody_expected_is_no_answer(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 5 and "ZeroDivisionError: by nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("becomes", [KeyboardInterrupt, ImportError, SystemExit])
+def test_an_interrupt_ends_with_its_own_code_whatever_a_library_makes_of_it(
+    becomes: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(**_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise becomes(1) from error
+
+    monkeypatch.setattr("lowmem_load.cli.main.app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"), [(34, "name   a.long.name.of.a.tensor"), (60, "52.3 KiB   of two words")]
+)
+def test_tables_break_no_words_in_narrow_terminals(
+    width: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    row = ("a.long.name.of.a.tensor", "52.3 KiB", "of two words")
+    print_all(
+        [table("Title", ("name", "held", "about"), [row], right=("held",)), facts("", {"what it is" * 3: "it is"})]
+    )
+    shown = capsys.readouterr().out
+    assert expected in shown and max(map(len, shown.splitlines())) <= width
+    assert all(word in shown for word in ("52.3 KiB", "of two words", "what it is" * 3, "it is"))
 
 
 def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

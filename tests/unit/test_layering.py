@@ -142,6 +142,7 @@ MODULES: dict[str, set[str]] = {
         "plan",
         "report",
         "run",
+        "start",
         "verify",
     },
     "__main__": set(),
