@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
+
+_RESIDENT = re.compile(rb"^Rss(Anon|File|Shmem):\s*(\d+) kB$", re.MULTILINE)
 
 EPOCH_S = time.time() - time.perf_counter()
 """Seconds since 1970 at the zero of `time.perf_counter`: what was timed here can be laid beside other ranks'."""
@@ -31,15 +34,12 @@ class Memory:
 def host_memory() -> Memory:
     """Return the resident memory now; zeros where the system has no /proc (macOS)."""
     try:
-        fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-        file_kib = _kib(fields["RssFile"]) + _kib(fields["RssShmem"])
-        return Memory(_kib(fields["RssAnon"]) << 10, file_kib << 10)
+        with STATUS.open("rb", buffering=0) as file:  # it is read for every parameter
+            found = dict(_RESIDENT.findall(file.read()))
+        file_kib = int(found[b"File"]) + int(found[b"Shmem"])
+        return Memory(int(found[b"Anon"]) << 10, file_kib << 10)
     except (OSError, KeyError):
         return Memory(0, 0)
-
-
-def _kib(value: str) -> int:
-    return int(value.removesuffix("kB"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,16 +82,15 @@ def ordinary_path() -> Iterator[None]:
     others = set(threading.enumerate()) - {threading.current_thread()}  # not by number: numbers are given again
     with contextlib.ExitStack() as stack:
         stack.enter_context(deepspeed_config(None))
-        for name in QUESTIONS:
-            stack.enter_context(_answered_with_no(name, others))
+        stack.enter_context(_answered_with_no(others))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))  # ZeRO-3 ignores a default device, the ordinary path loads to it
         yield
 
 
 @contextlib.contextmanager
-def _answered_with_no(name: str, others: set[threading.Thread]) -> Iterator[None]:
-    """Answer the question of this name with False wherever a module holds it; see [Note: who is asked]."""
+def _answered_with_no(others: set[threading.Thread]) -> Iterator[None]:
+    """Answer `QUESTIONS` with False wherever a module holds them; see [Note: who is asked]."""
     replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
     is_over = False
 
@@ -105,20 +104,21 @@ def _answered_with_no(name: str, others: set[threading.Thread]) -> Iterator[None
         return answer
 
     try:
-        _exchange(name, replacement)
+        _exchange(replacement)
         yield
     finally:
         is_over = True
         # Not where it was put, but where it is: modules that were imported meanwhile took it from others.
-        _exchange(name, lambda held: replaced.get(held, held))
+        _exchange(lambda held: replaced.get(held, held))
 
 
-def _exchange(name: str, new: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put new(function) in the place of the function that modules hold under a name."""
-    for module in list(sys.modules.values()):
-        held = getattr(module, "__dict__", {}).get(name)  # not getattr: lazy modules would import what has it
-        if callable(held) and (other := new(held)) is not held:
-            setattr(module, name, other)
+def _exchange(new: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put new(function) in the place of the functions that modules hold under the names of `QUESTIONS`."""
+    for module in list(sys.modules.values()):  # some thousands
+        names = getattr(module, "__dict__", {})  # not getattr: lazy modules would import what has it
+        for name in QUESTIONS:
+            if name in names and callable(held := names[name]) and (other := new(held)) is not held:
+                setattr(module, name, other)
 
 
 def transformers_models(module: nn.Module) -> list[PreTrainedModel]:
