@@ -83,7 +83,7 @@ class PartialEngine(nn.Module):
         self._outside = Outside(self.module, chosen)
         distributed = DistributedInterface()
         with distributed.agreed("moving what is not partitioned"):  # a rank that fails must not be waited for below
-            self._outside.place(part.engine.device, dtype)
+            self._outside.move_to(part.engine.device, dtype)
         with distributed.agreed("giving all ranks the values of rank 0"):
             broadcast([*self._outside.parameters.values(), *self._outside.buffers.values()])
         trained = {name: p for name, p in self._outside.parameters.items() if p.requires_grad}

@@ -33,8 +33,8 @@ class Outside:
         self.buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
         self._model = model
 
-    def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move all to the device; cast parameters, if a dtype is given."""
+    def move_to(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Move all there; cast parameters, if a dtype is given."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         for name in self.buffers:

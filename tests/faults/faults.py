@@ -145,7 +145,7 @@ MEMORY = Moment("reading, memory", Call.MEMORY)
 FINISHING = Moment("finishing", Call.FSTAT, ANY_SHARD, mark="execute", at="last")
 READS = (DESCRIBING, COMPARING, FIRST, MIDDLE, LAST)
 HELD = (ARGUMENTS, DESCRIBING, COMPARING, PLANNING, PREPARING, FIRST, MIDDLE, LAST, FINISHING)
-MAKING_ENGINE = Moment("making the engine", Call.MKDIR, f"{MARK}_place")
+MAKING_ENGINE = Moment("making the engine", Call.MKDIR, f"{MARK}move_to")
 
 # -- faults of files -------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ CLOSE_FAULT = Fault("EIO of close", "either", Action.FAIL, errno.EIO, -1, Call.C
 NO_MEMORY = Fault("no memory", "raises", Action.FAIL, errno.ENOMEM, 1, Call.MEMORY, size=(20_000, 35_000))
 SLOW = Fault("100 kB/s", "loads", Action.SLOW, 100_000, -1)
 CRAWLING = Fault(
-    "slower than the group's timeout", "loads", Action.SLOW, 10_000, -1, group_timeout_s=SHORT_GROUP_S, needs_signs=True
+    "slower than the group's timeout", "loads", Action.SLOW, 20_000, -1, group_timeout_s=SHORT_GROUP_S, needs_signs=True
 )
 
 # -- changed files ---------------------------------------------------------------------------------------------------
@@ -358,14 +358,17 @@ def cases(world_sizes: tuple[int, ...] = (2, 3)) -> list[Case]:
 
 
 def subset() -> list[Case]:
-    """Returns a row of every fault and job, each at another moment, rank and world size.
+    """Returns a row of every kind of fault and job, each at another moment, rank and world size.
 
-    Silence takes the longest, and is noticed in the same way whatever the job is: one row of each such fault.
+    Silence takes the longest, and is noticed in the same way whatever the job is: one row of each such fault. Errors of
+    one call that are to have one outcome are one kind (which are tried again is also tested without ranks).
     """
     by_fault: dict[str, list[Case]] = {}
     for case in cases():
-        if case.fault.expect != "silent" or case.job == "load":
-            by_fault.setdefault(f"{case.fault.name} {case.job}", []).append(case)
+        fault = case.fault
+        kind = f"{fault.calls} {fault.expect} {case.checkpoint}" if fault.action is Action.FAIL else fault.name
+        if fault.expect != "silent" or case.job == "load":
+            by_fault.setdefault(f"{kind} {case.job}", []).append(case)
     chosen = [rows[number * 7 % len(rows)] for number, rows in enumerate(by_fault.values())]
     return sorted(chosen, key=_order)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+import lowmem_load
 from tests.faults.faults import FIRST, PLANNING, READ_FAULTS, Case, Fault, cases, subset
-from tests.faults.matrix import Verdict, judge
+from tests.faults.matrix import MARKS, Verdict, judge
 from tests.faults.shim import Action, Call, Control, Rule, Unavailable, build
 from tests.faults.worker import Answer
 from tests.ranks import REPO
@@ -125,8 +126,25 @@ def test_late_is_not_clean() -> None:
     assert not verdict.is_clean
 
 
-def test_the_subset_has_every_fault() -> None:
-    assert {row.fault.name for row in subset()} == {row.fault.name for row in cases()}
+def test_moments_are_marked_by_functions_that_there_are() -> None:
+    package = Path(lowmem_load.__file__).parent
+    defined = [line.split("(")[0].split()[-1] for path in package.rglob("*.py") for line in _definitions(path)]
+    assert {mark: mark in defined for mark in MARKS} == dict.fromkeys(MARKS, True)
+
+
+def _definitions(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.lstrip().startswith("def ")]
+
+
+def test_the_subset_has_every_kind_of_fault() -> None:
+    """Errors of one call with one outcome are one kind."""
+    names = {row.fault.name for row in subset()}
+    assert {row.fault.action for row in cases() if row.fault.name not in names} == {Action.FAIL}
+    taken, kinds = (
+        {(row.fault.calls, row.fault.expect, row.checkpoint) for row in rows if row.fault.action is Action.FAIL}
+        for rows in (subset(), cases())
+    )
+    assert taken == kinds
     assert len({row.moment.phase for row in subset()}) > 12
     assert {row.rank for row in subset()} == {0, 1, 2}
 

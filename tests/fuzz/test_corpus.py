@@ -17,7 +17,7 @@ from tests.fuzz import targets
 from tests.fuzz.mutate import mutated
 from tests.fuzz.targets import CORPUS, MAX_NBYTES, TARGETS, check
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "12"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "4"))
 """For all targets together."""
 
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(1 << 32)))
