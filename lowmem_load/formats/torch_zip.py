@@ -31,6 +31,12 @@ MAX_PICKLE_NBYTES = 32 << 20
 MAX_DIRECTORY_NBYTES = 32 << 20
 """Bytes of the zip directory, for the same reason: about 75 for each storage."""
 
+ALIGNMENT = 64
+"""Bytes, of which the first of an entry's data is a multiple."""
+
+MAX_EXTRA_NBYTES = 24 + ALIGNMENT
+"""Of what stands between an entry's name and its data: sizes beyond 4 GiB, and padding."""
+
 _CONVERT = (
     "convert it once: state = torch.load(path, weights_only=True), then "
     'safetensors.torch.save_file(state, "model.safetensors", metadata={"format": "pt"}), '
@@ -149,9 +155,17 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
     infos.sort(key=lambda info: info.header_offset)
+    starts: dict[int, int] = {}
     prefetch = getattr(source, "prefetch", None)
-    if prefetch is not None:  # a request for each header, one after the other, would take minutes
-        prefetch([(info.header_offset, 30 + len(_name(info))) for info in infos])
+    if prefetch is not None:  # a request for each header would take minutes
+        ends = [*(info.header_offset for info in infos[1:]), directory_start]
+        starts = {
+            info.header_offset: start
+            for info, end in zip(infos, ends, strict=True)
+            if (start := _implied_start(info, end)) is not None
+        }
+        unknown = [info for info in infos if info.header_offset not in starts]
+        prefetch([(info.header_offset, 30 + len(_name(info))) for info in unknown])
     entries: dict[str, _Entry] = {}
     end = 0
     for info in infos:
@@ -164,7 +178,8 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
             )
         if info.header_offset < end:
             raise CheckpointError(f"{path}: zip entry {name!r} overlaps the one before it, which ends at byte {end}")
-        entries[name] = _Entry(_data_start(source, info), info.file_size)
+        start = starts.get(info.header_offset)
+        entries[name] = _Entry(_data_start(source, info) if start is None else start, info.file_size)
         end = entries[name].start + info.file_size
         if end > directory_start:
             raise CheckpointError(f"{path}: zip entry {name!r} ends at byte {end}, the data at {directory_start}")
@@ -208,6 +223,26 @@ def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
     if method != zipfile.ZIP_STORED or name_nbytes != len(name) or not {stored, size} <= known:
         raise CheckpointError(f"{path}: header and directory disagree on zip entry {info.orig_filename!r}")
     return int(info.header_offset + 30 + name_nbytes + extra_nbytes)
+
+
+def _implied_start(info: zipfile.ZipInfo, end: int) -> int | None:
+    """Return the first byte of an entry's data, without its own header; None if that is not as torch writes it.
+
+    Good enough for what is described from afar, whose data are not read: torch begins an entry's data at the next
+    multiple of 64 bytes behind its header, and ends it before the next header, with a descriptor between.
+
+    Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `getPadding`.
+
+    Args:
+        info: of the entry.
+        end: where the next header, or the zip directory, begins.
+    """
+    first = info.header_offset + 30 + len(_name(info))
+    for descriptor_nbytes in (16, 24) if info.flag_bits & 8 else (0,):  # the longer one beyond 4 GiB
+        start = end - descriptor_nbytes - info.file_size
+        if start % ALIGNMENT == 0 and first <= start <= first + MAX_EXTRA_NBYTES:
+            return start
+    return None
 
 
 def _prefix(entries: Mapping[str, _Entry], path: str) -> str:

@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,9 +68,24 @@ def test_ranges_are_read_once(file: Path) -> None:
             found.read_into(190, [memoryview(bytearray(11))])
 
 
-def test_many_ranges_are_fetched_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numel", [100, 30_000])
+def test_of_a_torch_file_its_directory_and_its_pickle_are_fetched(numel: int, tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
-    torch.save({f"w{number}": torch.full((number,), number) for number in (*range(1, 40), 100_000)}, path)
+    torch.save({f"w{number}": torch.full((numel + number,), number) for number in range(40)}, path)
+    with hub({"org/model": tmp_path}) as server:
+        found = source(server, path, path.stat().st_size)
+        described, local = (TorchZip().describe(each) for each in (found, LocalFile(str(path))))
+        assert described.digest == local.digest and described.names == local.names
+        assert found.num_requests == server.requests[path.name] <= 8
+        assert found.fetched_bytes == server.sent[path.name] < 13_000
+
+
+def test_headers_that_torch_would_write_otherwise_are_fetched_together(tmp_path: Path) -> None:
+    path, written = tmp_path / "pytorch_model.bin", tmp_path / "written.bin"
+    torch.save({f"w{number}": torch.full((number,), number) for number in (*range(1, 40), 100_000)}, written)
+    with zipfile.ZipFile(written) as torchs, zipfile.ZipFile(path, "w") as others:
+        for info in torchs.infolist():
+            others.writestr(info.filename, torchs.read(info))
     with hub({"org/model": tmp_path}) as server:
         found = source(server, path, path.stat().st_size)
         described, local = (TorchZip().describe(each) for each in (found, LocalFile(str(path))))
