@@ -1,7 +1,8 @@
-"""What pyproject.toml cannot say: a .pth file goes into site-packages, beside the package."""
+"""What pyproject.toml cannot say: a .pth file goes into site-packages, a README without relative links to indexes."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -29,4 +30,17 @@ class BuildWithStartup(build_py):
         return self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
 
 
-setup(cmdclass={"build_py": BuildWithStartup})
+def published(readme: str) -> str:
+    """Return the README as a package index can show it: it has no files of the repository, whose address is not known.
+
+    Pictures go with their captions, and of links to files the text stays.
+    """
+    without_pictures = re.sub(r"!\[[^\]]*\]\([^)]*\)\n\n(<!-- figure:.*?\n\n)?", "", readme, flags=re.DOTALL)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", without_pictures)
+
+
+setup(
+    cmdclass={"build_py": BuildWithStartup},
+    long_description=published((Path(__file__).parent / "README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
+)

@@ -7,6 +7,7 @@ python tests/release.py examples PYTHON     # run by that interpreter, in which 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def problems_of_sdist(names: set[str], expected: set[str]) -> Iterator[str]:
     yield from (f"the sdist has {name}" for name in sorted(foreign))
 
 
+def problems_of_description(metadata: str) -> Iterator[str]:
+    """Yield a line for each link or picture of a README in metadata that a package index has no file for."""
+    description = metadata.partition("\n\n")[2]
+    if not description.strip():
+        yield "the wheel has no description"
+    for found in re.finditer(r"!?\[[^\]]*\]\((?!https?:|#)([^)]*)\)", description):
+        yield f"the description refers to {found[1]}, which an index does not have"
+
+
 def tracked() -> set[str]:
     """Return the files that both have to hold: the package in the checkout, and the file for site-packages."""
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*") if path.is_file()}
@@ -75,9 +85,12 @@ def check_contents(folder: Path) -> list[str]:
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())
+        metadata = next((name for name in in_wheel if name.endswith(".dist-info/METADATA")), None)
+        described = archive.read(metadata).decode() if metadata else ""
     with tarfile.open(sdist) as archive:
         in_sdist = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    return [*problems_of_wheel(in_wheel, tracked()), *problems_of_sdist(in_sdist, tracked())]
+    of_contents = [*problems_of_wheel(in_wheel, tracked()), *problems_of_sdist(in_sdist, tracked())]
+    return [*of_contents, *problems_of_description(described)]
 
 
 def run_examples(python: Path, only: list[str]) -> list[str]:

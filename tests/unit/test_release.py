@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.release import ROOT, problems_of_sdist, problems_of_wheel, tracked
+from tests.release import ROOT, problems_of_description, problems_of_sdist, problems_of_wheel, tracked
 
 METADATA = {f"lowmem_load-1.dist-info/{name}" for name in ("METADATA", "entry_points.txt", "licenses/LICENSE")}
 
@@ -30,6 +30,16 @@ def test_an_sdist_builds_and_has_no_tests() -> None:
     assert list(problems_of_sdist(whole - {"setup.py"} | {"tests/test_examples.py"}, tracked())) == [
         "the sdist lacks setup.py",
         "the sdist has tests/test_examples.py",
+    ]
+
+
+def test_a_description_refers_to_nothing_that_an_index_lacks() -> None:
+    head = "Metadata-Version: 2.4\nName: lowmem-load\n\n"
+    assert list(problems_of_description(f"{head}[a](https://b.org), [c](#d), `e`")) == []
+    assert list(problems_of_description(head)) == ["the wheel has no description"]
+    assert list(problems_of_description(f"{head}![one\npicture](a.svg)\n[a page](docs/b.md)")) == [
+        "the description refers to a.svg, which an index does not have",
+        "the description refers to docs/b.md, which an index does not have",
     ]
 
 
