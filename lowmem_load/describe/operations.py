@@ -118,6 +118,8 @@ def _joined(args: Args, twin: torch.Tensor) -> Expression | None:
 
 def _stacked(args: Args, twin: torch.Tensor) -> Expression | None:
     dim = (args[1] if len(args) > 1 else 0) % twin.dim()
+    if dim == 0 and twin.dim() > 1:  # one node for all: there may be hundreds of parts
+        return reshape(concat([cast(part, twin.dtype) for part in args[0]], 0), _sizes(twin.shape))
     shape = (*twin.shape[:dim], 1, *twin.shape[dim + 1 :])
     return concat([reshape(cast(part, twin.dtype), shape) for part in args[0]], dim)
 

@@ -36,6 +36,7 @@ from lowmem_load.planning.expression import (
     numel,
     reshape,
     slice_dim,
+    without_casts,
 )
 
 aten = torch.ops.aten
@@ -218,14 +219,22 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: A
     if any(tensor.dim() == 0 for tensor in tensors):
         return None
     shape, call = tuple(twin.shape), Template((args, kwargs))
+    uncast = [without_casts(expression_of(tensor)) for tensor in tensors]
 
     def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        real_args, real_kwargs = call.filled(values)
+        real_args, real_kwargs = call.filled(map(_cast, values, dtypes))
         result: torch.Tensor = func(*real_args, **real_kwargs)
         return result
 
-    parts = tuple(expand(expression_of(tensor), shape) for tensor in tensors)
+    dtypes = [casts for _, casts in uncast]
+    parts = tuple(expand(part, shape) for part, _ in uncast)
     return Elementwise(str(func), compute, parts, shape, twin.dtype)
+
+
+def _cast(value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    for dtype in dtypes:
+        value = value.to(dtype)
+    return value
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:

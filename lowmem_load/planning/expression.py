@@ -248,6 +248,20 @@ def cast(part: Expression, dtype: torch.dtype) -> Expression:
     return part if part.dtype == dtype else Cast(part, dtype=dtype)
 
 
+def without_casts(part: Expression) -> tuple[Expression, tuple[torch.dtype, ...]]:
+    """Return `part` before it was cast, under its shape, and the dtypes to which it was, in order.
+
+    Whoever casts a few elements at a time holds the others as they were: weights in fp8 are a quarter of those in fp32.
+    """
+    if isinstance(part, Cast):
+        inner, dtypes = without_casts(part.part)
+        return inner, (*dtypes, part.dtype)
+    if isinstance(part, Reshape):
+        inner, dtypes = without_casts(part.part)
+        return reshape(inner, part.shape), dtypes
+    return part, ()
+
+
 def numel(expression: Expression) -> int:
     """Return the number of elements."""
     return math.prod(expression.shape)

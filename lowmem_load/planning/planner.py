@@ -109,9 +109,9 @@ class Planner:
             yield Move(self._held(leaf), _within(name, leaf, scatter_of(copy, copy.leaf_start - leaf.first)))
 
     def _apply(self, name: str, leaf: Elementwise, copy: Copy) -> Apply:
-        widest = max(part.dtype.itemsize for part in (leaf, *leaf.parts))
+        nbytes_each = _piece_bytes(leaf.dtype, [part.dtype for part in leaf.parts])
         pieces: list[Piece] = []
-        for first, size, scatter in plan_pieces(copy, widest, self._limits):
+        for first, size, scatter in plan_pieces(copy, nbytes_each, self._limits):
             if len(pieces) == MAX_COPIES:
                 raise PlanError(f"{name}: {leaf.operation} would run on more than {MAX_COPIES} scattered pieces")
             span = FlatRange(first, first + size)
@@ -167,10 +167,7 @@ class Planner:
         return total
 
     def _piece_costs(self, step: Apply, piece: Piece) -> Costs:
-        dtypes = [fill.dtype for fill in piece.inputs]
-        held = piece.numel * sum(dtype.itemsize for dtype in dtypes)
-        if step.dtype not in dtypes:
-            held += piece.numel * step.dtype.itemsize
+        held = piece.numel * _piece_bytes(step.dtype, [fill.dtype for fill in piece.inputs])
         block = min(piece.numel, BLOCK_NUMEL) * step.dtype.itemsize
         inputs = Costs()
         for fill in piece.inputs:
@@ -189,6 +186,14 @@ class Planner:
             made = replace(inner, largest_temporary_bytes=inner.largest_temporary_bytes + held)
             self._costs[number] = made, result_bytes
         return self._costs[number]
+
+
+def _piece_bytes(dtype: torch.dtype, inputs: Sequence[torch.dtype]) -> int:
+    """Return the bytes that an elementwise operation holds of each element: its inputs, and its result of `dtype`.
+
+    The result goes into an input of its dtype, where there is one.
+    """
+    return sum(each.itemsize for each in inputs) + (0 if dtype in inputs else dtype.itemsize)
 
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:

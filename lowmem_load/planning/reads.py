@@ -49,8 +49,8 @@ class ReadLimits:
     """How large reads are.
 
     Attributes:
-        staging_bytes: of one staged read. Larger gains nothing on local disks and the page cache, and each reading
-            thread has a buffer of this size.
+        staging_bytes: of one staged read, and of what one piece of an elementwise operation holds. Larger gains
+            nothing on local disks and the page cache, and each reading thread has a buffer of this size.
         direct_bytes: of one read into its destination. Needs no buffer; the bound keeps the progress bar and the
             threads fed.
         max_gap_bytes: between two wanted pieces up to which one read takes both. See `ReadCost`.

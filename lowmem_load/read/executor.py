@@ -35,7 +35,7 @@ MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
 
 PART_BYTES = 16 << 20
-"""After so many bytes of a read they are counted: from slow storage all of them may take minutes."""
+"""After so many bytes of a read they are counted: from slow storage all may take minutes."""
 
 MIN_DEVICE_THREADS = 2
 """Threads that read for a device: they wait most of the time, for the storage or for a copy."""
@@ -52,16 +52,15 @@ class Executor:
     value is cast more than once), plus what the plan states as its largest temporary.
 
     Args:
-        num_threads: reads in flight; 1 reads in the calling thread. At least `MIN_DEVICE_THREADS` where memory of a
-            device is filled.
+        num_threads: reads in flight; 1 reads in the calling thread, but for operations. Of memory of a device at least
+            `MIN_DEVICE_THREADS`.
         open_source: opens a file of the checkpoint.
 
     Attributes:
         sources: what it reads from; see [Note: one descriptor] in `open_sources.py`.
         stats: what was read so far.
         num_threads: reads in flight.
-        on_bytes: called with the number of needed bytes that reached a destination, from any thread; by default a
-            no-op.
+        on_bytes: called with the number of needed bytes that reached a destination, from any thread.
     """
 
     def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
@@ -111,6 +110,8 @@ class Executor:
             for task in self._device_tasks(fill.steps, destination, known, material):
                 self._run(task)
             return
+        if any(isinstance(step, Apply) for step in fill.steps):
+            self._pool = self._pool or _pool(1)  # see [Note: another heap] in temporaries.py
         for step in fill.steps:
             if not self._postpone(step, destination):
                 for task in self._tasks((step,), destination, known, material):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.describe.collector import heap_set_aside
+from lowmem_load.describe.collector import give_back_freed, heap_set_aside
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
     NotStreamedWarning,
@@ -228,6 +228,7 @@ class Load:
             shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
             which = sharing() if shares else Sharing.OFF
             planned = make_plan(described, self.ranks.rank, cost_for(described, which), which)
+            give_back_freed()
             report.readers = readers()
             digest.append(planned.plan.fingerprint + f", {READERS}={report.readers}" * bool(report.readers))
         return planned

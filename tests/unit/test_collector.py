@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 
-from lowmem_load.describe.collector import heap_set_aside
+import pytest
+
+from lowmem_load.describe.collector import give_back_freed, heap_set_aside
+from lowmem_load.phases import host_memory
 
 
 class Node:
@@ -35,3 +39,18 @@ def test_what_somebody_has_frozen_stays_so() -> None:
         assert gc.get_freeze_count() >= count > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library than glibc")
+def test_what_is_free_in_the_heap_goes_back() -> None:
+    size, libc = 64 << 10, ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(size) for _ in range(1000)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:  # the last one keeps what is below it
+        libc.free(block)
+    before = host_memory().anonymous_bytes
+    give_back_freed()
+    libc.free(blocks[-1])
+    assert before - host_memory().anonymous_bytes > 50 << 20

@@ -172,3 +172,12 @@ def test_leaves_of_a_deep_expression() -> None:
     for _ in range(3000):
         node = ex.permute(node, (2, 0, 1))
     assert ex.leaves(node) == [SOURCE]
+
+
+def test_casts_are_told_apart_from_what_was_cast() -> None:
+    part = ex.Source("file", "w", 0, (2, 3), torch.bfloat16)
+    cast = ex.reshape(ex.cast(ex.cast(part, torch.float16), torch.float64), (6,))
+    inner, dtypes = ex.without_casts(cast)
+    assert isinstance(inner, ex.Reshape) and (inner.part, inner.shape) == (part, (6,))
+    assert dtypes == (torch.float16, torch.float64)
+    assert ex.without_casts(part) == (part, ())

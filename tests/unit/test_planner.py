@@ -277,3 +277,13 @@ def test_steps_are_data() -> None:
         for expression in (SOURCE, ex.held(torch.ones(9)), flipped(SOURCE), doubled(SOURCE))
     ]
     assert kinds == [Read, Move, Move, Apply]
+
+
+def test_a_piece_of_an_operation_holds_no_more_than_a_staging_buffer() -> None:
+    weights, scales = (ex.Source("file", str(dtype), 0, (64, 64), dtype) for dtype in (torch.uint8, torch.float32))
+    product = ex.Elementwise("mul", lambda values: values[0] * values[1], (weights, scales), (64, 64), torch.float32)
+    planner = Planner(ReadLimits(staging_bytes=1000))
+    (apply,) = planner.plan_fill("x", product, FlatRange(0, 4096)).steps
+    assert isinstance(apply, Apply)
+    held = [sum(fill.numel * fill.dtype.itemsize for fill in piece.inputs) for piece in apply.pieces]
+    assert max(held) <= 1000 and len(held) == -(-4096 // 200)  # 5 bytes of each element; the result is in the scales
