@@ -24,13 +24,9 @@ from benchmarks.gpu_worker import CheckResult, CheckSpec
 from benchmarks.launch import REPOSITORY, run_processes
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.modes import markdown
+from benchmarks.table import log
 
 SIMULATED = "SIMULATED DEVICE: no GPU was used, and none of these figures is one of a GPU."
-
-
-def log(text: str) -> None:
-    """Print at once: a run takes minutes."""
-    print(text, flush=True)
 
 
 def checkpoints(folder: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ And two warnings. `LoadOrderWarning`: a model that goes to ZeRO-3 was loaded bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class LowMemLoadError(Exception):
@@ -93,3 +93,8 @@ def spelled(error: BaseException, max_chars: int) -> str:
     except Exception:  # noqa: BLE001  of its own __str__, which must not take the place of the error
         return f"{type(error).__name__} (its text cannot be had)"
     return text if len(text) <= max_chars else f"{text[:max_chars]} ..."
+
+
+def listed(names: Sequence[str], shown: int = 8) -> str:
+    """Return names one after the other; of more than `shown` the first, and how many there are."""
+    return ", ".join(names[:shown]) + (f", ... ({len(names)} in all)" if len(names) > shown else "")

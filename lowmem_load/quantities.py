@@ -45,6 +45,11 @@ def size(nbytes: float) -> str:
     return f"{amount:.0f} B" if unit == "B" else f"{amount:.{2 if abs(amount) < 10 else 1}f} {unit}"
 
 
+def share(done: int, total: int) -> str:
+    """Return how far something is, of bytes: "1.5 of 20.0 MiB"."""
+    return f"{done / (1 << 20):.1f} of {total / (1 << 20):.1f} MiB"
+
+
 def count(number: float) -> str:
     """Return a number of elements as text: "8.03 B", "1,234"."""
     for power, unit in ((12, "T"), (9, "B"), (6, "M")):

@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from lowmem_load.inspection.conversions import is_run, read_sizes, reads_of
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
+from lowmem_load.read.executor import MIN_STAGING_BYTES
+from lowmem_load.read.uploads import NUM_LANES, SLOTS_PER_THREAD
 from lowmem_load.settings.settings import Settings
 
 OVERHEAD_BYTES = 16 << 20
 """Of a load, besides what its plan says: threads, page tables, objects of DeepSpeed and the model. Measured by
 `make bench`: 14 to 15 MiB for a model of 1.5 billion parameters on 1, 2 and 4 ranks."""
-
-MIN_STAGING_BYTES = 1 << 20
-"""As `read/executor.py` has it."""
-
-SLOTS_PER_THREAD, NUM_LANES = 2, 2
-"""Pinned slots of a reading thread, and streams that copy, as `read/uploads.py` has them."""
 
 
 @dataclass(frozen=True, slots=True)

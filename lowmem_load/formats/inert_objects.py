@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.inert_pickle import Dialect, described
 from lowmem_load.formats.pickled_tensor import CALLS, Global, OrderedNames, Tensor, is_key
 
@@ -82,7 +82,7 @@ def plain(tree: Any, where: str, tensor: Callable[[Tensor, str], torch.Tensor]) 
         raise CheckpointError(f"{where} is nested too deeply") from error
     if making.foreign:
         raise CheckpointError(
-            f"{where} holds objects that only their own code can make: {', '.join(making.foreign[:8])}; nothing was run"
+            f"{where} holds objects that only their own code can make: {listed(making.foreign)}; nothing was run"
         )
     return made
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lowmem_load.ds.engine import PartitionedPart
 from lowmem_load.ds.schedulers import scheduler_of
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.checkpoint import find_checkpoint, load_replicated, save_replicated
 from lowmem_load.partial.optimizer import PartialOptimizer
 from lowmem_load.partial.outside import Outside
@@ -131,7 +131,7 @@ class PartialEngine(nn.Module):
         thawed = [name for name, parameter in self._outside.frozen.items() if parameter.requires_grad]
         if thawed:
             raise ConfigError(
-                f"{', '.join(thawed[:8])} did not require a gradient when this engine was made, so it would not be "
+                f"{listed(thawed)} did not require a gradient when this engine was made, so it would not be "
                 "trained; call destroy(), then initialize again"
             )
         self._replicated.end_micro_batch()  # for those who call loss.backward() by themselves

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowmem_load.ds.parameters import group_size_of, is_partitioned, whole_numel
 from lowmem_load.ds.schedulers import scheduler_class
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine
 from lowmem_load.partial.replicated import Average, SplitOptimizer, Unused, check_options, options_of
@@ -108,7 +108,7 @@ def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn
     inside = chosen_parameters(chosen)
     stray = [name for name, p in model.named_parameters() if is_partitioned(p) and id(p) not in inside]
     if stray:
-        raise ConfigError(f"partition leaves out {', '.join(stray[:8])}, which is partitioned already; choose it too")
+        raise ConfigError(f"partition leaves out {listed(stray)}, which is partitioned already; choose it too")
     world_size = DistributedInterface().world_size
     if any(is_partitioned(p) and group_size_of(p) != world_size for p in model.parameters()):
         raise UnsupportedError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, listed
 from lowmem_load.targets.choice import chosen_parameters
 
 
@@ -61,13 +61,12 @@ class Outside:
             shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
             if differ or shapes:
                 raise ConfigError(
-                    f"the checkpoint's replicated part has other {kind} than the model: "
-                    f"{', '.join((differ + shapes)[:8])}"
+                    f"the checkpoint's replicated part has other {kind} than the model: {listed(differ + shapes)}"
                 )
         frozen = [name for name in self.frozen if name not in state["frozen"] and name not in self.parameters]
         if frozen:
             raise ConfigError(
-                f"{', '.join(frozen[:8])} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
+                f"{listed(frozen)} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
                 "cannot load; freeze it after loading, or go by way of save_16bit_model"
             )
 

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm
 from torch import nn
 
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError, listed
 
 Average: TypeAlias = Literal["all", "used"]
 Unused: TypeAlias = Literal["skip", "zero"]
@@ -75,7 +75,7 @@ class ReplicatedPart:
         check_options(average, unused)
         wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
         if wrong:
-            raise ConfigError(f"{', '.join(wrong[:8])}: whole parameters are trained in float32, bfloat16 or float16")
+            raise ConfigError(f"{listed(wrong)}: whole parameters are trained in float32, bfloat16 or float16")
         self._average, self._unused = average, unused
         self._num_elements = sum(parameter.numel() for parameter in parameters.values())
         self._flat = torch.zeros(self._num_elements + len(parameters), device=device)
@@ -176,7 +176,7 @@ class ReplicatedPart:
         """Raise ConfigError unless `load_state_dict` can take `state` over."""
         different = sorted(set(state["masters"]) ^ set(self.names))
         if different:
-            raise ConfigError(f"the checkpoint's replicated part trains other parameters: {', '.join(different[:8])}")
+            raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
 
     def refresh_masters(self) -> None:
         """Copy the parameters' values to the masters: somebody has changed the parameters."""

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lowmem_load.errors import PlanError
+from lowmem_load.errors import PlanError, listed
 from lowmem_load.planning.cooperative import (
     MIN_ADVANTAGE,
     Schedule,
@@ -130,7 +130,7 @@ class SharedReads:
             read_bytes = reading.result()
         missing = sorted({each.read.tensor.name for group in deliveries.values() for each in group if each.left})
         if missing:
-            raise PlanError(f"{', '.join(missing[:8])}: not all that is needed was in what the ranks read together")
+            raise PlanError(f"{listed(missing)}: not all that is needed was in what the ranks read together")
         return Shared(found.num_ranks, found.wanted_bytes, found.read_bytes, read_bytes, exchanged_bytes)
 
     def _agreed_schedule(self) -> Schedule | None:

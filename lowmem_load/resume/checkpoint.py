@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.inert_objects import Foreign, plain
 from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects
@@ -158,7 +158,7 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
     if str(tag) in ("", os.curdir, os.pardir) or os.path.basename(str(tag)) != str(tag) or not os.path.isdir(found):
         there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
         raise CheckpointError(
-            f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {', '.join(there[:8]) or 'none'}"
+            f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
         )
     return found
 

@@ -10,6 +10,7 @@ import torch
 
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.progress import progress_bar
+from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress
 from lowmem_load.read.executor import Executor
@@ -21,8 +22,6 @@ from lowmem_load.saving.save import ranks_of
 
 if TYPE_CHECKING:
     from lowmem_load.ds.resume import Zero3State
-
-MIB = float(1 << 20)
 
 NUM_THREADS = 4
 """Reads in flight at most, on each rank."""
@@ -150,7 +149,7 @@ def _fill(
     done = 0
 
     def told() -> Progress:
-        return Progress(done, f"{done / MIB:.1f} of {plan.total_bytes / MIB:.1f} MiB read")
+        return Progress(done, f"{share(done, plan.total_bytes)} read")
 
     with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update:
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.formats.inert_objects import Foreign
 from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
@@ -110,7 +110,7 @@ class _Opening:
             missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
             if missing:
                 raise CheckpointError(
-                    f"{self._folder}: no {kind} states of rank(s) {', '.join(map(str, missing[:8]))}, but of rank "
+                    f"{self._folder}: no {kind} states of rank(s) {listed(list(map(str, missing)))}, but of rank "
                     f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
                 )
         return {kind: [by_rank[rank] for rank in sorted(by_rank)] for kind, by_rank in found.items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.planning.expression import Shape, cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
@@ -136,7 +136,7 @@ def _matched(
         differ = [name for name, one in saved.items() if (one.group is None) != (name in frozen)]
         if differ:
             raise CheckpointError(
-                f"{checkpoint.folder}: {', '.join(sorted(differ)[:8])}: trained in only one of the checkpoint and the "
+                f"{checkpoint.folder}: {listed(sorted(differ))}: trained in only one of the checkpoint and the "
                 "engine, so the optimizer's states do not go together; pass load_optimizer_states=False"
             )
     lists = {"missing": missing, "not in the engine": unknown} if wanted.strict else {}

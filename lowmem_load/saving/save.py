@@ -22,6 +22,7 @@ from lowmem_load.integrity.model import unwrapped
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.progress import progress_bar
+from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress
 from lowmem_load.ranks.process_group import DistributedInterface
@@ -33,8 +34,6 @@ from lowmem_load.saving.plan import Write, held_part, held_writes, plan_writes, 
 from lowmem_load.saving.report import SaveReport
 from lowmem_load.saving.torch_layout import lay_out_zip
 from lowmem_load.saving.writer import Writer
-
-MIB = float(1 << 20)
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]
 """See `save_described`."""
@@ -243,7 +242,7 @@ class _Save:
         paths = [staging.path / file.name for file in planned.files]
 
         def progress() -> Progress:
-            written = f"{writer.written_bytes / MIB:.1f} of {total / MIB:.1f} MiB written"
+            written = f"{share(writer.written_bytes, total)} written"
             return Progress(writer.written_bytes + writer.num_synced, f"{written}, {writer.num_synced} files synced")
 
         def on_bytes(num_bytes: int) -> None:

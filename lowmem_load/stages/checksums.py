@@ -10,11 +10,10 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.integrity.checksums import checksums_of
 from lowmem_load.integrity.files import FILES_SHOWN, check_files, refuse
 from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress
 from lowmem_load.read.open_sources import OpenSources
-
-MIB = float(1 << 20)
 
 
 def agree_on_checksums(
@@ -64,7 +63,7 @@ def agree_on_checksums(
         ranks.stop_if_troubled()
 
     def progress() -> Progress:
-        return Progress(hashed[0], f"{hashed[0] / MIB:.1f} of {total_bytes / MIB:.1f} MiB hashed")
+        return Progress(hashed[0], f"{share(hashed[0], total_bytes)} hashed")
 
     with ranks.agreed("verifying files", name=name, progress=progress):
         sources.expect(mine)

@@ -27,6 +27,7 @@ from lowmem_load.hf.hub import commit_in
 from lowmem_load.phases import host_memory
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.progress import progress_bar
+from lowmem_load.quantities import share
 from lowmem_load.ranks import environment
 from lowmem_load.ranks.board import Board, board
 from lowmem_load.ranks.group import RankGroup
@@ -66,8 +67,6 @@ REPORT_ATTRIBUTE = "lowmem_load_report"
 
 LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
 """Where a model that was left to stock ZeRO-3 keeps the reason, text."""
-
-MIB = float(1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +266,8 @@ class Load:
 
         def progress() -> Progress:
             read_bytes = executor.stats.read_bytes
-            share = f"{read_bytes / MIB:.1f} of {needed_bytes / MIB:.1f} MiB read"
-            detail = f"{made[0]} parameters made, {share}, last from {executor.stats.path or 'no file'}"
+            read = f"{share(read_bytes, needed_bytes)} read"
+            detail = f"{made[0]} parameters made, {read}, last from {executor.stats.path or 'no file'}"
             return Progress(read_bytes + made[0] + (together.waited if together is not None else 0), detail)
 
         def on_parameter() -> None:

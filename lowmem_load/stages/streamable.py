@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowmem_load.ds import zero_init
-from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError
+from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError, listed
 from lowmem_load.hf import loader, names
 from lowmem_load.quantize import four_bit
 from lowmem_load.quantize.check import check_packed
@@ -55,7 +55,7 @@ def _check_four_bit(described: Described) -> None:
         unpacked = four_bit.unpacked(described.model)
         if unpacked:
             raise CheckpointError(
-                f"{described.name}: {', '.join(unpacked[:8])} ({len(unpacked)} in all) are to be held in 4 bits, but "
+                f"{described.name}: {listed(unpacked)} are to be held in 4 bits, but "
                 "the files have no values for them, or packed ones without their quantization state"
             )
         check_packed(described.model, described.settings)

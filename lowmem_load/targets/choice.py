@@ -7,19 +7,16 @@ parameter that a chosen and another module share cannot be both partitioned and 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, listed
 from lowmem_load.settings.settings import Choice, Partition, choices_of
 
 MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
-
-NAMES_SHOWN = 8
-"""Names that an error message lists."""
 
 
 def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -> dict[str, nn.Module]:
@@ -47,11 +44,11 @@ def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -
         names = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
             f"partition: {', '.join(_spelled(entry) for entry in idle)} choose(s) no module of "
-            f"{type(model).__name__}; its modules are {_listed(names)}"
+            f"{type(model).__name__}; its modules are {listed(names)}"
         )
     empty = [name for name, module in found.items() if next(module.parameters(), None) is None]
     if empty and must_match:
-        raise ConfigError(f"partition: {_listed(empty)} hold(s) no parameter, so there is nothing to partition")
+        raise ConfigError(f"partition: {listed(empty)} hold(s) no parameter, so there is nothing to partition")
     return {name: module for name, module in found.items() if name not in empty}
 
 
@@ -72,8 +69,8 @@ def check_ties(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
     if shared:
         owners = sorted({repr(prefix) for prefix, _ in shared})
         raise ConfigError(
-            f"partition: {_listed([name for _, name in shared])} is tied to a parameter of a chosen module, so it "
-            f"would be partitioned without being gathered; choose {_listed(owners)} too"
+            f"partition: {listed([name for _, name in shared])} is tied to a parameter of a chosen module, so it "
+            f"would be partitioned without being gathered; choose {listed(owners)} too"
         )
 
 
@@ -129,7 +126,3 @@ def is_below(name: str, chosen: Iterable[str]) -> bool:
 
 def _spelled(entry: Choice) -> str:
     return repr(entry) if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMES_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > NAMES_SHOWN else "")

@@ -174,12 +174,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": {"errors", "plots", "report"},
     "stages": {
         *("describe", "ds.zero_init", "errors", "fingerprint", "hf", "integrity", "planning", "quantize", "ranks"),
-        *("phases", "progress", "read", "report", "reports.file"),
+        *("phases", "progress", "quantities", "read", "report", "reports.file"),
         *("settings", "targets"),
     },
     "saving": {
         *("errors", "fingerprint", "formats.safetensors", "formats.torch_zip", "hf", "integrity.model", "phases"),
-        *("planning", "progress", "ranks", "read.scatter", "read.source"),
+        *("planning", "progress", "quantities", "ranks", "read.scatter", "read.source"),
     },
     "load": {
         *("errors", "hf", "integrity", "planning", "ranks", "read.gds", "read.source", "report", "settings", "stages"),
@@ -198,7 +198,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "plots",
             "phases",
             "quantities",
-            "read.rate",
+            "read",
             "remote",
             "settings",
         ),
@@ -220,8 +220,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"errors", "quantities", "ranks.environment", "read.mounts", "read.rate"},
     "partial": {"ds", "errors", "fingerprint", "ranks", "settings", "targets.choice"},
     "resume": {
-        *("errors", "fingerprint", "formats", "hf", "partial.checkpoint", "planning", "progress", "ranks", "read"),
-        *("report", "saving"),
+        *("errors", "fingerprint", "formats", "hf", "partial.checkpoint", "planning", "progress"),
+        *("quantities", "ranks", "read", "report", "saving"),
     },
     "pipelines": {
         *("ds", "errors", "hf", "integrity.model", "load", "planning.expression", "ranks", "report", "saving"),
