@@ -69,6 +69,8 @@ def _child(
             import lowmem_load
 
             assert Path(lowmem_load.__file__).is_relative_to(package)
+    except FailedError as error:
+        outcome = error
     except Exception as error:  # noqa: BLE001  of any class: it is a result
         text = " ".join(f"{type(error).__name__}: {error}".split())
         outcome = FailedError(text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + " ...")

@@ -1,4 +1,4 @@
-"""Loads from slow storage: python -m benchmarks.network_storage [--wait-ms 1 10] [--ranks 2].
+"""Loads from slow storage: python -m benchmarks.network_storage [--wait-ms 1 10] [--ranks 1 2 4].
 
 The storage is FUSE on this machine with a wait before each read (`benchmarks/slow_storage.py`), mounted anew for each
 load, so that nothing is in the page cache. Two models of random weights: a Llama, whose partitions are runs in the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -33,7 +34,7 @@ WAYS: dict[str, dict[str, str]] = {
 }
 """Settings of the environment by the name of the row."""
 
-COLUMNS = ("model", "wait ms", "way", "seconds", "reads of a rank", "read MiB", "of needed")
+COLUMNS = ("model", "ranks", "wait ms", "way", "seconds", "reads of a rank", "read MiB", "of needed")
 
 
 def make_llama(folder: Path) -> None:
@@ -128,7 +129,7 @@ def measure(model: str, folder: Path, wait_s: float, way: str, num_ranks: int) -
             for name in settings:
                 del os.environ[name]
     found = [json.loads(text) for text in texts]
-    row = [model, f"{wait_s * 1e3:g}", way, f"{max(each['seconds'] for each in found):.1f}"]
+    row = [model, str(num_ranks), f"{wait_s * 1e3:g}", way, f"{max(each['seconds'] for each in found):.1f}"]
     if way == "stock":
         return [*row, "", "", ""]
     read, needed = (sum(each[name] for each in found) for name in ("read_bytes", "needed_bytes"))
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every model, wait and way, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.network_storage", description=__doc__.splitlines()[0])
     parser.add_argument("--wait-ms", type=float, nargs="+", default=[1.0, 10.0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     options = parser.parse_args(arguments)
@@ -156,10 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for model in options.models:
             folder = Path(scratch, model)
             MODELS[model](folder)
-            for wait_ms in options.wait_ms:
-                for way in options.ways:
-                    rows.append(measure(model, folder, wait_ms / 1e3, way, options.ranks))
-                    print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+            for num_ranks, wait_ms, way in itertools.product(options.ranks, options.wait_ms, options.ways):
+                rows.append(measure(model, folder, wait_ms / 1e3, way, num_ranks))
+                print("  ".join(rows[-1]), file=sys.stderr, flush=True)
     print("\n".join([*describe_machine().lines(), "", *aligned([COLUMNS, *rows])]))
 
 

@@ -11,6 +11,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt  # the backend has to be chosen before pyplot is imported
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
 
 from benchmarks.results import Group
 
@@ -144,37 +145,46 @@ def _plot_samples(axes: Any, group: Group) -> None:
 
 
 def plot_scale(worlds: list[dict[str, Any]], layers: list[dict[str, Any]], path: Path) -> None:
-    """Write what plans cost, before and now: against the size of the world, and against the number of tensors.
+    """Write what a rank costs, before and now: against the size of the world, and against the number of tensors.
 
     Args:
         worlds, layers: results of `benchmarks.scale` as JSON has them; failed ones are left out.
-        path: of the PNG.
+        path: of the figure; its name says of which kind.
     """
+    plt.rcParams["svg.hashsalt"] = "lowmem_load"  # the same file of the same figures
     figure, grid = plt.subplots(2, 2, figsize=(10, 7))
-    titles = [f"{rows[0]['model']}, simulated" for rows in (worlds, layers)]
     for column, (rows, across, label) in enumerate(
         [(worlds, "world_size", "ranks of the world"), (layers, "num_tensors", "tensors of the checkpoint")]
     ):
+        time_axes, cost_axes = grid[0][column], grid[1][column]
         for version, color in (("before", COLORS["stock"]), ("now", COLORS["lowmem"])):
-            found = [row for row in rows if row["version"] == version and "failed" not in row]
+            measured = (row for row in rows if row["version"] == version and "failed" not in row)
+            found = sorted(measured, key=lambda row: row[across])
             xs = [row[across] for row in found]
             seconds = [row["phases_s"]["describe"] + row["phases_s"]["plan"] for row in found]
             reads = [row["touched"]["num_reads"] for row in found]
             over = [row["over_bytes"] / MIB for row in found]
-            grid[0][column].plot(xs, seconds, "o-", color=color, label=version)
-            grid[1][column].plot(xs, over if column else reads, "o-", color=color, label=version)
-        grid[0][column].set_title(titles[column], fontsize=10)
-        grid[0][column].set_ylabel("CPU seconds to describe and plan")
-        grid[1][column].set_ylabel("peak of memory, MiB" if column else "reads of the rank")
-        for axes in (grid[0][column], grid[1][column]):
+            time_axes.plot(xs, seconds, "o-", color=color, label=version)
+            cost_axes.plot(xs, over if column else reads, "o-", color=color, label=version)
+        time_axes.set_title(rows[0]["model"], fontsize=10)
+        time_axes.set_ylabel("CPU seconds to describe and plan")
+        cost_axes.set_ylabel("peak over the partition, MiB" if column else "reads of the rank")
+        for axes in (time_axes, cost_axes):
             axes.set_xlabel(label)
-            axes.set_ylim(bottom=0)
+            axes.margins(y=0.15)
             axes.legend(fontsize=8, frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
-    for row in (0, 1):
-        grid[row][0].set_xscale("log", base=2)
-    grid[1][0].set_ylim(bottom=1)
+            if column:
+                axes.xaxis.set_major_formatter("{x:,.0f}")
+            else:
+                axes.set_xscale("log")
+                axes.set_xticks(sorted({row[across] for row in rows}), minor=False)
+                axes.xaxis.set_major_formatter("{x:.0f}")
+                axes.xaxis.set_minor_locator(NullLocator())
+        time_axes.set_ylim(bottom=0)
     grid[1][0].set_yscale("log")
+    grid[1][1].set_ylim(bottom=0)
+    figure.suptitle("Simulated: one process is one rank of the world, its checkpoint sparse files", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -5,18 +5,24 @@ process is rank R of W. A rank whose partition is small enough loads the model, 
 no other ranks; of others only the plan is made. Every measurement is a fresh process. With `--all`, what an earlier
 version of the package takes stands above each row.
 
+With `--figure` it draws what models cost against the size of the world and against the number of tensors, too.
+`python -m benchmarks.scale_table FILE` prints what `--json FILE` has written as a table for the documentation.
+
 With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and together.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +61,9 @@ COLUMNS = (
 
 DEFINITIONS = f"""\
 Simulated: sparse checkpoints with true headers and holes for data; one process is rank R of W, on torch's fake process
-group, with one reading thread. Sizes in MiB (2**20 bytes) where nothing else is said. Every row is a fresh process; of
-several, the one of median CPU seconds is shown. Headers, and what is read, are in the page cache or come from holes.
+group, with one reading thread unless `--threads` says another number. Sizes in MiB (2**20 bytes) where nothing else is
+said. Every row is a fresh process; of several, the one of median CPU seconds is shown. Headers, and what is read, are
+in the page cache or come from holes.
 tensors    in all files, those included that the model does not use.
 describe, plan, read   CPU seconds of all threads: transformers' loader run on symbolic tensors; from there to the
            finished plan; partitions made and filled ('-' where they are more than {MAX_LOADED_BYTES >> 30} GiB).
@@ -98,9 +105,12 @@ ROWS = (
 )
 """What `--all` measures: ranks in the middle of most worlds, since the last one's partitions may be cut short."""
 
-WORLDS = tuple(Row("qwen3-vl-235b-a22b", world_size // 2 + 1, world_size) for world_size in (16, 64, 256, 1024, 4096))
-LAYERS = tuple(Row("deepseek-v3-bf16", 517, 1024, num_layers) for num_layers in (8, 16, 32, 61))
-"""What is drawn: plans against the size of the world, and against the number of tensors."""
+WORLDS = tuple(
+    Row("qwen3-vl-235b-a22b", rank, world_size)
+    for rank, world_size in ((9, 16), (33, 64), (129, 256), (517, 1024), (1, 4096))
+)
+LAYERS = tuple(Row("deepseek-v3-bf16", 517, 1024, num_layers) for num_layers in (8, 16, 32, None))
+"""What is drawn: against the size of the world, and against the number of tensors. Some of it is in `ROWS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +191,7 @@ def node_table(row: Row, size: int, folder: Path, sharing: str, block_bytes: int
     return [*aligned([NODE_COLUMNS, *rows]), "", NODE_DEFINITIONS]
 
 
-def measure(folder: Path, row: Row, is_loaded: bool) -> Result:
+def measure(folder: Path, row: Row, is_loaded: bool, num_threads: int) -> Result:
     """Load, or plan, in this process, which must be fresh: what an earlier load left behind would not be counted."""
     import deepspeed  # noqa: F401  imported here so that the figures are the load's alone
     import transformers
@@ -191,8 +201,8 @@ def measure(folder: Path, row: Row, is_loaded: bool) -> Result:
     from lowmem_load.stages import load as stages
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
-    keywords, plans = keywords_of(row.model), []
-    ordinary = stages.make_plan
+    keywords = keywords_of(row.model)
+    ordinary, plans = stages.make_plan, []
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         planned = ordinary(*args, **kwargs)
@@ -200,9 +210,10 @@ def measure(folder: Path, row: Row, is_loaded: bool) -> Result:
         return planned
 
     stages.make_plan = kept
+    stages.environment.cores = lambda _: num_threads
     if is_loaded:
         _be_rank(row.rank, row.world_size)
-    with MemorySampler() as sampler:
+    with MemorySampler() as sampler, _conversion_errors():
         time.perf_counter = time.process_time  # phases are measured by it
         if is_loaded:
             model = lowmem_load.load_model(folder, DS_CONFIG, **keywords)
@@ -226,6 +237,31 @@ def measure(folder: Path, row: Row, is_loaded: bool) -> Result:
     )
 
 
+@contextlib.contextmanager
+def _conversion_errors() -> Iterator[None]:
+    """Raise what transformers could not convert, which it only logs, in place of the error that follows from it."""
+    logged = logging.Handler()
+    found: list[str] = []
+    logged.emit = lambda record: found.extend(re.findall(r"^\w+Error: .+", record.getMessage(), re.MULTILINE))
+    logging.getLogger("transformers").addHandler(logged)
+    try:
+        yield
+    except Exception as error:
+        if found:
+            raise FailedError(f"transformers: {found[0]}") from error
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How rows are measured: in how many fresh processes each, where checkpoints lie, with which versions."""
+
+    repeats: int
+    num_threads: int
+    folder: Path
+    packages: dict[str, Path | None]
+
+
 def _be_rank(rank: int, world_size: int) -> None:
     """Make this process a rank of a world that has no others."""
     import torch.distributed as dist
@@ -239,29 +275,28 @@ def _be_rank(rank: int, world_size: int) -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
-def measure_row(row: Row, repeats: int, folder: Path, package: Path | None, *, may_load: bool = True) -> Result:
+def measure_row(row: Row, settings: Settings, package: Path | None) -> Result:
     """Return the repeat of median CPU seconds (the lower one of an even number); each is a fresh process.
 
     Raises:
         FailedError: one of them failed.
     """
-    checkpoint = folder / row.folder_name
+    checkpoint, repeats = settings.folder / row.folder_name, settings.repeats
     if not checkpoint.exists():
         write(row.model, checkpoint, row.num_layers)
-    is_loaded = may_load and MODELS[row.model].num_parameters * 2 // row.world_size <= MAX_LOADED_BYTES
+    is_loaded = MODELS[row.model].num_parameters * 2 // row.world_size <= MAX_LOADED_BYTES
     limits = {"package": package, "limit_s": LIMIT_S, "limit_bytes": LIMIT_BYTES}
-    results: list[Result] = [run_apart(measure, checkpoint, row, is_loaded, **limits) for _ in range(repeats)]
+    arguments = (checkpoint, row, is_loaded, settings.num_threads)
+    results: list[Result] = [run_apart(measure, *arguments, **limits) for _ in range(repeats)]
     return sorted(results, key=lambda result: result.cpu_s)[(len(results) - 1) // 2]
 
 
-def measure_all(
-    rows: Sequence[Row], repeats: int, folder: Path, packages: dict[str, Path | None], *, may_load: bool = True
-) -> Iterator[tuple[str, Row, Result | FailedError]]:
+def measure_all(rows: Iterable[Row], settings: Settings) -> Iterator[tuple[str, Row, Result | FailedError]]:
     """Yield what each row costs with each version of the package."""
     for row in rows:
-        for version, package in packages.items():
+        for version, package in settings.packages.items():
             try:
-                result: Result | FailedError = measure_row(row, repeats, folder, package, may_load=may_load)
+                result: Result | FailedError = measure_row(row, settings, package)
             except FailedError as error:
                 result = error
             yield version, row, result
@@ -271,15 +306,44 @@ def measure_all(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: measure, print the table, write it as JSON and figures where `--json` and `--figure` say."""
+    options = _options(arguments)
+    rows = ROWS if options.all else [Row(options.model, options.rank, options.world_size)]
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder, packages = Path(name), {}
+        if options.node:
+            checkpoint = write(options.model, folder / options.model)
+            print("\n".join(node_table(rows[0], options.node, checkpoint, options.share, options.block_bytes)))
+            return
+        commit = options.before or (BEFORE if options.all else None)
+        if commit:
+            packages["before"] = unpack_package(commit, folder / "before")
+        packages["now"] = None
+        settings = Settings(options.repeats, options.threads, folder, packages)
+        measured = list(measure_all(dict.fromkeys((*rows, *((*WORLDS, *LAYERS) if options.figure else ()))), settings))
+    found = [_as_json(*each, is_row=each[1] in rows) for each in measured]
+    if options.figure:
+        _draw(found, options.figure)
+    described = describe_machine()
+    print("\n".join([*described.lines(), "", *_table([each for each in measured if each[1] in rows]), "", DEFINITIONS]))
+    if options.json:
+        data = {"simulated": True, "machine": asdict(described), "ds_config": DS_CONFIG}
+        data |= {"before": commit, "num_threads": options.threads, "rows": found}
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", choices=list(MODELS), help="what to load or plan")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--all", action="store_true", help="the default table instead of one model")
-    parser.add_argument("--before", metavar="COMMIT", help="compare with lowmem_load as of it; under --all: " + BEFORE)
+    before = f"compare with lowmem_load as of a commit ({BEFORE}), as --all does"
+    parser.add_argument("--before", metavar="COMMIT", nargs="?", const=BEFORE, help=before)
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row")
+    parser.add_argument("--threads", type=int, default=1, help="that read; the figures are of all of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw cost against world size and tensors (PNG)")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw cost against world size and tensors")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
     parser.add_argument("--node", type=int, metavar="N", help="what the node of ranks R to R + N - 1 reads")
     parser.add_argument("--share", choices=["auto", "off", "on"], default="auto", help="with --node: as the setting")
@@ -289,58 +353,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("name a model, or pass --all")
     if options.model and not 0 <= options.rank < (options.world_size or 0):
         parser.error("a model needs --world-size W and --rank R, from 0 to W - 1")
-    if options.repeats < 1:
-        parser.error("--repeats must be at least 1")
+    if min(options.repeats, options.threads) < 1:
+        parser.error("--repeats and --threads must be at least 1")
     if options.node and (options.all or not 0 < options.node <= options.world_size - options.rank):
         parser.error("--node needs a model, and at least as many ranks from --rank on")
-    rows = ROWS if options.all else [Row(options.model, options.rank, options.world_size)]
-    os.environ.update(ENVIRONMENT)
-    table: list[list[str]] = [list(COLUMNS)]
+    return options
+
+
+def _table(measured: Sequence[tuple[str, Row, Result | FailedError]]) -> list[str]:
+    """Return the table of some results, with what failed below it, as lines."""
+    cells: list[Sequence[str]] = [COLUMNS]
     failures: list[str] = []
-    found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder, packages = Path(name), {}
-        if options.node:
-            checkpoint = write(options.model, folder / options.model)
-            row = Row(options.model, options.rank, options.world_size)
-            print("\n".join(node_table(row, options.node, checkpoint, options.share, options.block_bytes)))
-            return
-        commit = options.before or (BEFORE if options.all else None)
-        if commit:
-            packages["before"] = unpack_package(commit, folder / "before")
-        packages["now"] = None
-        for version, row, result in measure_all(rows, options.repeats, folder, packages):
-            if isinstance(result, FailedError):
-                failures.append(f"{row.model} {row.rank}/{row.world_size} {version}: {result}")
-                result_cells = [*_names(row, version, MODELS[row.model].num_tensors), "failed"]
-                table.append(result_cells + [""] * (len(COLUMNS) - len(result_cells)))
-            else:
-                table.append(result.cells(version))
-            found.append(_as_json(version, row, result))
-        if options.figure:
-            found += _draw(options.repeats, folder, packages, options.figure)
-    described = describe_machine()
-    print("\n".join([*described.lines(), "", *aligned(table), "", *failures, "", DEFINITIONS]))
-    if options.json:
-        data = {"simulated": True, "machine": asdict(described), "ds_config": DS_CONFIG, "rows": found}
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    for version, row, result in measured:
+        if isinstance(result, Result):
+            cells.append(result.cells(version))
+            continue
+        names = _names(row, version, MODELS[row.model].num_tensors)
+        cells.append([*names, "failed", *[""] * (len(COLUMNS) - len(names) - 1)])
+        failures.append(f"{row.model} {row.rank}/{row.world_size} {version}: {result}")
+    return [*aligned(cells), "", *failures]
 
 
-def _as_json(version: str, row: Row, result: Result | FailedError) -> dict[str, Any]:
+def _as_json(version: str, row: Row, result: Result | FailedError, *, is_row: bool) -> dict[str, Any]:
     figures = {"failed": str(result)} if isinstance(result, FailedError) else asdict(result)
-    return {**row._asdict(), "version": version, **figures}
+    return {**row._asdict(), "version": version, "is_row": is_row, **figures}
 
 
-def _draw(repeats: int, folder: Path, packages: dict[str, Path | None], path: Path) -> list[dict[str, Any]]:
-    """Measure and draw plans against the size of the world and the number of tensors; return the results."""
+def _draw(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw what was measured of `WORLDS` and of `LAYERS`."""
     from benchmarks.plots import plot_scale
 
-    worlds, layers = (
-        [_as_json(*each) for each in measure_all(rows, repeats, folder, packages, may_load=False)]
-        for rows in (WORLDS, LAYERS)
+    plot_scale(
+        *([each for each in found if Row(*(each[name] for name in Row._fields)) in rows] for rows in (WORLDS, LAYERS)),
+        path,
     )
-    plot_scale(worlds, layers, path)
-    return [{**each, "drawn": True} for each in (*worlds, *layers)]
 
 
 if __name__ == "__main__":
