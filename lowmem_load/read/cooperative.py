@@ -6,39 +6,30 @@ See [Note: cooperative reading] in `planning/cooperative.py`, which says who rea
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 
-from lowmem_load.errors import PlanError, listed
+from lowmem_load.errors import PlanError
 from lowmem_load.planning.cooperative import (
     MIN_ADVANTAGE,
     Schedule,
-    Segment,
     Shared,
     Wanted,
-    reads_of,
     schedule,
     touched_bytes,
     wanted,
-    within,
 )
-from lowmem_load.planning.load_plan import Value
-from lowmem_load.planning.planner import Material
-from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Scatter, Step
-from lowmem_load.read.executor import Executor, compute_into
-from lowmem_load.read.scatter import scatter_elements
+from lowmem_load.planning.reads import Read, Step
+from lowmem_load.read.executor import Executor
+from lowmem_load.read.together import Delivery, ReadTogether
 
 _WANTED, _FILLED, _TAKEN = 0, 1, 2
 """Counters: whether a rank has said what it wants, and heard of the others; rounds that it has read; and taken from."""
-
-_CPU = torch.device("cpu")
 
 
 class Windows(Protocol):
@@ -58,10 +49,10 @@ class Windows(Protocol):
         """Wait until the counter of every rank has reached a value; `check` is given the places that are behind."""
 
 
-class SharedReads:
-    """Takes steps out of fills, and carries them out together with the other ranks of the node.
+class SharedReads(ReadTogether):
+    """Reads steps together with the other ranks of the node.
 
-    Memory: the window of this rank, and `MAX_OPEN_BYTES` for elementwise operations that wait for their inputs.
+    Memory: the window of this rank, and as `ReadTogether`.
 
     Args:
         steps: that are taken out of the fills that they are in.
@@ -72,7 +63,6 @@ class SharedReads:
         check: raises where another rank has failed; called while this one waits.
 
     Attributes:
-        waited: grows while this rank waits for others.
         missing: places of the ranks that it waits for.
     """
 
@@ -86,58 +76,34 @@ class SharedReads:
         check: Callable[[], None],
         counted_bytes: int = 1,
     ) -> None:
-        self.waited = 0
+        super().__init__(steps)
         self.missing: tuple[int, ...] = ()
-        self._chosen = {id(step): step for step in steps}
         self._windows, self._is_forced, self._check = windows, is_forced, check
         self._block_bytes, self._counted_bytes = block_bytes, counted_bytes
-        self._taken: list[_Taken] = []
         self._stopping = threading.Event()
         self._waiting_since = 0.0
 
-    def take(self, fill: Fill, destination: torch.Tensor, material: Material) -> Fill:
-        """Return what of a fill is left to do alone; the rest is done by `run`."""
-        mine = [step for step in fill.steps if id(step) in self._chosen]
-        for step in mine:
-            numbers = {part.value for part in _parts(step) if isinstance(part, Move)}
-            self._taken.append(_Taken(step, destination, {number: material.tensors[number] for number in numbers}))
-        return replace(fill, steps=tuple(step for step in fill.steps if id(step) not in self._chosen)) if mine else fill
-
-    def run(self, executor: Executor, values: Sequence[Value], material: Material) -> Shared | None:
-        """Carry out what was taken; alone, and returning None, where the ranks would read little less together.
-
-        Raises:
-            CheckpointError: as of `Executor.finish`.
-            PlanError: the bands do not hold all that this rank needs.
-        """
-        found = self._agreed_schedule()
+    def _read(self, executor: Executor, deliveries: Sequence[Delivery]) -> Shared | None:
+        found = self._agreed_schedule([delivery.read for delivery in deliveries])
         if found is None:
-            for taken in self._taken:
-                fill = Fill(taken.destination.numel(), taken.destination.dtype, (taken.step,), tuple(taken.known))
-                executor.fill(fill, taken.destination, values, Material(dict(taken.known), material.functions))
             return None
-        deliveries: dict[tuple[str, int], list[_Delivery]] = {}
-        for taken in self._taken:
-            for delivery in _deliveries(taken, executor, material):
-                tensor = delivery.read.tensor
-                deliveries.setdefault((tensor.path, tensor.start), []).append(delivery)
+        by_tensor: dict[tuple[str, int], list[Delivery]] = {}
+        for delivery in deliveries:
+            tensor = delivery.read.tensor
+            by_tensor.setdefault((tensor.path, tensor.start), []).append(delivery)
         with ThreadPoolExecutor(1, "lowmem_load-band") as pool:
             reading = pool.submit(self._read_bands, executor, found)
             try:
-                exchanged_bytes = self._take_bands(executor, found, deliveries, reading)
+                exchanged_bytes = self._take_bands(executor, found, by_tensor, reading)
             finally:
                 self._stopping.set()
             read_bytes = reading.result()
-        missing = sorted({each.read.tensor.name for group in deliveries.values() for each in group if each.left})
-        if missing:
-            raise PlanError(f"{listed(missing)}: not all that is needed was in what the ranks read together")
         return Shared(found.num_ranks, found.wanted_bytes, found.read_bytes, read_bytes, exchanged_bytes)
 
-    def _agreed_schedule(self) -> Schedule | None:
+    def _agreed_schedule(self, reads: Iterable[Read]) -> Schedule | None:
         """Return who reads what, as all ranks of the node find it from what each wants; None if it is not worth it."""
         windows = self._windows
-        mine = wanted(read for taken in self._taken for read in reads_of(taken.step))
-        letter = _Letter(self._is_forced, self._block_bytes, self._counted_bytes, tuple(mine))
+        letter = _Letter(self._is_forced, self._block_bytes, self._counted_bytes, wanted(reads))
         letter.write(windows.window(windows.place))
         windows.tell(_WANTED, 1)
         windows.wait(_WANTED, 1, self._check_others)
@@ -173,7 +139,7 @@ class SharedReads:
         self,
         executor: Executor,
         found: Schedule,
-        deliveries: Mapping[tuple[str, int], Sequence[_Delivery]],
+        deliveries: Mapping[tuple[str, int], Sequence[Delivery]],
         reading: Future[int],
     ) -> int:
         """Take what this rank needs of all bands; return the bytes that others have read."""
@@ -244,86 +210,3 @@ class _Letter(NamedTuple):
             return None
         is_forced, block_bytes, counted_bytes, paths, ranges = found
         return cls(is_forced, block_bytes, counted_bytes, [Wanted(paths[number], *rest) for number, *rest in ranges])
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A step that was taken, the memory that it fills, and the values in memory that it needs."""
-
-    step: Step
-    destination: torch.Tensor
-    known: Mapping[int, torch.Tensor]
-
-
-class _Delivery:
-    """A read whose elements come from bands; `put` is given what has come, as its destination is to be filled."""
-
-    def __init__(self, read: Read, put: Callable[[Scatter, torch.Tensor], None]) -> None:
-        self.read, self._put = read, put
-        self.left = read.num_reads * math.prod(loop.size for loop in read.scatter.loops)
-
-    def deliver(self, segment: Segment, memory: torch.Tensor) -> int:
-        """Put what is in a segment where it belongs; return the bytes of it that were needed."""
-        num_bytes, part = 0, segment.wanted
-        for scatter in within(self.read, segment):
-            values = memory[segment.place : segment.place + part.end - part.start].view(self.read.tensor.dtype)
-            self._put(scatter, values)
-            self.left -= math.prod(loop.size for loop in scatter.loops)
-            num_bytes += math.prod(loop.size for loop in scatter.loops if loop.source) * part.itemsize
-        return num_bytes
-
-
-class _OpenPiece:
-    """A piece of an elementwise operation, which is computed once all of its inputs have come."""
-
-    def __init__(self, taken: _Taken, step: Apply, piece: Piece, executor: Executor, material: Material) -> None:
-        self._taken, self._piece, self._executor = taken, piece, executor
-        self._compute, self._dtype = material.functions[step.function], step.dtype
-        self._inputs: list[torch.Tensor] = []
-        reads = [part for fill in piece.inputs for part in fill.steps if isinstance(part, Read)]
-        self._left = sum(each.num_reads * math.prod(loop.size for loop in each.scatter.loops) for each in reads)
-
-    def put(self, number: int, scatter: Scatter, values: torch.Tensor) -> None:
-        """Fill a part of input `number`."""
-        if not self._inputs:
-            self._open()
-        scatter_elements(scatter, values, self._inputs[number], 0)
-        self._left -= math.prod(loop.size for loop in scatter.loops)
-        if self._left == 0:
-            result = next((each for each in self._inputs if each.dtype == self._dtype), None)
-            if result is None:
-                result = torch.empty(self._piece.numel, dtype=self._dtype, device=_CPU)
-            compute_into(result, self._compute, self._inputs)
-            self._inputs = []
-            self._executor.place(self._piece.scatter, result, self._taken.destination)
-
-    def _open(self) -> None:
-        for fill in self._piece.inputs:
-            self._inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device=_CPU))
-            for part in fill.steps:
-                if isinstance(part, Move):
-                    scatter_elements(part.scatter, self._taken.known[part.value], self._inputs[-1], 0)
-
-
-def _deliveries(taken: _Taken, executor: Executor, material: Material) -> list[_Delivery]:
-    step = taken.step
-    if isinstance(step, Read):
-        return [_Delivery(step, lambda scatter, values: executor.place(scatter, values, taken.destination))]
-    assert isinstance(step, Apply)  # as `shared_steps` chooses
-    found = []
-    for piece in step.pieces:
-        opened = _OpenPiece(taken, step, piece, executor, material)
-        for number, fill in enumerate(piece.inputs):
-            reads = [part for part in fill.steps if isinstance(part, Read)]
-            found += [_Delivery(read, _partial(opened, number)) for read in reads]
-    return found
-
-
-def _partial(opened: _OpenPiece, number: int) -> Callable[[Scatter, torch.Tensor], None]:
-    return lambda scatter, values: opened.put(number, scatter, values)
-
-
-def _parts(step: Step) -> list[Step]:
-    if not isinstance(step, Apply):
-        return [step]
-    return [part for piece in step.pieces for fill in piece.inputs for part in fill.steps]

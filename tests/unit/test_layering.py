@@ -54,6 +54,7 @@ MODULES: dict[str, set[str]] = {
         "source",
         "stats",
         "temporaries",
+        "together",
         "uploads",
         "whole",
     },
