@@ -30,7 +30,9 @@ WAYS: dict[str, dict[str, str]] = {
     "stock": {},
     "default": {},
     "calls of the wait": {"LOWMEM_LOAD_READ_CALL_US": "{wait_us}"},
+    "alone": {"LOWMEM_LOAD_SHARE_READS": "off"},
     "shared": {"LOWMEM_LOAD_SHARE_READS": "on"},
+    "over the network": {"LOWMEM_LOAD_SHARE_READS": "job"},
 }
 """Settings of the environment by the name of the row."""
 

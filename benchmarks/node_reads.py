@@ -21,12 +21,12 @@ NODE_COLUMNS = (
 )  # fmt: skip
 
 NODE_DEFINITIONS = """\
-Simulated: the plans of neighbouring ranks of one world, taken for those of one node, from sparse checkpoints.
+Simulated: the plans of neighbouring ranks of one world, taken for those of one node or group, from sparse checkpoints.
 how        alone: each rank as its plan says; together: what `planning/cooperative.py` chooses is read in bands.
 reads      of the rank with the most of them; median: bytes of a read, of all ranks. read/needed: of all ranks.
 pages      of 4 KiB that each rank touches, over the needed bytes of all ranks; blocks of ranks: the same of 1 MiB, as
            a file system sees them that keeps nothing between ranks; blocks of node: each counted once.
-exchanged  MiB that ranks take from others' windows, all of them; rounds: in which they wait for each other."""
+exchanged  MiB that ranks take from others, all of them; rounds: in which they wait for each other."""
 
 
 class Span(NamedTuple):

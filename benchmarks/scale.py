@@ -8,7 +8,8 @@ version of the package takes stands above each row.
 With `--figure` it draws what models cost against the size of the world and against the number of tensors, too.
 `python -m benchmarks.scale_table FILE` prints what `--json FILE` has written as a table for the documentation.
 
-With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and together.
+With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and together: as a node, or,
+with `--share job`, as a group that reads together over the network.
 """
 
 from __future__ import annotations
@@ -175,16 +176,21 @@ def keywords_of(model: str) -> dict[str, Any]:
 
 def node_table(row: Row, size: int, folder: Path, sharing: str, block_bytes: int) -> list[str]:
     """Return what `size` ranks from the row's on read, each alone and together, as lines of a table."""
-    import lowmem_load
+    import torch
+
     from benchmarks.node_reads import NODE_COLUMNS, NODE_DEFINITIONS, node_reads, rank_reads
+    from lowmem_load.load.plan import plan_ranks
     from lowmem_load.planning.cooperative import Sharing
 
     found = []
     model, first, world_size = row.model, row.rank, row.world_size
-    for rank in range(first, first + size):
-        plan = lowmem_load.plan(folder, DS_CONFIG, rank=rank, world_size=world_size, **keywords_of(model))
-        found.append(rank_reads(plan, Sharing(sharing)))
-        print(f"rank {rank} of {world_size} planned", file=sys.stderr, flush=True)
+    if sharing == Sharing.JOB.value:
+        os.environ["LOWMEM_LOAD_BLOCK_BYTES"] = str(block_bytes)  # which reads are shared depends on it
+    planned = {"world_size": world_size, "device": torch.device("cpu"), **keywords_of(model)}
+    for rank in range(first, first + size, 8):  # described once for so many, whose plans are held
+        ranks = range(rank, min(rank + 8, first + size))
+        found += [rank_reads(plan, Sharing(sharing)) for plan in plan_ranks(folder, DS_CONFIG, ranks=ranks, **planned)]
+        print(f"ranks {ranks[0]} to {ranks[-1]} of {world_size} planned", file=sys.stderr, flush=True)
     rows = [
         [model, f"{first}-{first + size - 1}/{world_size}", *each.cells()] for each in node_reads(found, block_bytes)
     ]
@@ -345,8 +351,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw cost against world size and tensors")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
-    parser.add_argument("--node", type=int, metavar="N", help="what the node of ranks R to R + N - 1 reads")
-    parser.add_argument("--share", choices=["auto", "off", "on"], default="auto", help="with --node: as the setting")
+    parser.add_argument("--node", type=int, metavar="N", help="what the ranks R to R + N - 1 read")
+    parser.add_argument(
+        "--share", choices=["auto", "off", "on", "job"], default="auto", help="with --node: as the setting"
+    )
     parser.add_argument("--block-bytes", type=int, default=4096, help="with --node: of the file system (st_blksize)")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None):

@@ -110,7 +110,8 @@ class LoadReport(Phases):
             turn before read, this rank's wait until fewer than `readers` others read.
         readers: how many ranks read at a time, at most; 0 for no limit.
         files: what was read of each file, by its path.
-        shared: what came of reading together with the other ranks of the node; None where this rank read alone.
+        shared: what came of reading together with other ranks of the node, or of the job; None where this rank read
+            alone.
         not_shared: why it did, where it had reads to share.
         start_device, peak_device_bytes: accelerator memory of this process's tensors before the load, and the most
             during it; 0 on the CPU. The most is exact where it is more than ever before in the process, else the most
@@ -232,9 +233,12 @@ class LoadReport(Phases):
         if self.shared is None:
             return f"not, though some could be: {self.not_shared}" if self.not_shared else ""
         of = self.shared
+        who = f"{of.num_ranks} ranks " + ("over the network" if of.over_network else "of this node")
         return (
-            f"by {of.num_ranks} ranks of this node {size(of.node_bytes)} instead of {size(of.wanted_bytes)}, of it "
-            f"{size(of.read_bytes)} here; {size(of.exchanged_bytes)} taken from the others"
+            f"by {who} {size(of.node_bytes)} instead of {size(of.wanted_bytes)}, of it {size(of.read_bytes)} here in "
+            f"{of.num_rounds} rounds; {size(of.exchanged_bytes)} taken from the others"
+            + f", {size(of.sent_bytes)} sent to them"
+            * of.over_network
         )
 
     def figures(self) -> dict[str, str]:

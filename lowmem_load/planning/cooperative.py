@@ -32,16 +32,23 @@ MIN_SPARED_S = 0.05
 MIN_ADVANTAGE = 1.5
 """A read is shared if it costs so many times as much alone: ranks wait for each other in every round."""
 
+MIN_ADVANTAGE_OVER_NETWORK = 1.1
+"""The same where the job is told to share over the network: what that costs is not counted, only what is read."""
+
 _PLACE_ALIGNMENT = 64
 """Bytes: what elements of any dtype may start at."""
 
 
 class Sharing(Enum):
-    """Which reads the ranks of a node do together: those that are cheaper so, none, or all."""
+    """Which reads ranks do together: the ranks of a node those that are cheaper so, none, or all.
+
+    JOB: the ranks of a job, over the network, those of which the storage reads more if each rank reads alone.
+    """
 
     AUTO = "auto"
     OFF = "off"
     ON = "on"
+    JOB = "job"
 
 
 class Wanted(NamedTuple):
@@ -87,7 +94,7 @@ class Schedule:
     @property
     def read_bytes(self) -> int:
         """Bytes of all bands."""
-        return sum(segment.wanted.end - segment.wanted.start for band in self.bands for segment in band)
+        return nbytes_of(segment.wanted for band in self.bands for segment in band)
 
     def band(self, round_number: int, place: int) -> Band:
         """Return what the rank of a place reads in a round; nothing at the end of the last."""
@@ -104,7 +111,10 @@ class Shared:
         wanted_bytes: that all of them would have read alone, of what was shared.
         node_bytes: that they have read of it instead.
         read_bytes: of these, by this rank.
-        exchanged_bytes: that this rank took from the windows of others.
+        exchanged_bytes: that this rank took from others: from their windows, or as they sent them.
+        num_rounds: bands that each has read.
+        sent_bytes: that this rank has read for others and sent to them; 0 on a node, where they take it from windows.
+        over_network: whether they sent it, instead of sharing memory.
     """
 
     num_ranks: int
@@ -112,12 +122,15 @@ class Shared:
     node_bytes: int
     read_bytes: int
     exchanged_bytes: int
+    num_rounds: int = 0
+    sent_bytes: int = 0
+    over_network: bool = False
 
 
 def shared_steps(plan: LoadPlan, sharing: Sharing) -> tuple[Step, ...]:
-    """Return the steps of a plan whose reads are to be done together with the other ranks of the node, if it has any.
+    """Return the steps of a plan whose reads are to be done together with other ranks of the node, or of the job.
 
-    None where all of them together spare less than `MIN_SPARED_S`.
+    None where the ranks of a node spare less than `MIN_SPARED_S` by all of them together, unless told to share.
     """
     if sharing is Sharing.OFF or plan.world_size == 1:
         return ()
@@ -134,6 +147,10 @@ def shared_steps(plan: LoadPlan, sharing: Sharing) -> tuple[Step, ...]:
         found = [step for step, (alone_s, shared_s) in zip(found, costs, strict=True) if _pays(alone_s, shared_s)]
         if sum(alone_s - shared_s for alone_s, shared_s in costs if _pays(alone_s, shared_s)) < MIN_SPARED_S:
             return ()
+    if sharing is Sharing.JOB:
+        costs = [_seconds(reads_of(step), plan.read_cost, times_moved=1) for step in found]
+        pays = [alone_s > MIN_ADVANTAGE_OVER_NETWORK * shared_s for alone_s, shared_s in costs]
+        found = [step for step, does in zip(found, pays, strict=True) if does]
     return tuple(_that_fit(found))
 
 
@@ -189,10 +206,21 @@ def schedule(wanted_by_rank: Sequence[Sequence[Wanted]], block_bytes: int, band_
         band_bytes: of the largest band.
     """
     union = merged(each for ranges in wanted_by_rank for each in ranges)
-    total, num_ranks = sum(each.end - each.start for each in union), len(wanted_by_rank)
-    share = -(-total // num_ranks) + block_bytes + _PLACE_ALIGNMENT
-    bands = tuple(_bands(union, min(band_bytes, share), block_bytes))
-    return Schedule(num_ranks, bands, sum(each.end - each.start for ranges in wanted_by_rank for each in ranges))
+    wanted_bytes = sum(map(nbytes_of, wanted_by_rank))
+    return schedule_of(union, len(wanted_by_rank), wanted_bytes, block_bytes, band_bytes)
+
+
+def schedule_of(
+    union: Sequence[Wanted], num_ranks: int, wanted_bytes: int, block_bytes: int, band_bytes: int = BAND_BYTES
+) -> Schedule:
+    """Return who reads what of the union of what some ranks want, which is `wanted_bytes`; see `schedule`."""
+    share = -(-nbytes_of(union) // num_ranks) + block_bytes + _PLACE_ALIGNMENT
+    return Schedule(num_ranks, tuple(_bands(union, min(band_bytes, share), block_bytes)), wanted_bytes)
+
+
+def nbytes_of(ranges: Iterable[Wanted]) -> int:
+    """Return the bytes of ranges."""
+    return sum(each.end - each.start for each in ranges)
 
 
 def within(read: Read, segment: Segment) -> Iterator[Scatter]:
@@ -279,16 +307,16 @@ def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
     )
 
 
-def _seconds(reads: Sequence[Read], cost: ReadCost) -> tuple[float, float]:
+def _seconds(reads: Sequence[Read], cost: ReadCost, times_moved: int = 2) -> tuple[float, float]:
     """Return what reads cost this rank alone, and about what they cost if every needed byte is read once in bands.
 
-    Alone it reads the blocks of a network file system whole. Each needed byte is read by somebody and moved once more,
-    through the shared memory.
+    Alone it reads the blocks of a network file system whole. Each needed byte is read by somebody and, unless that does
+    not count, moved once more, through the shared memory.
     """
     nbytes = sum(_block_bytes(read, cost.block_bytes) for read in reads)
     alone_s = sum(read.num_reads for read in reads) * cost.call_s + nbytes / cost.bytes_per_s
     needed = sum(read.needed_bytes_each * read.num_reads for read in reads)
-    return alone_s, math.ceil(needed / BAND_BYTES) * cost.call_s + 2 * needed / cost.bytes_per_s
+    return alone_s, math.ceil(needed / BAND_BYTES) * cost.call_s + times_moved * needed / cost.bytes_per_s
 
 
 def _block_bytes(read: Read, block_bytes: int) -> int:

@@ -66,6 +66,8 @@ class SharedReads(ReadTogether):
         missing: places of the ranks that it waits for.
     """
 
+    why_alone = "the ranks of this node would read little less together"
+
     def __init__(
         self,
         steps: Sequence[Step],
@@ -98,7 +100,10 @@ class SharedReads(ReadTogether):
             finally:
                 self._stopping.set()
             read_bytes = reading.result()
-        return Shared(found.num_ranks, found.wanted_bytes, found.read_bytes, read_bytes, exchanged_bytes)
+        return Shared(
+            *(found.num_ranks, found.wanted_bytes, found.read_bytes, read_bytes, exchanged_bytes),
+            num_rounds=found.num_rounds,
+        )
 
     def _agreed_schedule(self, reads: Iterable[Read]) -> Schedule | None:
         """Return who reads what, as all ranks of the node find it from what each wants; None if it is not worth it."""

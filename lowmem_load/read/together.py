@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -34,7 +35,10 @@ class ReadTogether(ABC):
 
     Attributes:
         waited: grows while this rank waits for others.
+        why_alone: why `run` may find that the ranks do not read together.
     """
+
+    why_alone: ClassVar[str]
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.waited = 0

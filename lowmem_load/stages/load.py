@@ -32,9 +32,9 @@ from lowmem_load.ranks import environment
 from lowmem_load.ranks.board import Board, board
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress, computing
-from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
+from lowmem_load.read.together import ReadTogether
 from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory
 from lowmem_load.reports.file import write_report
 from lowmem_load.settings.settings import Settings
@@ -43,10 +43,10 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.read_cost import READERS, drops_behind, readers, sharing
+from lowmem_load.stages.read_cost import READERS, SHARE_READS, drops_behind, readers, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
-from lowmem_load.stages.sharing import LITTLE_LESS, cost_for, shared_reads
+from lowmem_load.stages.sharing import cost_for, shared_reads
 from lowmem_load.stages.streamable import (
     check_around,
     check_described,
@@ -229,7 +229,9 @@ class Load:
             planned = make_plan(described, self.ranks.rank, cost_for(described, which), which)
             give_back_freed()
             report.readers = readers()
-            digest.append(planned.plan.fingerprint + f", {READERS}={report.readers}" * bool(report.readers))
+            over_network = f", {SHARE_READS}={which.value}" * (which is Sharing.JOB)
+            in_turns = f", {READERS}={report.readers}" * bool(report.readers)
+            digest.append(planned.plan.fingerprint + over_network + in_turns)
         return planned
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
@@ -258,7 +260,7 @@ class Load:
         planned: Planned,
         described: Described,
         executor: Executor,
-        together: SharedReads | None,
+        together: ReadTogether | None,
         report: LoadReport,
     ) -> None:
         needed_bytes = planned.plan.needed_bytes
@@ -287,7 +289,7 @@ class Load:
                 warn_of_holes(described.name, described.files, executor.sources)
             report.shared = execute(planned, described.target, executor, on_parameter, together)
             if together is not None and report.shared is None:
-                report.not_shared = LITTLE_LESS
+                report.not_shared = together.why_alone
 
     def _executor(self) -> Executor:
         cores = environment.cores(environment.local_world_size(self.ranks.world_size))

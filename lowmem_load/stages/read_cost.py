@@ -44,7 +44,7 @@ def stated_block_bytes() -> int:
 
 
 SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
-"""Variable of the environment: whether the ranks of a node read together, "auto", "off" or "on"; see `Sharing`."""
+"""Variable of the environment: whether ranks read together, "auto", "off", "on" or "job"; see `Sharing`."""
 
 
 DROP_BEHIND = "LOWMEM_LOAD_DROP_BEHIND"
@@ -64,18 +64,20 @@ def drops_behind() -> bool:
 
 
 def sharing() -> Sharing:
-    """Return which reads the ranks of a node do together; none where they take turns.
+    """Return which reads ranks do together; none where they take turns.
 
     Raises:
-        ConfigError: the variable of the environment holds something else, or "on" where ranks take turns.
+        ConfigError: the variable of the environment holds something else, or "on" or "job" where ranks take turns.
     """
     text = os.environ.get(SHARE_READS) or Sharing.AUTO.value
     try:
         found = Sharing(text)
     except ValueError:
-        raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto, off or on") from None
-    if found is Sharing.ON and readers():
-        raise ConfigError(f"{SHARE_READS}=on: ranks that read together cannot take turns; unset it, or {READERS}")
+        raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto, off, on or job") from None
+    if found in (Sharing.ON, Sharing.JOB) and readers():
+        raise ConfigError(
+            f"{SHARE_READS}={found.value}: ranks that read together cannot take turns; unset it, or {READERS}"
+        )
     return Sharing.OFF if readers() else found
 
 

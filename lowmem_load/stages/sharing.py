@@ -1,24 +1,28 @@
-"""Before reading: whether the ranks of a node read together, and the shared memory for it."""
+"""Before reading: whether ranks read together, and the shared memory, or the connections, for it."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
+from lowmem_load.planning.exchange import group_of
 from lowmem_load.planning.reads import ReadCost
+from lowmem_load.ranks.connections import connections
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.nodes import Nodes
 from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
+from lowmem_load.read.exchange import ExchangedReads
+from lowmem_load.read.together import ReadTogether
 from lowmem_load.stages.describe import Described
 from lowmem_load.stages.plan import Planned
 from lowmem_load.stages.read_cost import read_cost, sharing, stated_block_bytes
 
-LITTLE_LESS = "the ranks of this node would read little less together"
 ALONE = "no other rank of this node has reads to share"
+ALONE_IN_GROUP = "no other rank of the group has reads to share"
 
 
 def cost_for(described: Described, which: Sharing) -> ReadCost:
@@ -41,13 +45,42 @@ def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
     return {node: members for node, members in found.items() if len(members) > 1}
 
 
+def connected_ranks(rank: int, offers: Sequence[bool]) -> list[int]:
+    """Return the ranks that a rank reads together with over the network, itself included; none if it does not.
+
+    Args:
+        rank: whose group is asked for.
+        offers: by rank, whether it has reads to share.
+    """
+    found = [member for member in group_of(rank, len(offers)) if offers[member]]
+    return found if len(found) > 1 and rank in found else []
+
+
+@contextlib.contextmanager
+def exchanged_reads(
+    ranks: RankGroup, offers: Sequence[bool], planned: Planned
+) -> Iterator[tuple[ReadTogether | None, str]]:
+    """Do what `shared_reads` does, over the network.
+
+    Collective: see `connections`; nothing where no group has two ranks with reads to share.
+    """
+    if not any(connected_ranks(rank, offers) for rank in range(len(offers))):
+        yield None, ALONE_IN_GROUP if offers[ranks.rank] else ""
+        return
+    with connections(ranks, connected_ranks(ranks.rank, offers)) as (streams, why):
+        found = None
+        if streams is not None:
+            found = ExchangedReads(planned.shared, streams, _bands_end_at(planned), check=ranks.watch())
+        yield found, why or (ALONE_IN_GROUP if found is None and offers[ranks.rank] else "")
+
+
 @contextlib.contextmanager
 def shared_reads(
     ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], planned: Planned
-) -> Iterator[tuple[SharedReads | None, str]]:
+) -> Iterator[tuple[ReadTogether | None, str]]:
     """Yield what carries out shared steps, and else why there is nothing: "" where this rank has no such steps.
 
-    Collective: see `shared_windows`.
+    Collective: see `shared_windows`, and `exchanged_reads` where the setting, which all have agreed on, says so.
 
     Args:
         ranks: that load together.
@@ -55,19 +88,21 @@ def shared_reads(
         offers: by rank, whether it has steps to share.
         planned: has this rank's steps, and the files that are read: bands end where blocks of their file system do.
     """
+    which = sharing()
+    if which is Sharing.JOB:
+        with exchanged_reads(ranks, offers, planned) as found:
+            yield found
+        return
     with shared_windows(ranks, nodes, offers) as (windows, why):
-        found = None
+        together = None
         if windows is not None:
-            is_forced = sharing() is Sharing.ON
-            block_bytes = stated_block_bytes() or _block_bytes(file.path for file in planned.plan.files)
-            counted_bytes = planned.plan.read_cost.block_bytes
-            found = SharedReads(
-                *(planned.shared, windows, max(block_bytes, counted_bytes)),
-                is_forced=is_forced,
+            together = SharedReads(
+                *(planned.shared, windows, _bands_end_at(planned)),
+                is_forced=which is Sharing.ON,
                 check=ranks.watch(),
-                counted_bytes=counted_bytes,
+                counted_bytes=planned.plan.read_cost.block_bytes,
             )
-        yield found, why
+        yield together, why
 
 
 @contextlib.contextmanager
@@ -104,11 +139,12 @@ def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> It
         yield Windows(memory, mine.index(ranks.rank), len(mine), WINDOW_BYTES), ""
 
 
-def _block_bytes(paths: Iterable[str]) -> int:
-    found = [1]
-    for path in paths:
+def _bands_end_at(planned: Planned) -> int:
+    """Return the bytes of the blocks at whose ends bands end."""
+    found = [planned.plan.read_cost.block_bytes, stated_block_bytes()]
+    for file in planned.plan.files:
         with contextlib.suppress(OSError):  # it is open; reading it will say what is wrong, if anything is
-            found.append(os.stat(path).st_blksize)
+            found.append(0 if found[1] else os.stat(file.path).st_blksize)
     return max(found)
 
 

@@ -31,6 +31,7 @@ MODULES: dict[str, set[str]] = {
         "alike",
         "cooperative",
         "copies",
+        "exchange",
         "expression",
         "load_plan",
         "planner",
@@ -43,6 +44,7 @@ MODULES: dict[str, set[str]] = {
     "read": {
         "cooperative",
         "batches",
+        "exchange",
         "executor",
         "gds",
         "hashing",
@@ -100,6 +102,7 @@ MODULES: dict[str, set[str]] = {
     },
     "ranks": {
         "board",
+        "connections",
         "device",
         "environment",
         "exchanges",

@@ -30,12 +30,15 @@ def test_what_is_no_positive_number_is_refused(text: str, monkeypatch: pytest.Mo
         read_cost()
 
 
-def test_who_reads_together_is_said_in_one_of_three_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_together_is_said_in_one_of_four_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharing() is Sharing.AUTO
-    monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "on")
-    assert sharing() is Sharing.ON
+    for word in Sharing:
+        monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", word.value)
+        assert sharing() is word
     monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "yes")
-    with pytest.raises(ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off or"):
+    with pytest.raises(
+        ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off, on or"
+    ):
         sharing()
 
 
@@ -43,11 +46,12 @@ def test_ranks_that_take_turns_do_not_read_together(monkeypatch: pytest.MonkeyPa
     assert readers() == 0
     monkeypatch.setenv("LOWMEM_LOAD_READERS", "3")
     assert (readers(), sharing()) == (3, Sharing.OFF)
-    monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "on")
-    with pytest.raises(
-        ConfigError, match=r"LOWMEM_LOAD_SHARE_READS=on: .*take turns; unset it, or LOWMEM_LOAD_READERS"
-    ):
-        sharing()
+    for word in ("on", "job"):
+        monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", word)
+        with pytest.raises(
+            ConfigError, match=f"LOWMEM_LOAD_SHARE_READS={word}: .*take turns; unset it, or LOWMEM_LOAD_READERS"
+        ):
+            sharing()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "all", "9999999999"])
