@@ -22,7 +22,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import BLOCK_NUMEL, Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
-from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch, SmallRead
+from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch
 from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
@@ -186,10 +186,13 @@ class Executor:
 
     def _postpone(self, step: Step, destination: torch.Tensor) -> bool:
         """Return whether the step is small reads, which are done with others; `_finish_reads` at the latest."""
-        if not isinstance(step, Read) or (nbytes := step.numel * step.tensor.dtype.itemsize) > SMALL_BYTES:
+        if not isinstance(step, Read):
+            return False
+        itemsize = step.tensor.dtype.itemsize
+        if (nbytes := step.numel * itemsize) > SMALL_BYTES:
             return False
         for first, shift in step.each() if step.outer else ((step.first, 0),):
-            if self._batch.add(step, first, shift, nbytes, destination):
+            if self._batch.add(step, step.tensor.start + first * itemsize, shift, nbytes, destination):
                 self._run_batch()
         return True
 
@@ -305,11 +308,11 @@ class Executor:
         with self._reading(tensor, 1, memory.nbytes) as source:
             self._read_parts(source, start, memory.view(torch.uint8))
 
-    def _read_run(self, run: Sequence[SmallRead], buffers: Sequence[memoryview]) -> None:
-        """Fill the memory of small reads that lie one behind the other in a file."""
-        nbytes = sum([read.nbytes for read in run])
-        with self._reading(run[0].step.tensor, len(run), nbytes) as source:
-            source.read_into(run[0].start, buffers)
+    def _read_run(self, tensor: Source, num_tensors: int, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the memory of small reads of as many tensors, from `tensor` on, that lie one behind the other."""
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        with self._reading(tensor, num_tensors, nbytes) as source:
+            source.read_into(start, buffers)
             with self._lock:
                 self.stats.read_bytes += nbytes
 
