@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,16 @@ from benchmarks.results import (
     network_failures,
     ratios,
 )
-from benchmarks.table import DEFINITIONS, log, loss_lines, rank_table, ratio_table, repeat_lines, summary_lines
+from benchmarks.table import (
+    DEFINITIONS,
+    log,
+    loss_lines,
+    markdown_table,
+    rank_table,
+    ratio_table,
+    repeat_lines,
+    summary_lines,
+)
 from benchmarks.worker import RankResult, Spec
 from lowmem_load.bench.memory import available_bytes
 
@@ -72,14 +81,15 @@ class Plan:
     train_steps: int
     dtype: str
     repeats: int
+    once: tuple[str, ...]  # methods that are not repeated
     cold: bool
     out: Path
     cache: Path
     keep_checkpoint: bool
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
-    """Return the plan that the command line asks for."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
+    """Return what the command line asks for: a plan for each state of the page cache."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="demo")
     parser.add_argument("--params", type=int, metavar="N", help="parameters of the model, instead of the preset's")
@@ -88,7 +98,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype to load in; the checkpoint is bf16")
     parser.add_argument("--train-steps", type=int, metavar="N", help="steps that stock and lowmem train after the load")
     parser.add_argument("--repeats", type=int, default=1, help="repetitions; the one of median duration is shown")
+    parser.add_argument("--once", nargs="+", choices=METHODS, default=[], help="methods that are not repeated")
     parser.add_argument("--cold", action="store_true", help="drop the shard files from the page cache before each load")
+    parser.add_argument("--also-cold", action="store_true", help="do all of it, then again as with --cold")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--cache", type=Path, default=Path(".cache/benchmarks"), help="folder of the checkpoints")
     parser.add_argument("--keep-checkpoint", action="store_true", help="leave a new checkpoint for the next run")
@@ -102,7 +114,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
         if method in (chosen.methods or METHODS) and method in preset.ranks_of_method
     }
     world_sizes = sorted({world_size for ranks in ranks_of_method.values() for world_size in ranks})
-    return Plan(
+    plan = Plan(
         num_params=chosen.params or preset.num_params,
         family=preset.family,
         loads=[
@@ -111,11 +123,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
         train_steps=preset.train_steps if chosen.train_steps is None else chosen.train_steps,
         dtype=chosen.dtype,
         repeats=chosen.repeats,
+        once=tuple(chosen.once),
         cold=chosen.cold,
         out=chosen.out.resolve(),
         cache=chosen.cache.resolve(),
         keep_checkpoint=chosen.keep_checkpoint,
     )
+    again = [replace(plan, cold=True, train_steps=0, out=plan.out / "cold")] if chosen.also_cold else []
+    return [plan, *again]
 
 
 def reason_to_skip(method: str, world_size: int, model_bytes: int) -> str | None:
@@ -140,6 +155,8 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
     model_bytes = sum(tensor.numel for tensor in read_headers(checkpoint)) * itemsize
     for repeat in range(plan.repeats):
         for method, world_size in plan.loads:
+            if repeat and method in plan.once:
+                continue
             if reason := reason_to_skip(method, world_size, model_bytes):
                 skipped[method, world_size] = f"skipped: {method}, {world_size} ranks: {reason}"
                 log(skipped[method, world_size])
@@ -147,7 +164,8 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
             _set_page_cache(checkpoint, cold=plan.cold)
             out = plan.out / "runs" / f"{method}-{world_size}-{repeat}"
             steps = train_steps if method in ("stock", "lowmem") and repeat == 0 else 0
-            ranks = run_group(Spec(method, str(checkpoint), plan.dtype, steps, str(out)), world_size, on_gpu)
+            spec = Spec(method, str(checkpoint), plan.dtype, steps, str(out), is_cold=plan.cold)
+            ranks = run_group(spec, world_size, on_gpu)
             runs[method, world_size].append(ranks)
             peak = max(rank.memory.peak for rank in ranks) / 2**20
             log(f"done: {method}, {world_size} ranks: {max(r.seconds for r in ranks):.2f} s, peak {peak:.0f} MiB")
@@ -194,6 +212,8 @@ def report(plan: Plan, machine: Machine, groups: list[Group], trained: list[Grou
         log(line)
     log(DEFINITIONS)
     log()
+    for line in [*markdown_table(groups), ""]:
+        log(line)
     for line in compared:
         log(f"same weights checked (sha256 of each partition without padding): {line}")
     if lines := loss_lines(trained):
@@ -234,16 +254,18 @@ def _describe_run(plan: Plan, machine: Machine, num_params: int, num_bytes: int)
     ]
 
 
-def compare(plan: Plan) -> int:
-    """Run a plan; return the exit status: 1 where weights, losses or the network count are not as they must be."""
+def compare(plans: Sequence[Plan]) -> int:
+    """Run plans of one model; return the exit status: 1 where weights, losses or the network count are not right."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    if on_gpu and max(world_size for _, world_size in plan.loads) > torch.cuda.device_count():
+    on_gpu, first = torch.cuda.is_available(), plans[0]
+    if on_gpu and max(world_size for _, world_size in first.loads) > torch.cuda.device_count():
         raise SystemExit(f"--ranks: more than the {torch.cuda.device_count()} GPUs of this machine")
-    plan.out.mkdir(parents=True, exist_ok=True)
-    with checkpoint_of(plan.num_params, plan.cache, plan.keep_checkpoint, log, plan.family) as checkpoint:
-        failures = _compare(plan, checkpoint, on_gpu)
+    failures = []
+    with checkpoint_of(first.num_params, first.cache, first.keep_checkpoint, log, first.family) as checkpoint:
+        for plan in plans:
+            plan.out.mkdir(parents=True, exist_ok=True)
+            failures += _compare(plan, checkpoint, on_gpu)
     for failure in failures:
         log(f"FAILED: {failure}")
     return 1 if failures else 0

@@ -117,7 +117,7 @@ def ratios(groups: list[Group]) -> list[dict[str, Any]]:
                 "lowmem_over_tuned_seconds": _ratio(lowmem, tuned),
                 "stock_over_floor_seconds": _ratio(stock, floor),
                 "ordinary_over_floor_seconds": _ratio(ordinary, floor),
-                "lowmem_read_over_needed": _read_over_needed(lowmem),
+                "lowmem_read_over_needed": read_over_needed_of(lowmem) if lowmem else None,
                 "peak_minus_partition_bytes": {
                     group.method: group.over_partition_bytes for group in groups if group.world_size == world_size
                 },
@@ -130,9 +130,8 @@ def _ratio(above: Group | None, below: Group | None) -> float | None:
     return above.seconds / below.seconds if above and below else None
 
 
-def _read_over_needed(group: Group | None) -> float | None:
-    if group is None:
-        return None
+def read_over_needed_of(group: Group) -> float | None:
+    """Return the bytes that were read over those that were needed; None where that is not known."""
     needed = sum(rank.needed_bytes or 0 for rank in group.ranks)
     return sum(rank.read_bytes or 0 for rank in group.ranks) / needed if needed else None
 

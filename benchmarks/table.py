@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.results import Group, find_group
+from benchmarks.results import Group, find_group, read_over_needed_of
 from benchmarks.worker import RankResult
 
 MMAP_METHODS = ("ordinary", "stock")  # they map the shard files; their reads are page faults
@@ -37,8 +37,17 @@ network    tensor bytes this rank gave to collectives of 2 or more ranks (torch.
 floor      the partition bytes of the checkpoint, read with preadv in file order into fresh memory, one thread,
            no model.
 tuned      the same bytes read by as many threads as lowmem_load has, into huge pages that all partitions share; no
-           model. Before each load, of any method, memory of 1.2 partitions is touched and given back, so that none
-           waits for a hypervisor that has taken free memory back."""
+           model. Before each load, of any method, memory of 1.2 partitions (2.4 if the page cache is cold) is touched
+           and given back, so that none waits for a hypervisor that has taken free memory back."""
+
+SHOWN = {
+    "ordinary": "ordinary + `initialize`",
+    "stock": "stock ZeRO-3",
+    "lowmem": "**lowmem_load**",
+    "floor": "plain floor",
+    "tuned": "tuned floor",
+}
+"""Names of the methods in documents."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -78,6 +87,22 @@ def _mib(num_bytes: int | None) -> str:
     mib = num_bytes / 2**20
     # Small status messages must not look like nothing at all.
     return "0" if num_bytes == 0 else f"{mib:.4f}" if 0 < mib < 0.05 else f"{mib:.1f}"
+
+
+def markdown_table(groups: Sequence[Group]) -> list[str]:
+    """Return a row for each load, as documents show it; sizes are of the rank that has the most."""
+    header = ["ranks", "method", "seconds", "CPU s", "peak", "peak - partition", "of it file-backed", "read / needed"]
+    rows = [[*header, "in collectives"], ["---"] * (len(header) + 1)]
+    for group in groups:
+        ranks, read_over_needed = group.ranks, read_over_needed_of(group) if group.method == "lowmem" else None
+        network_bytes = max(rank.network.payload_bytes for rank in ranks)
+        sizes = [max(rank.memory.peak for rank in ranks), group.over_partition_bytes]
+        sizes.append(max(rank.memory.peak_file for rank in ranks))
+        row = [str(group.world_size), SHOWN[group.method], f"{group.seconds:.2f}"]
+        row += [f"{max(rank.cpu_seconds for rank in ranks):.2f}", *(f"{size / 2**20:.0f}" for size in sizes)]
+        row += ["" if read_over_needed is None else f"{read_over_needed:.4f}"]
+        rows.append([*row, f"{network_bytes / 2**20:.0f}"])
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def repeat_lines(groups: list[Group]) -> list[str]:
