@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import torch
@@ -108,6 +111,21 @@ def copy_chunks(
         return Copied(executor.stats.read_bytes, writer.written_bytes, writer.staged_bytes, writer.num_writes)
 
 
+@contextlib.contextmanager
+def _pool(processes: int, context: BaseContext) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    """Yield a pool whose processes an interrupt ends at once and silently, wherever it goes to."""
+    before = set(multiprocessing.active_children())
+    with concurrent.futures.ProcessPoolExecutor(
+        processes, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)
+    ) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
+            raise
+
+
 def copy_in_processes(
     chunks: Sequence[Chunk],
     files: Sequence[PlannedFile],
@@ -121,7 +139,7 @@ def copy_in_processes(
         return copy_chunks(chunks, files, paths, on_bytes)
     total = Copied()
     context = multiprocessing.get_context("spawn")  # a fork of a process that has used OpenMP may hang
-    with concurrent.futures.ProcessPoolExecutor(len(shares), mp_context=context) as pool:
+    with _pool(len(shares), context) as pool:
         pending = [pool.submit(copy_chunks, share, files, paths, int) for share in shares]
         for future in concurrent.futures.as_completed(pending):
             try:

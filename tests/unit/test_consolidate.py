@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,25 @@ def test_a_process_that_is_killed_leaves_the_former_folder(tmp_path: Path, monke
         consolidate(tmp_path / "saved", tmp_path / "made", processes=2)
     assert (tmp_path / "made" / "model.safetensors").read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "made"}
+
+
+@pytest.mark.parametrize("reaches_them", [False, True])
+def test_an_interrupt_ends_the_processes_that_copy(reaches_them: bool) -> None:
+    before, copies = multiprocessing.active_children(), []
+
+    def interrupted() -> None:
+        with copying._pool(1, multiprocessing.get_context("fork")) as pool:
+            assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_DFL
+            pool.submit(time.sleep, 60)
+            copies.extend(set(multiprocessing.active_children()) - set(before))
+            if reaches_them:
+                os.kill(copies[0].pid or 0, signal.SIGINT)
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not copies[0].is_alive() and time.monotonic() - began < 30
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
