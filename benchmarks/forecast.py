@@ -21,7 +21,7 @@ from benchmarks.checkpoint import checkpoint_of, warm_page_cache
 from benchmarks.compare import PRESETS
 from benchmarks.launch import run_processes
 from benchmarks.machine import describe_machine
-from benchmarks.published import write
+from benchmarks.sparse import write
 from benchmarks.table import aligned
 
 DS_CONFIG = {

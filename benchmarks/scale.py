@@ -1,6 +1,6 @@
 """What the largest models cost: python -m benchmarks.scale MODEL --rank R --world-size W, or --all.
 
-Simulated: the checkpoints are sparse files with true headers and holes for data (`benchmarks.published`), and one
+Simulated: the checkpoints are sparse files with true headers and holes for data (`benchmarks.sparse`), and one
 process is rank R of W. A rank whose partition is small enough loads the model, on torch's fake process group, which has
 no other ranks; of others only the plan is made. Every measurement is a fresh process. With `--all`, what an earlier
 version of the package takes stands above each row.
@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.apart import FailedError, run_apart, unpack_package
 from benchmarks.machine import describe_machine
-from benchmarks.published import MODELS, write
+from benchmarks.published import MODELS
+from benchmarks.sparse import write
 from benchmarks.table import aligned
 from benchmarks.touched import Touched, touched_by
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.machine import describe_machine
-from benchmarks.published import MODELS, write
+from benchmarks.published import MODELS
 from benchmarks.scale import DEQUANTIZING, DS_CONFIG, ENVIRONMENT
+from benchmarks.sparse import write
 from benchmarks.table import aligned
 
 T = TypeVar("T")
