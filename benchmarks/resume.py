@@ -136,13 +136,13 @@ def _load(folder: str, ranks: int, params: float, method: str) -> dict[str, Any]
 
 def _matrix(pairs: Sequence[str]) -> None:
     from tests.multi_rank.test_modes import is_compiled
-    from tests.multi_rank.test_resume import CASES, checkpoints_of, go_on_elsewhere, save_and_go_on
+    from tests.multi_rank.test_resume import cases, checkpoints_of, go_on_elsewhere, save_and_go_on
 
     for pair in pairs:
         saved_by, resumed_by = map(int, pair.split(":"))
         with tempfile.TemporaryDirectory() as name:
             paths = checkpoints_of(Path(name))
-            losses = run_ranks(save_and_go_on, paths, name, list(CASES), world_size=saved_by, timeout_s=300)[0]
+            losses = run_ranks(save_and_go_on, paths, name, cases(), world_size=saved_by, timeout_s=300)[0]
             swap = f"{name}/swap" if is_compiled("async_io") else None
             differences = run_ranks(go_on_elsewhere, paths, name, losses, swap, world_size=resumed_by, timeout_s=300)[0]
         for way, difference in differences.items():

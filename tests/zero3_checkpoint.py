@@ -41,6 +41,14 @@ def sub_groups(shapes: dict[str, torch.Size], world_size: int, sub_group_size: i
     return groups
 
 
+def swap_out(tensor: Any, folder: Path) -> None:
+    """Write a tensor as DeepSpeed's swapper does, padded to whole KiB and named by its attribute; empty it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    padding = torch.full((256 - tensor.numel() % 256,), 7.0)
+    (folder / f"{tensor.ds_id}.tensor.swp").write_bytes(torch.cat([tensor, padding]).numpy().tobytes())
+    tensor.data = torch.Tensor()
+
+
 def save_zero3(
     folder: Path,
     trained: dict[str, torch.Tensor],
@@ -52,7 +60,9 @@ def save_zero3(
     shared: dict[str, str] | None = None,
     moments: dict[str, dict[str, torch.Tensor]] | None = None,
     client_state: dict[str, Any] | None = None,
-    tag: str = "global_step3",
+    swapped: bool = False,
+    steps: int = 3,
+    lr: float = 1e-3,
 ) -> Path:
     """Write the files of all ranks; return the folder of the tag.
 
@@ -65,10 +75,12 @@ def save_zero3(
         shared: names that stand for another.
         moments: values by key of the optimizer's state and name; none are made if it is None.
         client_state: further entries.
-        tag: name of the folder.
+        swapped: whether the optimizer was on nvme.
+        steps: that were made.
+        lr: of the optimizer.
     """
     frozen, moments = frozen or {}, moments or {}
-    place = folder / tag
+    place = folder / f"global_step{steps}"
     place.mkdir(parents=True)
     groups = sub_groups({name: value.shape for name, value in trained.items()}, world_size, sub_group_size)
     for rank in range(world_size):
@@ -87,8 +99,8 @@ def save_zero3(
             "frozen_param_fragments": OrderedDict(fragments),
             "lr_scheduler": {"last_batch_iteration": 2},
             "skipped_steps": 0,
-            "global_steps": 3,
-            "global_samples": 6,
+            "global_steps": steps,
+            "global_samples": 2 * steps,
             "dp_world_size": world_size,
             "mp_world_size": 1,
             "ds_config": {},
@@ -97,12 +109,20 @@ def save_zero3(
         }
         torch.save(model_states, place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         state = {
-            number: {"step": torch.tensor(3.0), **{key: flat(values, group) for key, values in moments.items()}}
+            number: {
+                "step": torch.tensor(float(steps)),
+                **{key: flat(values, group) for key, values in moments.items()},
+            }
             for number, group in enumerate(groups)
         }
         masters = [flat(trained, group) for group in groups]
         for number, master in enumerate(masters):
             master.ds_id = str(number)  # DeepSpeed gives these tensors an attribute, which changes how they are pickled
+            if swapped:
+                for key in moments:
+                    state[number][key].ds_id = f"{key}-{number}"
+                for tensor in (master, *(state[number][key] for key in moments)):
+                    swap_out(tensor, place / "offloaded_tensors" / f"rank{rank:02d}")
         zero = {
             "zero_stage": 3,
             "loss_scaler": LossScaler(),
@@ -111,11 +131,11 @@ def save_zero3(
             "partition_count": world_size,
             "optimizer_state_dict": {
                 "state": state,
-                "param_groups": [{"lr": 1e-3, "params": list(range(len(groups)))}],
+                "param_groups": [{"lr": lr, "params": list(range(len(groups)))}],
             },
             "fp32_flat_groups": masters,
         }
         path = place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": zero, "ds_config": {}, "ds_version": "0.19.8"}, path)
-    (folder / "latest").write_text(tag)
+    (folder / "latest").write_text(place.name)
     return place

@@ -1,4 +1,4 @@
-"""`lowmem-load consolidate`: a Hugging Face folder of a checkpoint of ZeRO-3 training."""
+"""`lowmem-load consolidate`: a Hugging Face folder of a checkpoint of ZeRO training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def consolidate(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Make a Hugging Face folder of a ZeRO-3 checkpoint.
+    """Make a Hugging Face folder of a checkpoint of DeepSpeed's ZeRO.
 
     Of what DeepSpeed's save_checkpoint wrote; needs no GPU and no ranks.
 

@@ -11,7 +11,7 @@ import collections
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,9 @@ class _AnyObject(Dialect):
         if not isinstance(function, Global):
             raise TypeError(f"a {type(function).__name__} is called")
         if function.name == "torch._tensor._rebuild_from_type_v2":  # of a tensor that somebody has given attributes
-            function, _, arguments, _ = arguments
-            return super().result(function, arguments)
+            function, _, arguments, state = arguments
+            made = super().result(function, arguments)
+            return replace(made, attributes=state) if isinstance(made, Tensor) and isinstance(state, dict) else made
         return super().result(function, arguments) if function.name in CALLS else Foreign(function.name, arguments)
 
     def set_attributes(self, owner: Any, attributes: Any) -> None:

@@ -7,7 +7,7 @@ Nothing here is ever looked up by a name that a pickle gives but in these tables
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,13 +63,14 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A view of a storage; offset and strides are in elements of `dtype`."""
+    """A view of a storage; offset and strides are in elements of `dtype`; attributes that somebody has given it."""
 
     storage: Storage
     dtype: torch.dtype
     offset: int
     size: Shape
     strides: Shape
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 class OrderedNames(dict[Any, Any]):

@@ -1,4 +1,4 @@
-"""Opens a checkpoint that DeepSpeed has saved under ZeRO-3: what lies where in its files. Reads no weights.
+"""A checkpoint that DeepSpeed has saved under ZeRO: what lies where in its files.
 
 Two kinds of folder: what `save_checkpoint` writes on N ranks, and what `ds_to_universal` makes of it. Both are torch
 zips, of which the directories and pickles are read, and no pickle is run (`formats/inert_objects.py`).
@@ -43,7 +43,7 @@ _MAX_SCALAR_NUMEL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint of ZeRO-3.
+    """A checkpoint of ZeRO.
 
     Attributes:
         folder: of the tag.
@@ -54,7 +54,7 @@ class Checkpoint:
         shared: names that stand for another parameter, by name.
         whole: what every rank had whole, by name: buffers, and what partial ZeRO-3 does not partition.
         optimizer: the tree that the ZeRO optimizer has saved, of rank 0.
-        states: the tree of model states of each rank.
+        states: the tree of model states of each rank; of stages 1 and 2 one for all.
         files: all files.
     """
 
@@ -79,7 +79,7 @@ class Checkpoint:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
-        groups = at(self.optimizer, "optimizer_state_dict", dict, self.folder).get("param_groups")
+        groups = base_optimizer(self.optimizer, self.folder).get("param_groups")
         found = plain(groups, f"{self.folder}: param_groups", self._reader(None))
         if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
             raise CheckpointError(f"{self.folder}: its optimizer's param_groups are no list of dicts")
@@ -163,6 +163,19 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
     return found
 
 
+def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return the state dict of torch's optimizer in what a ZeRO optimizer has saved: stages name it differently.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for key in ("optimizer_state_dict", "base_optimizer_state"):
+        if key in zero:
+            found: dict[str, Any] = at(zero, key, dict, path)
+            return found
+    return zero  # a universal checkpoint of stages 1 and 2 has its groups here, and states elsewhere
+
+
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
     """Return an entry of a tree.
 
@@ -171,7 +184,7 @@ def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
     """
     found = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(found, kind):
-        raise CheckpointError(f"{path}: no {key!r} in it; it is no checkpoint that DeepSpeed has saved under ZeRO-3")
+        raise CheckpointError(f"{path}: no {key!r} in it; it is no checkpoint that DeepSpeed has saved under ZeRO")
     return found
 
 

@@ -1,4 +1,4 @@
-"""consolidate: a checkpoint of ZeRO-3 becomes a Hugging Face folder, by byte ranges and without a process group."""
+"""consolidate: a checkpoint of ZeRO becomes a Hugging Face folder, by byte ranges and without a process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowmem_load.progress import progress_bar
 from lowmem_load.read.executor import Executor
 from lowmem_load.resume.checkpoint import Checkpoint, find_folder
 from lowmem_load.resume.copying import chunks_of, copy_in_processes
-from lowmem_load.resume.layout import FP32, Pieces, SavedParameter
+from lowmem_load.resume.layout import FP32, Chain, Pieces, SavedParameter
 from lowmem_load.resume.opening import open_checkpoint
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.layout import FileLayout, lay_out
@@ -43,14 +43,14 @@ def consolidate(
     config: str | os.PathLike[str] | Literal[False] | None = None,
     progress: bool | None = None,
 ) -> SaveReport:
-    """Make a Hugging Face folder of a checkpoint that DeepSpeed's `save_checkpoint` has written under ZeRO-3.
+    """Make a Hugging Face folder of a checkpoint that DeepSpeed's `save_checkpoint` has written under ZeRO.
 
+    Takes what `load_checkpoint` takes: stages 1, 2 and 3, also with the optimizer on nvme, and universal checkpoints.
     Needs no process group, no GPU and no DeepSpeed. The weights are the optimizer's fp32 ones, those of frozen
     parameters what was saved of them. The folder appears all at once when it is complete; see `save_model`.
 
     Args:
-        checkpoint_folder: that `save_checkpoint` was given; it has the folders of the tags. Also of a checkpoint that
-            `ds_to_universal` has made, and of partial ZeRO-3.
+        checkpoint_folder: that `save_checkpoint` was given, or a `PartialEngine`'s; it has the folders of the tags.
         output_folder: made if it is not there.
         tag: of the checkpoint; None for the one that the file `latest` names (or `latest_universal`).
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: fp32.
@@ -70,7 +70,7 @@ def consolidate(
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
         ConfigError: the folder cannot be used, or an argument.
-        UnsupportedError: another stage of ZeRO, model parallelism, or what cannot be written piece by piece.
+        UnsupportedError: model parallelism, or what cannot be written piece by piece.
     """
     if type(processes) is not int or processes < 1:
         raise ConfigError(f"consolidate: processes={processes!r}, expected a number from 1 on")
@@ -104,7 +104,7 @@ class _Copying:
 
     files: Sequence[FileLayout]
     writes: Sequence[Write]
-    pieces: Mapping[str, Pieces]
+    pieces: Mapping[str, Pieces | Chain]
 
 
 def _describe(

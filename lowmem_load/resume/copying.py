@@ -20,7 +20,7 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.read.executor import Executor
-from lowmem_load.resume.layout import Pieces
+from lowmem_load.resume.layout import Chain, Pieces
 from lowmem_load.saving.plan import Write, held_writes
 from lowmem_load.saving.writer import Writer
 
@@ -60,7 +60,7 @@ class Copied:
     num_writes: int = 0
 
 
-def chunks_of(writes: Iterable[Write], pieces: Mapping[str, Pieces]) -> Iterator[Chunk]:
+def chunks_of(writes: Iterable[Write], pieces: Mapping[str, Pieces | Chain]) -> Iterator[Chunk]:
     """Yield the chunks that together are all writes, parameter by parameter. Pure.
 
     Args:
@@ -72,7 +72,7 @@ def chunks_of(writes: Iterable[Write], pieces: Mapping[str, Pieces]) -> Iterator
         of_parameter.setdefault(write.parameter, []).append(write)
     for name, mine in of_parameter.items():
         source = pieces[name]
-        step = max(1, CHUNK_BYTES // source.flats[0].dtype.itemsize)
+        step = max(1, CHUNK_BYTES // source.dtype.itemsize)
         for start in range(0, source.numel, step):
             elements = FlatRange(start, min(start + step, source.numel))
             yield Chunk(name, elements, source.part(elements), tuple(held_writes(mine, {name: elements})))

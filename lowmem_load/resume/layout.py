@@ -7,8 +7,13 @@ the padding that makes all N of them equally long: `ceil(numel / N)` elements. S
 elements of a rank), so nothing is looked for by its number: the file says the names and shapes of each sub-group.
 Frozen parameters have one padded fragment in each rank's file of model states.
 
+[Note: chains] Stages 1 and 2 put the whole parameters of each of the optimizer's groups one behind the other, with some
+padding behind each and at the end, and cut that into N equally long flat tensors. Those of the fp32 values are saved
+without the padding at the end, so the last of them may be shorter, or empty; those of moments with it.
+
 Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `_create_fp16_sub_groups` and `_rigid_state_dict`;
-`runtime/engine.py`, `_get_zero_param_shapes` and `_get_zero_frozen_param_attributes`.
+`runtime/zero/stage_1_and_2.py`, `__init__` and `state_dict`; `runtime/engine.py`, `_get_zero_param_shapes` and
+`_get_zero_frozen_param_attributes`.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from typing import Any
 
 import torch
 
+from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Expression, Shape, Source, concat
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
 
@@ -41,6 +47,11 @@ class Pieces:
     offset: int
     numel: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.flats[0].dtype
+
     def part(self, wanted: FlatRange) -> Expression:
         """Return what elements `wanted` of the whole are made of: runs of the files of the ranks that hold some."""
         size = partition_numel(self.numel, len(self.flats))
@@ -49,9 +60,37 @@ class Pieces:
             held = partition_range(self.numel, rank, len(self.flats))
             first, last = max(wanted.start, held.start), min(wanted.end, held.end)
             parts.append(_run(self.flats[rank], self.offset + first - held.start, last - first))
-        if len(parts) == 1:
-            return parts[0]
-        return concat(parts, 0) if parts else _run(self.flats[0], 0, 0)
+        return _joined(parts, self.flats)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The elements of one parameter, or of one of its moments, in flat tensors that lie one behind the other.
+
+    Attributes:
+        flats: the flat tensor of each rank: all of one length, but for the last ones.
+        offset: element of all of them together at which the parameter starts.
+        numel: of the parameter.
+    """
+
+    flats: tuple[Source, ...]
+    offset: int
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.flats[0].dtype
+
+    def part(self, wanted: FlatRange) -> Expression:
+        """Return what elements `wanted` of the parameter are made of: runs of the files of the ranks that hold some."""
+        (size,) = self.flats[0].shape
+        parts: list[Source] = []
+        start, end = self.offset + wanted.start, self.offset + wanted.end
+        for rank in range(start // size, -(-end // size)) if wanted.numel else ():
+            first, last = max(start, rank * size), min(end, (rank + 1) * size)
+            parts.append(_run(self.flats[rank], first - rank * size, last - first))
+        return _joined(parts, self.flats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +107,7 @@ class SavedParameter:
 
     name: str
     shape: Shape
-    pieces: Mapping[str, Pieces]
+    pieces: Mapping[str, Pieces | Chain]
     group: int | None
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,7 +119,7 @@ class SavedParameter:
     @property
     def dtype(self) -> torch.dtype:
         """Of the values."""
-        return self.pieces[FP32].flats[0].dtype
+        return self.pieces[FP32].dtype
 
 
 def group_numels(groups: Sequence[Mapping[str, Shape]], world_size: int) -> list[int]:
@@ -112,9 +151,58 @@ def place_groups(
     return found
 
 
+def place_chains(
+    groups: Sequence[Mapping[str, Shape]],
+    paddings: Sequence[Sequence[int]],
+    flats: Mapping[str, Sequence[Sequence[Source]]],
+    scalars: Sequence[Mapping[str, Any]],
+) -> dict[str, SavedParameter]:
+    """Return the trained parameters by name. See [Note: chains].
+
+    Args:
+        groups: names and shapes of the parameters of each group, in order.
+        paddings: elements that lie behind each of them.
+        flats: flat tensors by key, rank and group.
+        scalars: of each group.
+
+    Raises:
+        CheckpointError: a flat tensor is too short.
+    """
+    found: dict[str, SavedParameter] = {}
+    for number, group in enumerate(groups):
+        of_ranks = {key: tuple(ranks[number] for ranks in by_rank) for key, by_rank in flats.items()}
+        offset = 0
+        for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
+            numel = math.prod(shape)
+            chains = {key: Chain(ranks, offset, numel) for key, ranks in of_ranks.items()}
+            found[name] = SavedParameter(name, tuple(shape), chains, number, scalars[number])
+            offset += numel + padding
+        for ranks in of_ranks.values():
+            _check_chain(ranks, offset - padding if group else 0)
+    return found
+
+
+def _check_chain(flats: Sequence[Source], needed: int) -> None:
+    """Raise CheckpointError unless flat tensors together have the elements of a group, and all full ones one length."""
+    size = max(flat.shape[0] for flat in flats)
+    for rank, flat in enumerate(flats):
+        mine = min(max(0, needed - rank * size), size)
+        if flat.shape[0] < mine or needed > size * len(flats):
+            raise CheckpointError(
+                f"{flat.path}: {flat.name} has {flat.shape[0]} elements, but {needed} of {len(flats)} ranks with at "
+                f"most {size} each are expected, as the model states say"
+            )
+
+
 def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> SavedParameter:
     """Return a frozen parameter: one padded fragment per rank, or one that is whole."""
     return SavedParameter(name, tuple(shape), {FP32: Pieces(tuple(fragments), 0, math.prod(shape))}, None)
+
+
+def _joined(parts: Sequence[Source], flats: Sequence[Source]) -> Expression:
+    if len(parts) == 1:
+        return parts[0]
+    return concat(parts, 0) if parts else _run(flats[0], 0, 0)
 
 
 def _run(flat: Source, first: int, numel: int) -> Source:

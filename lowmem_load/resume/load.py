@@ -39,12 +39,13 @@ def load_checkpoint(
     trusted: bool = False,
     progress: bool | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Load what DeepSpeed's `save_checkpoint` has written under ZeRO-3, on any number of ranks, with any offload.
+    """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
     Takes the place of `engine.load_checkpoint`, whose arguments and result it has. Each rank reads the bytes of its own
-    partitions from the files of all ranks that have saved; nothing is converted first. Takes universal checkpoints
-    (`ds_to_universal`) as well. All is checked before anything is changed; an engine of which a read failed afterwards
-    cannot be run until a checkpoint is loaded again.
+    partitions from the files of all ranks that have saved; nothing is converted first. Takes what was saved under ZeRO
+    stages 1, 2 and 3, also with the optimizer on nvme, and universal checkpoints (`ds_to_universal`).
+    All is checked before anything is changed; an engine of which a read failed afterwards cannot be run until a
+    checkpoint is loaded again.
 
     Args:
         engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
@@ -61,7 +62,7 @@ def load_checkpoint(
 
     Returns:
         Folder of the tag, and what `save_checkpoint` was given as client_state, with DeepSpeed's version and
-        configuration; each rank its own where as many ranks resume as have saved, else that of rank 0.
+        configuration; each rank its own where as many ranks resume as have saved under stage 3, else that of rank 0.
         (None, {}) if there is no file `latest`.
 
     Collective: all ranks. No weight crosses the network but those that DeepSpeed keeps whole between steps.
@@ -130,8 +131,8 @@ def _load(engine: Any, wanted: Wanted, progress: bool | None) -> tuple[str | Non
 
 
 def _own_rank(checkpoint: Checkpoint, ranks: RankGroup) -> int:
-    """Return whose model states a rank takes: its own, where as many ranks have saved."""
-    return ranks.rank if checkpoint.world_size == ranks.world_size else 0
+    """Return whose model states a rank takes: its own, where as many ranks have saved theirs."""
+    return ranks.rank if len(checkpoint.states) == ranks.world_size else 0
 
 
 def _digest(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> str:

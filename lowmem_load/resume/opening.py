@@ -1,4 +1,7 @@
-"""Opens a checkpoint that DeepSpeed has saved under ZeRO-3: checks its files against each other. Reads no weights.
+"""Opens a checkpoint that DeepSpeed has saved under ZeRO: checks its files against each other. Reads no weights.
+
+Under stage 3 each rank has saved model states and optimizer states; under stages 1 and 2 there is one file of model
+states, with 16-bit weights that are whole.
 
 Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`;
 `checkpoint/ds_to_universal.py`, `main`.
@@ -6,31 +9,31 @@ Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.inert_objects import Foreign
 from lowmem_load.formats.pickled_tensor import Tensor
-from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
+from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.partial.checkpoint import REPLICATED_FILE
-from lowmem_load.planning.expression import Shape, Source, numel
-from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.expression import Shape
 from lowmem_load.read.executor import Executor
-from lowmem_load.read.whole import read_whole
-from lowmem_load.resume.checkpoint import COUNTERS, Checkpoint, at
-from lowmem_load.resume.layout import FP32, Pieces, SavedParameter, group_numels, place_fragments, place_groups
-
-UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
-"""Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
-
-UNIVERSAL_STATE = "optimizer_state.pt"
-"""File of a universal checkpoint with what the ZeRO optimizer has saved, on rank 0."""
+from lowmem_load.resume.checkpoint import COUNTERS, Checkpoint, at, find_folder
+from lowmem_load.resume.files import Files
+from lowmem_load.resume.layout import SavedParameter, group_numels, place_fragments
+from lowmem_load.resume.optimizer_states import (
+    UNIVERSAL_STATE,
+    of_stage_3,
+    of_stages_1_and_2,
+    universal,
+    zero_state,
+)
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_WHOLE_STATES = "mp_rank_00_model_states.pt"
 
 
 def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
@@ -42,247 +45,213 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
 
     Raises:
         CheckpointError: a file is absent, truncated, malformed, or does not go with the others.
-        UnsupportedError: it is of another stage, or of model, pipeline or expert parallelism.
+        UnsupportedError: it is of model, pipeline or expert parallelism, or was saved without ZeRO.
     """
-    return _Opening(folder, executor)()
+    paths, files = _paths(folder), Files(folder, executor)
+    is_universal = os.path.isdir(os.path.join(folder, "zero"))
+    models = [files.open(path) for path in paths.models]
+    groups, frozen = _shapes(models)
+    if is_universal:
+        _refuse_confused(models[0], are_whole=paths.are_whole)
+        file = files.open(os.path.join(folder, "zero", UNIVERSAL_STATE))
+        optimizer, trained = zero_state(file), universal(files, groups, file)
+    elif not paths.optims:
+        raise CheckpointError(
+            f"{folder}: holds no optimizer states of ZeRO: expected files *zero_pp_rank_*_mp_rank_00_optim_states.pt"
+        )
+    else:
+        optims = [files.open(path) for path in paths.optims]
+        optimizer = zero_state(optims[0])
+        _check_worlds(models, optims, are_whole=paths.are_whole)
+        trained = (of_stages_1_and_2 if paths.are_whole else of_stage_3)(files, groups, optims)
+    shared = _shared(models[0])
+    if paths.are_whole:
+        others = _whole_parameters(files, models[0], {*trained, *shared})
+        frozen = frozen if frozen is not None else ({} if others else None)
+    else:
+        others = _fragments(files, frozen or {}, models)
+    return Checkpoint(
+        folder=folder,
+        world_size=_world_size(models[0]) if paths.are_whole else len(models),
+        is_universal=is_universal,
+        parameters={**trained, **others},
+        lacks_frozen=frozen is None,
+        shared=shared,
+        whole={**_buffers(files, models[0]), **_replicated(files)},
+        optimizer=optimizer,
+        states=models,
+        files=files.opened,
+        _executor=executor,
+    )
 
 
-class _Opening:
-    """Opens the files of one checkpoint."""
+def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
+    """Return how many ranks have saved a checkpoint under ZeRO-3; None where that cannot be told, or it is another.
 
-    def __init__(self, folder: str, executor: Executor) -> None:
-        self._folder, self._executor = folder, executor
-        self._files: list[PlannedFile] = []
+    Any file of model states tells, so that ranks which see other ones find the same.
+    """
+    try:
+        folder = find_folder(load_dir, tag)
+        names = [] if folder is None else sorted(entry.name for entry in os.scandir(folder))
+        states = [name for name in names if (match := _STATES.fullmatch(name)) and match[3] == "model"]
+        if folder is None or not states:
+            return None
+        with Executor() as executor:
+            return _world_size(Files(folder, executor).open(os.path.join(folder, states[0])))
+    except (CheckpointError, OSError):  # whoever loads it says what is wrong
+        return None
 
-    def __call__(self) -> Checkpoint:
-        paths = self._paths()
-        is_universal = os.path.isdir(os.path.join(self._folder, "zero"))
-        if not paths["model"] or not (paths["optim"] or is_universal):
-            raise CheckpointError(
-                f"{self._folder}: holds no checkpoint of ZeRO-3: expected files "
-                "zero_pp_rank_*_mp_rank_00_model_states.pt and *zero_pp_rank_*_mp_rank_00_optim_states.pt"
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """Files of model and optimizer states, by rank.
+
+    Attributes:
+        are_whole: whether there is one file of model states for all ranks.
+    """
+
+    models: list[str]
+    optims: list[str]
+    are_whole: bool
+
+
+def _paths(folder: str) -> _Paths:
+    found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    names = sorted(entry.name for entry in os.scandir(folder))
+    for name in names:
+        match = _STATES.fullmatch(name)
+        is_other = name.startswith(("mp_rank_", "layer_", "expp_rank_")) and name != _WHOLE_STATES
+        if is_other or (match and int(match[2])):
+            raise UnsupportedError(
+                f"{folder}: {name}: is of tensor, pipeline or expert parallelism; load it with the engine's own "
+                "load_checkpoint"
             )
-        models = [self._open(path) for path in paths["model"]]
-        groups, frozen = self._shapes(models)
-        if is_universal:
-            file = self._open(os.path.join(self._folder, "zero", UNIVERSAL_STATE))
-            optimizer, trained = _zero_state(file), self._universal(groups, file)
-        else:
-            optims = [self._open(path) for path in paths["optim"]]
-            self._check_worlds(models, optims)
-            optimizer = _zero_state(optims[0])
-            trained = self._trained(groups, optims)
-        return Checkpoint(
-            folder=self._folder,
-            world_size=len(models),
-            is_universal=is_universal,
-            parameters={**trained, **self._frozen(frozen or {}, models)},
-            lacks_frozen=frozen is None,
-            shared=_shared(models[0]),
-            whole={**self._whole(models[0]), **self._replicated()},
-            optimizer=optimizer,
-            states=models,
-            files=self._files,
-            _executor=self._executor,
+        if match is None:
+            continue
+        rank = int(match[1])
+        if rank in found[match[3]]:
+            other = os.path.basename(found[match[3]][rank])
+            raise CheckpointError(
+                f"{folder}: {other} and {name} are both of rank {rank}: two jobs have saved into one folder; remove "
+                "the files of one"
+            )
+        found[match[3]][rank] = os.path.join(folder, name)
+    for kind, by_rank in found.items():
+        missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
+        if missing:
+            raise CheckpointError(
+                f"{folder}: no {kind} states of rank(s) {listed(list(map(str, missing)))}, but of rank "
+                f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
+            )
+    models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in found.values())
+    are_whole = _WHOLE_STATES in names
+    if are_whole and models:
+        raise CheckpointError(
+            f"{folder}: {_WHOLE_STATES} and {os.path.basename(models[0])}: two jobs have saved into one folder; remove "
+            "the files of one"
+        )
+    if not are_whole and not models:
+        raise CheckpointError(
+            f"{folder}: holds no checkpoint of ZeRO: expected files zero_pp_rank_*_mp_rank_00_model_states.pt, or of "
+            f"stages 1 and 2 {_WHOLE_STATES}"
+        )
+    return _Paths([os.path.join(folder, _WHOLE_STATES)] if are_whole else models, optims, are_whole)
+
+
+def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dict[str, Shape] | None]:
+    """Return names and shapes of the groups' parameters, and of the frozen ones: equal in all files."""
+    read = [(_groups_of(file), _shapes_of(file, "frozen_param_shapes")) for file in models]
+    for file, shapes in zip(models, read, strict=True):
+        if shapes != read[0]:
+            raise CheckpointError(f"{file.path}: has other parameters than {os.path.basename(models[0].path)}")
+    return read[0]
+
+
+def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects], *, are_whole: bool) -> None:
+    """Raise unless every file says that as many ranks have saved as there are files of each kind."""
+    counts = {file.path: file.tree.get("dp_world_size") for file in models}
+    for file in optims:
+        count = zero_state(file, 2 if are_whole else 3).get("partition_count")
+        # Stages 1 and 2 say it for each group.
+        counts[file.path] = count[0] if isinstance(count, list) and count and count == count[:1] * len(count) else count
+    for file in models:
+        if any(file.tree.get(key) != models[0].tree.get(key) for key in COUNTERS):
+            raise CheckpointError(
+                f"{file.path}: was saved at step {file.tree.get('global_steps')!r:.20}, "
+                f"{os.path.basename(models[0].path)} at {models[0].tree.get('global_steps')!r:.20}: a save over "
+                "an earlier one did not end; take another checkpoint"
+            )
+    for path, count in counts.items():
+        if (count != len(models) and not are_whole) or count != len(optims):
+            raise CheckpointError(
+                f"{path}: was saved by {count} ranks, but there are {len(models)} files of model states and "
+                f"{len(optims)} of optimizer states: some are missing, or left from another save"
+            )
+
+
+# -- what the model states have ----------------------------------------------------------------------------------------
+
+
+def _fragments(files: Files, shapes: Mapping[str, Shape], models: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
+    """Return the frozen parameters, of which each rank has saved its partition."""
+    found: dict[str, SavedParameter] = {}
+    for name, shape in shapes.items():
+        (size,) = group_numels([{name: shape}], len(models))
+        fragments = []
+        for file in models:
+            fragment = at(file.tree, "frozen_param_fragments", dict, file.path).get(name)
+            fragments.append(files.flat(file, fragment, f"fragment of {name}", size))
+        found[name] = place_fragments(name, shape, fragments)
+    return found
+
+
+def _whole_parameters(files: Files, file: TorchObjects, others: Iterable[str]) -> dict[str, SavedParameter]:
+    """Return the parameters that are in the model states alone: the frozen ones."""
+    module = at(file.tree, "module", dict, file.path)
+    known = {*others, *_buffer_names(file)}
+    found = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
+    return {name: files.whole(file, name, each) for name, each in found.items() if name not in known}
+
+
+def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
+    """Return the buffers that the module's state dict has."""
+    module = at(file.tree, "module", dict, file.path)
+    return {name: files.whole(file, name, module[name]) for name in _buffer_names(file) if name in module}
+
+
+def _buffer_names(file: TorchObjects) -> list[str]:
+    return [name for name in at(file.tree, "buffer_names", list, file.path) if isinstance(name, str)]
+
+
+def _replicated(files: Files) -> dict[str, SavedParameter]:
+    """Return what partial ZeRO-3 has saved whole: buffers, parameters, and the fp32 values of those."""
+    path = os.path.join(files.folder, REPLICATED_FILE)
+    if not os.path.exists(path):
+        return {}
+    file = files.open(path)
+    masters = at(at(file.tree, "whole", dict, path), "masters", dict, path)
+    held = {**at(file.tree, "buffers", dict, path), **at(file.tree, "parameters", dict, path), **masters}
+    return {name: files.whole(file, name, tensor) for name, tensor in held.items()}
+
+
+def _refuse_confused(file: TorchObjects, *, are_whole: bool) -> None:
+    """Raise for a universal checkpoint in which parameters have values of others.
+
+    Stages 1 and 2 say where each lies as if it were not for `round_robin_gradients`, which puts them in another order;
+    `ds_to_universal` goes by that. Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `_link_all_hp_params`.
+    """
+    tree = file.tree.get("ds_config")
+    zero = tree.get("zero_optimization") if isinstance(tree, dict) else None
+    if are_whole and isinstance(zero, dict) and zero.get("round_robin_gradients") and _world_size(file) > 1:
+        raise UnsupportedError(
+            f"{file.path}: was saved with round_robin_gradients, where ds_to_universal confuses the parameters; "
+            "load the checkpoint that it was made of"
         )
 
-    def _paths(self) -> dict[str, list[str]]:
-        """Return the files of model and optimizer states, by rank."""
-        found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
-        for name in sorted(entry.name for entry in os.scandir(self._folder)):
-            match = _STATES.fullmatch(name)
-            if name.startswith(("mp_rank_", "layer_", "expp_rank_")) or (match and int(match[2])):
-                raise UnsupportedError(
-                    f"{self._folder}: {name}: is of another ZeRO stage, or of tensor, pipeline or expert parallelism; "
-                    "load it with the engine's own load_checkpoint"
-                )
-            if match is None:
-                continue
-            rank = int(match[1])
-            if rank in found[match[3]]:
-                other = os.path.basename(found[match[3]][rank])
-                raise CheckpointError(
-                    f"{self._folder}: {other} and {name} are both of rank {rank}: two jobs have saved into one "
-                    "folder; remove the files of one"
-                )
-            found[match[3]][rank] = os.path.join(self._folder, name)
-        for kind, by_rank in found.items():
-            missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
-            if missing:
-                raise CheckpointError(
-                    f"{self._folder}: no {kind} states of rank(s) {listed(list(map(str, missing)))}, but of rank "
-                    f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
-                )
-        return {kind: [by_rank[rank] for rank in sorted(by_rank)] for kind, by_rank in found.items()}
 
-    def _open(self, path: str) -> TorchObjects:
-        if not os.path.exists(path):
-            raise CheckpointError(f"{path}: is missing; the checkpoint is incomplete")
-        with self._executor.sources.reading(path) as source:
-            file = describe_objects(source)
-        self._files.append(PlannedFile(path, file.nbytes, file.digest, file.version))
-        return file
-
-    def _shapes(self, models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dict[str, Shape] | None]:
-        """Return names and shapes of the sub-groups' parameters, and of the frozen ones: equal in all files."""
-        read = [(_groups_of(file), _shapes_of(file, "frozen_param_shapes")) for file in models]
-        for file, shapes in zip(models, read, strict=True):
-            if shapes != read[0]:
-                raise CheckpointError(f"{file.path}: has other parameters than {os.path.basename(models[0].path)}")
-        return read[0]
-
-    def _check_worlds(self, models: Sequence[TorchObjects], optims: Sequence[TorchObjects]) -> None:
-        """Raise unless every file says that as many ranks have saved as there are files of each kind."""
-        counts = {file.path: file.tree.get("dp_world_size") for file in models}
-        counts |= {file.path: _zero_state(file).get("partition_count") for file in optims}
-        for file in models:
-            if any(file.tree.get(key) != models[0].tree.get(key) for key in COUNTERS):
-                raise CheckpointError(
-                    f"{file.path}: was saved at step {file.tree.get('global_steps')!r:.20}, "
-                    f"{os.path.basename(models[0].path)} at {models[0].tree.get('global_steps')!r:.20}: a save over "
-                    "an earlier one did not end; take another checkpoint"
-                )
-        for path, count in counts.items():
-            if count != len(models) or count != len(optims):
-                raise CheckpointError(
-                    f"{path}: was saved by {count} ranks, but there are {len(models)} files of model states and "
-                    f"{len(optims)} of optimizer states: some are missing, or left from another save"
-                )
-
-    def _trained(self, groups: list[dict[str, Shape]], optims: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
-        numels = group_numels(groups, len(optims))
-        keys: list[str] = []
-        flats: dict[str, list[list[Source]]] = {}
-        scalars: list[dict[str, Any]] = [{} for _ in groups]
-        for file in optims:
-            by_group = self._flat_states(file, numels)
-            found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
-            keys = keys or found
-            if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
-                raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
-            for key in keys:
-                flats.setdefault(key, []).append([states[key] for states in by_group])
-            others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
-            scalars = others if file is optims[0] else scalars
-            if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
-                raise CheckpointError(
-                    f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
-                    "earlier one did not end; take another checkpoint"
-                )
-        return place_groups(groups, flats, scalars)
-
-    def _flat_states(self, file: TorchObjects, numels: list[int]) -> list[dict[str, Any]]:
-        """Return what a rank has for each sub-group: flat tensors as sources, and other values."""
-        zero = _zero_state(file)
-        masters = at(zero, "fp32_flat_groups", list, file.path)
-        base = at(zero, "optimizer_state_dict", dict, file.path)
-        states = at(base, "state", dict, file.path)
-        groups = at(base, "param_groups", list, file.path)
-        order = [number for group in groups for number in at(group, "params", list, file.path)]
-        if len(masters) != len(numels) or order != list(range(len(numels))):
-            raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(numels)}")
-        found = []
-        for number, (master, size) in enumerate(zip(masters, numels, strict=True)):
-            if isinstance(master, Tensor) and size and not math.prod(master.size):
-                raise UnsupportedError(
-                    f"{file.path}: its optimizer states were on nvme (offload_optimizer), so they lie in the "
-                    "swapper's own files; load it with the engine's own load_checkpoint on as many ranks"
-                )
-            entries: dict[str, Any] = {FP32: self._flat(file, master, f"flat group {number}", size)}
-            for key, value in (at(states, number, dict, file.path) if number in states else {}).items():
-                if isinstance(value, Tensor) and value.size:
-                    entries[key] = self._flat(file, value, f"{key} of group {number}", size)
-                else:
-                    entries[key] = self._scalar(file, value, key)
-            found.append(entries)
-        return found
-
-    def _scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
-        if isinstance(value, Tensor):
-            return read_whole(self._executor, file.expression(value, key))
-        if not isinstance(value, int | float | str | None):
-            raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is no number, text or tensor")
-        return value
-
-    def _universal(self, groups: list[dict[str, Shape]], file: TorchObjects) -> dict[str, SavedParameter]:
-        states = at(at(_zero_state(file), "optimizer_state_dict", dict, file.path), "state", dict, file.path)
-        # The number of steps is that of the first sub-group: as DeepSpeed itself reads it.
-        state = at(states, 0, dict, file.path) if 0 in states else {}
-        first = {key: self._scalar(file, value, key) for key, value in state.items() if _is_scalar(value)}
-        found: dict[str, SavedParameter] = {}
-        for number, group in enumerate(groups):
-            for name, shape in group.items():
-                size = math.prod(shape)
-                flats = {key: (self._parameter_file(name, key, size),) for key in UNIVERSAL_KEYS}
-                pieces = {key: Pieces(each, 0, size) for key, each in flats.items()}
-                found[name] = SavedParameter(name, shape, pieces, number, first)
-        return found
-
-    def _parameter_file(self, name: str, key: str, size: int) -> Source:
-        """Return the one tensor of `zero/<parameter>/<key>.pt`, flat."""
-        if os.path.isabs(name) or ".." in name.split("/"):
-            raise CheckpointError(f"{self._folder}: a parameter is named {name!r:.80}")
-        file = self._open(os.path.join(self._folder, "zero", name, f"{key}.pt"))
-        tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-        return self._flat(file, tensor, name, size)
-
-    def _frozen(self, shapes: Mapping[str, Shape], models: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
-        found: dict[str, SavedParameter] = {}
-        for name, shape in shapes.items():
-            (size,) = group_numels([{name: shape}], len(models))
-            fragments = []
-            for file in models:
-                fragment = at(file.tree, "frozen_param_fragments", dict, file.path).get(name)
-                fragments.append(self._flat(file, fragment, f"fragment of {name}", size))
-            found[name] = place_fragments(name, shape, fragments)
-        return found
-
-    def _whole(self, file: TorchObjects) -> dict[str, SavedParameter]:
-        """Return the buffers that the module's state dict has."""
-        module = at(file.tree, "module", dict, file.path)
-        named = at(file.tree, "buffer_names", list, file.path)
-        names = [name for name in named if isinstance(name, str) and name in module]
-        return {name: self._one(file, name, module[name]) for name in names}
-
-    def _replicated(self) -> dict[str, SavedParameter]:
-        """Return what partial ZeRO-3 has saved whole: buffers, parameters, and the fp32 values of those."""
-        path = os.path.join(self._folder, REPLICATED_FILE)
-        if not os.path.exists(path):
-            return {}
-        file = self._open(path)
-        masters = at(at(file.tree, "whole", dict, path), "masters", dict, path)
-        held = {**at(file.tree, "buffers", dict, path), **at(file.tree, "parameters", dict, path), **masters}
-        return {name: self._one(file, name, tensor) for name, tensor in held.items()}
-
-    def _one(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
-        shape = tensor.size if isinstance(tensor, Tensor) else ()
-        return place_fragments(name, shape, [self._flat(file, tensor, name, math.prod(shape))])
-
-    def _flat(self, file: TorchObjects, tensor: Any, what: str, size: int) -> Source:
-        if not isinstance(tensor, Tensor) or math.prod(tensor.size) != size:
-            held = f"is of shape {tensor.size}" if isinstance(tensor, Tensor) else "is absent"
-            raise CheckpointError(f"{file.path}: {what} {held}, expected {size} elements, as the model states say")
-        expression = file.expression(tensor, what)
-        if not isinstance(expression, Source):
-            raise CheckpointError(f"{file.path}: {what} does not lie in one run")
-        return Source(expression.path, what, expression.start, (numel(expression),), expression.dtype)
-
-
-def _is_scalar(value: Any) -> bool:
-    return not (isinstance(value, Tensor) and value.size)
-
-
-def _zero_state(file: TorchObjects) -> dict[str, Any]:
-    """Return what the ZeRO optimizer has saved: of stage 3."""
-    is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
-    state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
-    stage = state.get("zero_stage")
-    stage = stage.arguments[0] if isinstance(stage, Foreign) and stage.arguments else stage
-    if stage != 3:
-        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {stage}, expected 3")
-    if state.get("ds_zero_partition_groups") is not None:
-        raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
-    return state
+def _world_size(file: TorchObjects) -> int:
+    count: int = at(file.tree, "dp_world_size", int, file.path)
+    return count
 
 
 def _shared(file: TorchObjects) -> dict[str, str]:

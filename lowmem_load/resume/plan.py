@@ -14,7 +14,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
 from lowmem_load.resume.checkpoint import Checkpoint
-from lowmem_load.resume.layout import FP32, Pieces, SavedParameter
+from lowmem_load.resume.layout import FP32, Chain, Pieces, SavedParameter
 
 if TYPE_CHECKING:
     from lowmem_load.ds.resume import HeldParameter, Zero3State
@@ -206,6 +206,6 @@ def _part(
 
 
 def _fill_of(
-    planner: Planner, name: str, pieces: Pieces, mine: FlatRange, dtype: torch.dtype, *, on_host: bool = True
+    planner: Planner, name: str, pieces: Pieces | Chain, mine: FlatRange, dtype: torch.dtype, *, on_host: bool = True
 ) -> Fill:
     return planner.plan_fill(name, cast(pieces.part(mine), dtype), FlatRange(0, mine.numel), on_host=on_host)

@@ -41,8 +41,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp16": FP16,
     "large": BF16,
+    "nvme": {**BF16, **CPU_ADAM, "nvme": True},
 }
-"""What is saved: sections of the ds_config, and whether only a LoRA is trained. Only what is large goes to nvme."""
+"""What is saved: sections of the ds_config, and whether only a LoRA is trained, or the optimizer is on nvme, to which
+only what is large goes."""
 
 IN_THE_TEST = ("bf16",)
 """The others, and other numbers of ranks, `python -m benchmarks.resume matrix` runs too."""
@@ -54,8 +56,28 @@ def config(case: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
     """Return a ds_config for the ranks that there are."""
     stage_3 = {"stage": 3, "sub_group_size": 3000, "stage3_param_persistence_threshold": 40, **zero}
     micro = {"train_micro_batch_size_per_gpu": SAMPLES // _world_size()}
-    sections = {key: section for key, section in case.items() if key != "lora"}
+    sections = {key: section for key, section in case.items() if key not in ("lora", "nvme")}
     return {"zero_optimization": stage_3, **micro, **ADAM, **WARMUP, **sections}
+
+
+def on_nvme(swap: str) -> dict[str, Any]:
+    """Return settings of ZeRO that offload to a folder."""
+    nvme = {"device": "nvme", "nvme_path": swap, "pin_memory": False, "buffer_count": 4}
+    return {
+        "offload_optimizer": nvme,
+        "offload_param": {**nvme, "buffer_size": 1_400_000},
+        "sub_group_size": 1_000_000,
+    }
+
+
+def offload_of(case: Mapping[str, Any], swap: str) -> dict[str, Any]:
+    """Return settings of ZeRO of a case; each engine needs a folder of its own."""
+    return on_nvme(swap) if case.get("nvme") else {}
+
+
+def cases() -> list[str]:
+    """Return the cases that this machine can run."""
+    return [name for name, case in CASES.items() if not case.get("nvme") or is_compiled("async_io")]
 
 
 def _world_size() -> int:
@@ -116,10 +138,11 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            found[f"{name} fp32"] = safe_get_full_fp32_param(parameter).view(parameter.ds_shape).clone()
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            found[f"{name} fp32"] = safe_get_full_fp32_param(parameter).view(shape).clone()
             for key in KEYS[1:]:
                 state = safe_get_full_optimizer_state(parameter, key)
-                found[f"{name} {key}"] = state.view(parameter.ds_shape).clone()
+                found[f"{name} {key}"] = state.view(shape).clone()
         with deepspeed.zero.GatheredParameters([parameter]):
             found[name] = parameter.detach().clone()
     return found
@@ -142,7 +165,8 @@ def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> 
     for name in names:
         case = CASES[name]
         path = paths.get(name, paths["bf16"])
-        engine = make_engine(path, case, config(case))
+        engine = make_engine(path, case, config(case, **offload_of(case, f"{folder}/swap")))
+        first = next(engine.module.parameters()).ds_id
         train(engine, 0, 3)
         place = f"{folder}/{name}"
         engine.save_checkpoint(place, client_state={"seen": [1, {"two": 2}], "rank": dist.get_rank()})
@@ -152,7 +176,8 @@ def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> 
         scaler = dict(vars(engine.optimizer.loss_scaler))
         losses[name] = train(engine, 3, 6)
         assert case.get("lora") or losses[name][-1] < losses[name][0] - 0.005, losses[name]  # what moments are for
-        engine = make_engine(path, case, config(case), spoilt=True)
+        again = offload_of(case, f"{folder}/swap_again")
+        engine = make_engine(path, case, config(case, **again), spoilt=not again)
         found, client_state = load_checkpoint(engine, place)
         assert found == f"{place}/global_step3" and client_state["seen"] == [1, {"two": 2}]
         assert client_state["rank"] == dist.get_rank()
@@ -164,19 +189,90 @@ def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> 
             load_checkpoint(engine, place, "global_step3")  # an engine that has stepped goes back
             assert train(engine, 3, 6) == losses[name]
             assert load_checkpoint(engine, f"{folder}/nowhere") == (None, {})
+        if again:
+            go_on_from_nvme(path, case, folder, name, state, losses[name], first)
         gc.collect()
     make_universal(f"{folder}/bf16")
     save_partial(paths["partial"], f"{folder}/partial")
     return losses
 
 
-def make_universal(place: str) -> None:
+def go_on_from_nvme(
+    path: str,
+    case: Mapping[str, Any],
+    folder: str,
+    name: str,
+    state: Mapping[str, torch.Tensor],
+    losses: Sequence[float],
+    first: int,
+) -> None:
+    """DeepSpeed reads the same fp32 weights (0.19.8: no moments), and what was on nvme goes on without it."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from lowmem_load import load_checkpoint
+
+    place = f"{folder}/{name}"
+    with pytest.MonkeyPatch.context() as patch:  # it looks for the numbers of parameters, as a new process gives them
+        patch.setattr(deepspeed.zero.Init, "param_id", first)
+        stock = make_engine(path, case, config(case, **offload_of(case, f"{folder}/swap_stock")))
+    stock.load_checkpoint(place)
+    for key in [key for key in state if key.endswith(" fp32")]:
+        parameter = stock.module.get_parameter(key.removesuffix(" fp32"))
+        assert torch.equal(safe_get_full_fp32_param(parameter).view(parameter.ds_shape), state[key]), key
+    engine = make_engine(path, case, config(case, offload_optimizer={"device": "cpu"}), spoilt=True)
+    load_checkpoint(engine, place)
+    assert_equal(whole_state(engine), state)
+    assert train(engine, 3, 6)[:1] == losses[:1]
+
+
+def go_on_from_other_stages(path: str, folder: str) -> None:
+    """What stages 1 and 2 have saved goes on under stage 3."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from lowmem_load import load_checkpoint
+
+    masters = {"data_types": {"grad_accum_dtype": "fp32"}}  # so that stage 1 is DeepSpeed's BF16_Optimizer
+    # Of the latter DeepSpeed itself confuses the fp32 values (0.19.8), but for `zero_to_fp32`.
+    for zero in ({"stage": 1}, {"stage": 2, "round_robin_gradients": True}):
+        case = {**BF16, **(masters if zero["stage"] == 1 else {}), "zero_optimization": zero}
+        place = f"{folder}/stage_{zero['stage']}"
+        engine = make_engine(path, case, config(case))
+        train(engine, 0, 3)
+        engine.save_checkpoint(place, client_state={"rank": dist.get_rank()})
+        state = whole_state(engine)
+        losses = train(engine, 3, 6)
+        make_universal(place, inject=True)
+        engine = make_engine(path, BF16, config(BF16), spoilt=True)
+        _, client_state = load_checkpoint(engine, place)
+        assert client_state["rank"] == 0 and engine.global_steps == 3
+        if zero["stage"] == 1:
+            assert_equal(whole_state(engine), state)
+            by_stock = make_engine(path, case, {**config(case), **UNIVERSAL})
+            by_stock.load_checkpoint(place, "universal")
+            assert_equal(whole_state(by_stock), state)
+        else:
+            by_script = get_fp32_state_dict_from_zero_checkpoint(place)
+            expected = {key: value if " " not in key else by_script[key.split()[0]] for key, value in state.items()}
+            known = [key for key in state if " exp_avg" not in key]
+            found = whole_state(engine)
+            assert_equal({key: found[key] for key in known}, {key: expected[key] for key in known})
+        assert train(engine, 3, 6) == pytest.approx(losses, rel=1e-4)
+        if zero["stage"] == 1:
+            load_checkpoint(engine, place, "universal")
+            assert_equal(whole_state(engine), state)
+        elif dist.get_world_size() > 1:
+            with pytest.raises(UnsupportedError, match="round_robin_gradients"):
+                load_checkpoint(engine, place, "universal")
+
+
+def make_universal(place: str, *, inject: bool = False) -> None:
     """Have DeepSpeed convert a checkpoint."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     if dist.get_rank() == 0:
         workers = {"num_extract_workers": 1, "num_merge_workers": 1}
-        flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+        flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": inject}
         main(Namespace(input_folder=f"{place}/global_step3", output_folder=f"{place}/universal", **workers, **flags))
     dist.barrier()
 
@@ -204,6 +300,7 @@ def save_and_resume(paths: dict[str, str], folder: str) -> None:
     """Rank function: the whole test."""
     save_and_go_on(paths, folder, IN_THE_TEST)
     take_what_others_have_saved(paths["bf16"], folder)
+    go_on_from_other_stages(paths["bf16"], folder)
     resume_partial(paths["partial"], folder)
     refuse(paths["bf16"], folder)
 
@@ -300,16 +397,16 @@ def ways(
     names: Sequence[str], swap: str | None
 ) -> list[tuple[str, dict[str, Any], str | None, dict[str, Any], dict[str, Any]]]:
     """Return how runs go on: folder, case, tag, sections and settings of ZeRO."""
-    plain = [(name, CASES[name], None, {}, {}) for name in names]
-    found: list[tuple[str, dict[str, Any], str | None, dict[str, Any], dict[str, Any]]] = [*plain]
+    found: list[tuple[str, dict[str, Any], str | None, dict[str, Any], dict[str, Any]]] = [
+        (name, CASES[name], None, {}, {"offload_optimizer": {"device": "cpu"}} if CASES[name].get("nvme") else {})
+        for name in names
+    ]
     found.append(("bf16", BF16, "universal", {}, {}))
     cpu = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": False}}
     if is_compiled("cpu_adam"):
         found.append(("bf16", BF16, None, CPU_ADAM, {**cpu, "sub_group_size": 500}))
     if swap is not None and "large" in names:
-        nvme = {"device": "nvme", "nvme_path": swap, "pin_memory": False, "buffer_count": 4}
-        offload = {"offload_optimizer": nvme, "offload_param": {**nvme, "buffer_size": 1_400_000}}
-        found.append(("large", BF16, None, CPU_ADAM, {**offload, "sub_group_size": 1_000_000}))
+        found.append(("large", BF16, None, CPU_ADAM, on_nvme(swap)))
     return found
 
 
@@ -378,7 +475,7 @@ def checkpoints_of(folder: Path) -> dict[str, str]:
     large = builders.tiny_llama(folder, hidden_size=128, vocab_size=8192)
     part = builders.tiny_llama(folder, torch.float32)
     odd = builders.tiny_llama(folder, **builders.ODD_SIZES)
-    return {"bf16": str(odd), "large": str(large), "partial": str(part)}
+    return {"bf16": str(odd), "large": str(large), "nvme": str(large), "partial": str(part)}
 
 
 def test_a_run_goes_on(checkpoints: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lowmem_load.cli import main
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.resume import copying
 from tests import builders
+from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3
 
 
@@ -98,6 +99,17 @@ def test_without_a_configuration_names_stay(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "made").iterdir()} == {"model.safetensors"}
 
 
+def test_stages_1_and_2_are_consolidated(tmp_path: Path) -> None:
+    trained, frozen = {"a": torch.randn(5, 3), "b": torch.randn(7)}, {"c": torch.randn(3)}
+    save_zero2(tmp_path / "saved", trained, world_size=3, frozen=frozen)
+    consolidate(tmp_path / "saved", tmp_path / "made")
+    made = tensors_in(tmp_path / "made")
+    assert (
+        made.keys() == {"a", "b", "c"} and torch.equal(made["a"], trained["a"]) and torch.equal(made["b"], trained["b"])
+    )
+    assert torch.equal(made["c"], frozen["c"].bfloat16().float())
+
+
 class Mine:
     """A user's own class."""
 
@@ -149,7 +161,7 @@ def broken(how: str, place: Path) -> None:
         ("another model", CheckpointError, "rank_1_.* has other parameters than zero_pp_rank_0"),
         ("another save", CheckpointError, "was saved by 2 ranks, but there are 3 files"),
         ("both precisions", CheckpointError, "are both of rank 1: two jobs"),
-        ("pipeline", UnsupportedError, "layer_00-model_states.pt: is of another ZeRO stage"),
+        ("pipeline", UnsupportedError, "layer_00-model_states.pt: is of tensor, pipeline"),
         ("latest", CheckpointError, "no checkpoint 'global_step9', which 'latest' names; there are: global_step3"),
         ("no latest", CheckpointError, "no file 'latest'"),
         ("escaping", CheckpointError, "no checkpoint '../saved/global_step3'"),

@@ -129,7 +129,10 @@ MODULES: dict[str, set[str]] = {
     "bench": {"compare", "floor", "launch", "memory", "page_cache", "picture", "worker"},
     "doctor": {"checks", "devices", "finding", "host", "launcher", "storage", "versions"},
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "outside", "replicated", "trainer"},
-    "resume": {"checkpoint", "consolidate", "copying", "layout", "load", "opening", "plan"},
+    "resume": {
+        *("checkpoint", "consolidate", "copying", "files", "layout", "load", "opening", "optimizer_states", "plan"),
+        "swapped",
+    },
     "pipelines": {"additions", "arguments", "install", "model_engine", "saves"},
     "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},
     "cli": {
@@ -228,7 +231,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("quantities", "ranks", "read", "report", "saving"),
     },
     "pipelines": {
-        *("ds", "errors", "hf", "integrity.model", "load", "planning.expression", "ranks", "report", "saving"),
+        *(
+            "ds",
+            "errors",
+            "hf",
+            "integrity.model",
+            "load",
+            "planning.expression",
+            "ranks",
+            "report",
+            "saving",
+        ),
         "settings",
     },
     "startup": {"errors"},

@@ -16,7 +16,8 @@ from lowmem_load.read.executor import Executor
 from lowmem_load.read.whole import read_whole
 from lowmem_load.resume.checkpoint import find_folder
 from lowmem_load.resume.layout import FP32
-from lowmem_load.resume.opening import open_checkpoint
+from lowmem_load.resume.opening import open_checkpoint, saved_by
+from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3
 
 VALUES = {"a": torch.randn(9, 2), "b": torch.randn(5)}
@@ -75,7 +76,154 @@ def test_fragments_of_frozen_parameters_are_found(tmp_path: Path) -> None:
         assert torch.equal(found.view(4, 4), frozen["c"])
 
 
-def on_nvme(state: Any) -> None:
+def in_swapped_folder(place: Path) -> Path:
+    return place / "offloaded_tensors" / "rank01"
+
+
+def test_what_was_on_nvme_is_read_from_the_swapper_s_files(tmp_path: Path) -> None:
+    moments = {"exp_avg": {name: value + 1 for name, value in VALUES.items()}}
+    place = save_zero3(tmp_path, VALUES, world_size=2, moments=moments, swapped=True)
+    with Executor() as executor:
+        checkpoint = open_checkpoint(str(place), executor)
+        for name, value in VALUES.items():
+            saved = checkpoint.parameters[name]
+            everything = FlatRange(0, value.numel())
+            assert torch.equal(read_whole(executor, saved.pieces[FP32].part(everything)), value.view(-1))
+            assert torch.equal(read_whole(executor, saved.pieces["exp_avg"].part(everything)), value.view(-1) + 1)
+            assert float(saved.scalars["step"]) == 3.0
+
+
+def cut_off(place: Path) -> None:
+    path = in_swapped_folder(place) / "exp_avg-0.tensor.swp"
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def without_a_file(place: Path) -> None:
+    (in_swapped_folder(place) / "0.tensor.swp").unlink()
+
+
+def without_a_folder(place: Path) -> None:
+    in_swapped_folder(place).rename(place / "elsewhere")
+
+
+def named_elsewhere(place: Path) -> None:
+    edited(place, "optim", lambda state: _rename(state["optimizer_state_dict"]["fp32_flat_groups"][0], "../../a"))
+
+
+def _rename(tensor: Any, name: str) -> None:
+    tensor.ds_id = name
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (cut_off, r"exp_avg-0\.tensor\.swp: has 40 bytes, expected 12 elements of torch\.float32: exp_avg of group 0"),
+        (without_a_file, r"rank01.0\.tensor\.swp: is missing, with flat group 0 of an optimizer that was on nvme"),
+        (without_a_folder, "rank01: is missing, .* deepspeed 0.17 and older"),
+        (named_elsewhere, r"flat group 0 was on nvme under the name '\.\./\.\./a'"),
+    ],
+)
+def test_files_of_the_swapper_are_checked(spoil: Callable[[Path], None], text: str, tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES}, swapped=True)
+    spoil(place)
+    with Executor() as executor, pytest.raises(CheckpointError, match=text):
+        open_checkpoint(str(place), executor)
+
+
+def test_one_rank_of_an_older_release_has_saved(tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=1, swapped=True)
+    own = place / "offloaded_tensors" / "rank00"
+    for path in list(own.iterdir()):
+        path.rename(own.parent / path.name)
+    own.rmdir()
+    with Executor() as executor:
+        saved = open_checkpoint(str(place), executor).parameters["b"]
+        assert torch.equal(read_whole(executor, saved.pieces[FP32].part(FlatRange(0, 5))), VALUES["b"])
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 1), (3, None), (7, 2)])
+def test_stages_1_and_2_are_read(world_size: int, stage: int | None, alignment: int, tmp_path: Path) -> None:
+    frozen = {"c": torch.randn(4, 4)}
+    moments = {"exp_avg": {name: value + 1 for name, value in VALUES.items()}}
+    options: dict[str, Any] = {"world_size": world_size, "alignment": alignment, "stage": stage}
+    place = save_zero2(tmp_path, VALUES, frozen=frozen, moments=moments, **options)
+    with Executor() as executor:
+        checkpoint = open_checkpoint(str(place), executor)
+        assert checkpoint.world_size == world_size and len(checkpoint.states) == 1
+        assert checkpoint.param_groups == [{"lr": 1e-3, "params": [0]}]
+        for name, value in VALUES.items():
+            saved, flat = checkpoint.parameters[name], value.view(-1)
+            assert saved.group == 0 and float(saved.scalars["step"]) == 3.0
+            for first in range(flat.numel() + 1):
+                for last in range(first, flat.numel() + 1):
+                    part = saved.pieces[FP32].part(FlatRange(first, last))
+                    assert torch.equal(read_whole(executor, part), flat[first:last])
+            everything = saved.pieces["exp_avg"].part(FlatRange(0, flat.numel()))
+            assert torch.equal(read_whole(executor, everything), flat + 1)
+        assert checkpoint.parameters["c"].group is None and not checkpoint.lacks_frozen
+        found = read_whole(executor, checkpoint.parameters["c"].pieces[FP32].part(FlatRange(0, 16)))
+        assert torch.equal(found.view(4, 4), frozen["c"].bfloat16())
+
+
+def chain_too_short(place: Path) -> None:
+    edited(place, "rank_0_mp_rank_00_optim", lambda state: _cut(state, 3))
+
+
+def _cut(state: Any, numel: int) -> None:
+    flats = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    flats[0] = flats[0][:numel].clone()
+
+
+def paddings_of_others(place: Path) -> None:
+    edited(place, "optim", lambda state: state["optimizer_state_dict"].update(param_alignment_paddings=[[0, -1]]))
+
+
+def without_optimizer(place: Path) -> None:
+    for path in place.glob("*optim*"):
+        path.unlink()
+
+
+def of_tensor_parallelism(place: Path) -> None:
+    (place / "mp_rank_01_model_states.pt").write_bytes(b"")
+
+
+def of_stage_3_as_well(place: Path) -> None:
+    (place / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"")
+
+
+def elastic(place: Path) -> None:
+    edited(place, "optim", lambda state: state["optimizer_state_dict"].update(base_optimizer_state=[{}]))
+
+
+def universal_of_another_order(place: Path) -> None:
+    (place / "zero").mkdir()
+    config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    edited(place, "model", lambda state: state.update(ds_config=config))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (universal_of_another_order, UnsupportedError, "round_robin_gradients, where ds_to_universal confuses"),
+        (chain_too_short, CheckpointError, "flat group 0 has 3 elements, but 23 of 2 ranks with at most 9 each"),
+        (paddings_of_others, CheckpointError, "'param_alignment_paddings' are malformed"),
+        (without_optimizer, CheckpointError, "holds no optimizer states of ZeRO"),
+        (of_tensor_parallelism, UnsupportedError, "mp_rank_01_model_states.pt: is of tensor, pipeline or expert"),
+        (of_stage_3_as_well, CheckpointError, "mp_rank_00_model_states.pt and zero_pp_rank_0_.*: two jobs"),
+        (elastic, CheckpointError, "no 'base_optimizer_state' in it"),
+    ],
+)
+def test_what_does_not_fit_together_in_stages_1_and_2(
+    spoil: Callable[[Path], None], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    place = save_zero2(tmp_path, VALUES, world_size=2)
+    spoil(place)
+    with Executor() as executor, pytest.raises(error, match=text):
+        open_checkpoint(str(place), executor)
+
+
+def empty(state: Any) -> None:
     state["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.empty(0)
 
 
@@ -113,7 +261,7 @@ def without_states(state: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "error", "text"),
     [
-        (on_nvme, UnsupportedError, "optimizer states were on nvme"),
+        (empty, CheckpointError, r"flat group 0 is of shape \(0,\), expected 9 elements"),
         (without_a_moment, CheckpointError, "sub-groups with other states than exp_avg, fp32"),
         (too_short, CheckpointError, r"flat group 1 is of shape \(2,\), expected 3 elements"),
         (one_group_less, CheckpointError, "1 flat groups, its model states name 2"),
@@ -161,3 +309,16 @@ def test_the_tag_is_found(tmp_path: Path) -> None:
     (tmp_path / "latest_universal").write_text("global_step3\n")
     assert find_folder(tmp_path, None) is None
     assert find_folder(tmp_path, None, ("latest", "latest_universal")) == str(place)
+
+
+def test_any_file_says_how_many_ranks_have_saved(tmp_path: Path) -> None:
+    assert saved_by(tmp_path / "nowhere", None) is None and saved_by(tmp_path, "global_step3") is None
+    place = save_zero3(tmp_path, VALUES, world_size=3)
+    assert saved_by(tmp_path, None) == saved_by(tmp_path, "global_step3") == 3
+    for path in place.glob("zero_pp_rank_[01]_*"):
+        path.unlink()  # they are on another node
+    assert saved_by(tmp_path, None) == 3
+    next(place.glob("zero_pp_rank_2_*")).write_bytes(b"PK")
+    assert saved_by(tmp_path, None) is None
+    save_zero2(tmp_path / "stage 2", VALUES, world_size=3)
+    assert saved_by(tmp_path / "stage 2", None) is None

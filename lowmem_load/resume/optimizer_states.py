@@ -1,0 +1,249 @@
+"""Where the trained parameters and their moments lie in the files of optimizer states, by how these were saved.
+
+Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `_rigid_state_dict`; `runtime/zero/stage_1_and_2.py` and
+`runtime/bf16_optimizer.py`, `state_dict`; `utils/zero_to_fp32.py`, `_zero2_merge_trainable_params`;
+`checkpoint/ds_to_universal.py`, `main`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.formats.inert_objects import Foreign
+from lowmem_load.formats.pickled_tensor import Tensor
+from lowmem_load.formats.torch_zip import TorchObjects
+from lowmem_load.planning.expression import Shape, Source
+from lowmem_load.resume.checkpoint import at, base_optimizer
+from lowmem_load.resume.files import Files
+from lowmem_load.resume.layout import FP32, Pieces, SavedParameter, group_numels, place_chains, place_groups
+from lowmem_load.resume.swapped import is_swapped, swap_file
+
+UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
+"""Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
+
+UNIVERSAL_STATE = "optimizer_state.pt"
+"""File of a universal checkpoint with what the ZeRO optimizer has saved, on rank 0."""
+
+
+def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
+    """Return what a ZeRO optimizer has saved.
+
+    Args:
+        file: of optimizer states, or the one of a universal checkpoint.
+        stage: that it must be of: 3, or 2 for 1 and 2, which are saved alike; None for any.
+
+    Raises:
+        CheckpointError: it is none.
+        UnsupportedError: it is of another stage, or of experts.
+    """
+    is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
+    state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
+    found = state.get("zero_stage", 1)  # the BF16_Optimizer, which is stage 1, does not say it
+    found = found.arguments[0] if isinstance(found, Foreign) and found.arguments else found
+    if found not in (1, 2, 3) or (stage is not None and (found == 3) != (stage == 3)):
+        expected = "1, 2 or 3" if stage is None else "3" if stage == 3 else "1 or 2"
+        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {found!r:.20}, expected {expected}")
+    if state.get("ds_zero_partition_groups") is not None:
+        raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
+    return state
+
+
+# -- stage 3 ---------------------------------------------------------------------------------------------------------
+
+
+def of_stage_3(
+    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects]
+) -> dict[str, SavedParameter]:
+    """Return the trained parameters by name. See [Note: flat groups].
+
+    Args:
+        files: of the checkpoint.
+        groups: names and shapes of the parameters of each sub-group.
+        optims: the file of each rank.
+
+    Raises:
+        CheckpointError: files do not go together.
+    """
+    numels = group_numels(groups, len(optims))
+    by_rank = [_states_of(files, file, numels, rank, len(optims)) for rank, file in enumerate(optims)]
+    return place_groups(groups, *_together(by_rank, optims))
+
+
+def _states_of(files: Files, file: TorchObjects, numels: list[int], rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Return what a rank has for each sub-group: flat tensors as sources, and other values."""
+    zero = zero_state(file, 3)
+    masters = at(zero, "fp32_flat_groups", list, file.path)
+    states = _base_states(zero, len(numels), len(masters), file)
+    found = []
+    for number, (master, size) in enumerate(zip(masters, numels, strict=True)):
+        flats, others = _split(files, file, master, states.get(number, {}), number)
+        placed = {
+            key: files.swapped(swap_file(files.folder, rank, world_size, value, what), what, size)
+            if is_swapped(value, size)
+            else files.flat(file, value, what, size)
+            for key, (value, what) in flats.items()
+        }
+        found.append({**placed, **others})
+    return found
+
+
+# -- stages 1 and 2 --------------------------------------------------------------------------------------------------
+
+
+def of_stages_1_and_2(
+    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects]
+) -> dict[str, SavedParameter]:
+    """Return the trained parameters by name. See [Note: chains].
+
+    Args:
+        files: of the checkpoint.
+        groups: names and shapes of the parameters of each of the optimizer's groups.
+        optims: the file of each rank.
+
+    Raises:
+        CheckpointError: files do not go together.
+    """
+    paddings = [_paddings(file, groups) for file in optims]
+    if any(each != paddings[0] for each in paddings):
+        raise CheckpointError(f"{optims[0].path}: ranks have padded parameters otherwise")
+    by_rank = []
+    for file in optims:
+        zero = zero_state(file, 2)
+        masters = at(zero, "single_partition_of_fp32_groups", list, file.path)
+        states = _base_states(zero, len(groups), len(masters), file)
+        found = []
+        for number, master in enumerate(masters):
+            flats, others = _split(files, file, master, states.get(number, {}), number)
+            placed = {key: files.flat(file, value, what, None) for key, (value, what) in flats.items()}
+            found.append({**placed, **others})
+        by_rank.append(found)
+    return place_chains(groups, paddings[0], *_together(by_rank, optims))
+
+
+def _paddings(file: TorchObjects, groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
+    """Return how many elements lie behind each parameter of each group; releases before 0.19.5 do not say it: none."""
+    found = zero_state(file, 2).get("param_alignment_paddings", [[0] * len(group) for group in groups])
+    lengths = [len(each) if isinstance(each, list) else -1 for each in found] if isinstance(found, list) else []
+    is_right = lengths == [len(group) for group in groups] and all(
+        type(padding) is int and 0 <= padding < 1 << 20 for each in found for padding in each
+    )
+    if not is_right:
+        raise CheckpointError(f"{file.path}: its 'param_alignment_paddings' are malformed")
+    return list(found)
+
+
+# -- universal -------------------------------------------------------------------------------------------------------
+
+
+def universal(files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects) -> dict[str, SavedParameter]:
+    """Return the trained parameters of a universal checkpoint by name.
+
+    Args:
+        files: of the checkpoint.
+        groups: names and shapes of the parameters of each sub-group.
+        file: with what the optimizer has saved.
+
+    Raises:
+        CheckpointError: a file is absent or malformed.
+    """
+    # The number of steps is that of the first sub-group or parameter: as DeepSpeed itself reads it.
+    states = base_optimizer(zero_state(file), file.path).get("state")
+    first = {}
+    if isinstance(states, dict) and 0 in states:
+        state = at(states, 0, dict, file.path)
+        first = {key: files.scalar(file, value, key) for key, value in state.items() if _is_scalar(value)}
+    found: dict[str, SavedParameter] = {}
+    for number, group in enumerate(groups):
+        for name, shape in group.items():
+            size = math.prod(shape)
+            flats = {key: (_parameter_file(files, name, key, size),) for key in UNIVERSAL_KEYS}
+            pieces = {key: Pieces(each, 0, size) for key, each in flats.items()}
+            found[name] = SavedParameter(name, shape, pieces, number, first or _step_of(files, name))
+    return found
+
+
+def _parameter_file(files: Files, name: str, key: str, size: int) -> Source:
+    """Return the one tensor of `zero/<parameter>/<key>.pt`, flat."""
+    file = files.open(_in_folder_of(files, name, key))
+    tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+    return files.flat(file, tensor, name, size)
+
+
+def _step_of(files: Files, name: str) -> dict[str, Any]:
+    """Return the number of steps of a parameter: of stages 1 and 2 each has a file of its own for it."""
+    path = _in_folder_of(files, name, "step")
+    if not os.path.exists(path):
+        return {}
+    file = files.open(path)
+    return {"step": files.scalar(file, file.tree, "step")}
+
+
+def _in_folder_of(files: Files, name: str, key: str) -> str:
+    if os.path.isabs(name) or ".." in name.split("/"):
+        raise CheckpointError(f"{files.folder}: a parameter is named {name!r:.80}")
+    return os.path.join(files.folder, "zero", name, f"{key}.pt")
+
+
+# -- what all have ---------------------------------------------------------------------------------------------------
+
+
+def _base_states(zero: Mapping[str, Any], expected: int, num_masters: int, file: TorchObjects) -> dict[int, Any]:
+    """Return what torch's optimizer keeps, by number of its flat tensors."""
+    base = base_optimizer(zero, file.path)
+    states: dict[int, Any] = at(base, "state", dict, file.path)
+    order = [
+        number for group in at(base, "param_groups", list, file.path) for number in at(group, "params", list, file.path)
+    ]
+    if num_masters != expected or order != list(range(expected)):
+        raise CheckpointError(f"{file.path}: {num_masters} flat groups, its model states name {expected}")
+    return {number: at(states, number, dict, file.path) for number in order if number in states}
+
+
+def _split(
+    files: Files, file: TorchObjects, master: Any, state: Mapping[str, Any], number: int
+) -> tuple[dict[str, tuple[Any, str]], dict[str, Any]]:
+    """Return the tensors of a group by key, with what they are, and its other values."""
+    flats = {FP32: (master, f"flat group {number}")}
+    others: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.size:
+            flats[key] = value, f"{key} of group {number}"
+        else:
+            others[key] = files.scalar(file, value, key)
+    return flats, others
+
+
+def _together(
+    by_rank: Sequence[Sequence[Mapping[str, Any]]], optims: Sequence[TorchObjects]
+) -> tuple[dict[str, list[list[Source]]], list[dict[str, Any]]]:
+    """Return flat tensors by key, rank and group, and the other values of each group: those of rank 0.
+
+    Raises:
+        CheckpointError: ranks have other states, or have made other steps.
+    """
+    keys: list[str] = []
+    flats: dict[str, list[list[Source]]] = {}
+    scalars: list[dict[str, Any]] = []
+    for file, by_group in zip(optims, by_rank, strict=True):
+        found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
+        keys = keys or found
+        if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
+            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
+        for key in keys:
+            flats.setdefault(key, []).append([states[key] for states in by_group])
+        others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
+        scalars = scalars or others
+        if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
+            raise CheckpointError(
+                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                "earlier one did not end; take another checkpoint"
+            )
+    return flats, scalars
+
+
+def _is_scalar(value: Any) -> bool:
+    return not (isinstance(value, Tensor) and value.size)
