@@ -13,8 +13,9 @@ Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_s
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,12 @@ def _check_contract() -> None:
             ),
             "deepspeed.ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
         },
+        arguments={
+            "deepspeed:DeepSpeedEngine.load_checkpoint": (
+                *("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states"),
+                *("load_module_only", "custom_load_fn"),
+            ),
+        },
     )
 
 
@@ -72,9 +79,33 @@ def _check_made(optimizer: Any) -> None:
 
 _check_contract()
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402  the contract gives the better error
+from deepspeed import DeepSpeedEngine  # noqa: E402  the contract gives the better error
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
+
+EngineLoads = Callable[[Any, dict[str, Any]], "tuple[str | None, dict[str, Any]] | None"]
+"""Gets an engine and the arguments of `load_checkpoint`, by name; returns its result, or None to let it go on."""
+
+
+@contextlib.contextmanager
+def engine_loads(handler: EngineLoads) -> Iterator[None]:
+    """Inside, `load_checkpoint` of every engine is handed to `handler` first."""
+    ordinary = DeepSpeedEngine.load_checkpoint
+    signature = inspect.signature(ordinary)
+
+    @functools.wraps(ordinary)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        found = handler(self, {name: value for name, value in bound.arguments.items() if name != "self"})
+        return ordinary(self, *args, **kwargs) if found is None else found
+
+    DeepSpeedEngine.load_checkpoint = load_checkpoint
+    try:
+        yield
+    finally:
+        DeepSpeedEngine.load_checkpoint = ordinary
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +299,11 @@ def set_scheduler(engine: Any, state: Any) -> None:
     engine.lr_scheduler.load_state_dict(state)
 
 
+def is_plain_zero3(engine: Any) -> bool:
+    """Return whether it is an engine of plain ZeRO-3, as far as its optimizer tells."""
+    return type(getattr(engine, "optimizer", None)) is DeepSpeedZeroOptimizer_Stage3
+
+
 def has_scheduler(engine: Any) -> bool:
     """Return whether the engine steps an lr scheduler."""
     return engine.lr_scheduler is not None
@@ -312,7 +348,7 @@ def _held_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterato
 
 def _plain_zero3(engine: Any) -> Any:
     zero: Any = getattr(engine, "optimizer", None)
-    if type(zero) is not DeepSpeedZeroOptimizer_Stage3 or getattr(zero, "zenflow", False):
+    if not is_plain_zero3(engine) or getattr(zero, "zenflow", False):
         raise UnsupportedError(
             f"load_checkpoint fills engines of plain ZeRO-3 that train, not one with {type(zero).__name__}; use the "
             "engine's own load_checkpoint"

@@ -23,6 +23,7 @@ from lowmem_load.hf.active import transformers_models
 from lowmem_load.load.model import why_left_to_stock
 from lowmem_load.load.streaming import following
 from lowmem_load.pipelines.additions import cast_additions, config_of
+from lowmem_load.pipelines.resumes import LedResumes
 from lowmem_load.pipelines.saves import LedSaves
 from lowmem_load.report import OnLoad
 from lowmem_load.settings.ds_config import read_ds_config
@@ -50,6 +51,9 @@ def install(
     rank; so does a load after an `HfDeepSpeedConfig` was dropped. `warnings.simplefilter("error", LoadOrderWarning)`
     makes errors of them. What `lowmem_load.initialize(partition=...)` partitions is whole on purpose, so it does not.
 
+    `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, takes what another number of ranks has
+    saved under ZeRO-3, as `lowmem_load.load_checkpoint` does; DeepSpeed refuses that, and does all other loads.
+
     Local: no rank waits for another here. Call it before the first model is loaded.
 
     Args:
@@ -74,6 +78,7 @@ def install(
         stack.enter_context(hooked(cast_additions))
         if saves:
             stack.enter_context(hooked(stack.enter_context(LedSaves()).begin))
+        stack.enter_context(hooked(stack.enter_context(LedResumes()).begin))
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests import builders
+from tests.multi_rank.test_resume import KEYS, assert_equal, whole_state
 from tests.multi_rank.test_save import equal_folders
 from tests.ranks import run_ranks
+from tests.zero3_checkpoint import save_zero3
 
 ZERO_3: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
@@ -33,7 +36,7 @@ class Tokenizer:
         Path(folder, "tokens.json").write_text("{}")
 
 
-def make_trainer(path: str, out: Path, lora: bool = False, **zero: Any) -> Any:
+def make_trainer(path: str, out: Path, lora: bool = False, steps: int = 1, **zero: Any) -> Any:
     from accelerate.state import AcceleratorState
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
@@ -43,7 +46,7 @@ def make_trainer(path: str, out: Path, lora: bool = False, **zero: Any) -> Any:
         str(out),
         deepspeed=config,
         per_device_train_batch_size=1,
-        max_steps=1,
+        max_steps=steps,
         save_strategy="steps",
         save_steps=1,
         learning_rate=1e-3,
@@ -97,6 +100,7 @@ def save_twice(path: str, out: str) -> None:
     trainer = make_trainer(path, folder / "run")
     trainer.train()
     save_otherwise(trainer, folder / "ours")
+    resume_from_three_ranks(path, folder / "resumed")
 
     seen: list[str] = []
 
@@ -123,6 +127,46 @@ def save_twice(path: str, out: str) -> None:
 
     assert "wrapped" not in repr(Trainer.save_model) and not hasattr(Trainer.save_model, "__wrapped__")
     torch.distributed.barrier()
+
+
+def resume_from_three_ranks(path: str, folder: Path) -> None:
+    """A Trainer goes on from a checkpoint that three ranks have saved, as the run that was not interrupted."""
+    from transformers import TrainerCallback
+
+    class Keeping(TrainerCallback):  # type: ignore[misc]
+        """Keeps the state of the first checkpoint."""
+
+        state: ClassVar[dict[str, torch.Tensor]] = {}
+        scheduler: ClassVar[dict[str, Any]] = {}
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            if not self.state:
+                self.state.update(whole_state(trainer.deepspeed))
+                self.scheduler.update(trainer.deepspeed.lr_scheduler.state_dict())
+
+    trainer = make_trainer(path, folder, steps=2)
+    trainer.add_callback(Keeping)
+    trainer.train()
+    expected = whole_state(trainer.deepspeed)
+    checkpoint = folder / "checkpoint-1"
+    if os.environ["RANK"] == "0":
+        shutil.rmtree(checkpoint / "global_step1")
+        named = [name.split() for name in Keeping.state if " " in name]
+        values = {key: {name: Keeping.state[f"{name} {key}"] for name, k in named if k == key} for key in KEYS}
+        save_zero3(
+            checkpoint,
+            values.pop("fp32"),
+            world_size=3,
+            moments=values,
+            steps=1,
+            lr=Keeping.scheduler["_last_lr"][0],
+            client_state={"lr_scheduler": Keeping.scheduler},
+        )
+    torch.distributed.barrier()
+    trainer = make_trainer(path, folder, steps=2)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert (trainer.state.global_step, trainer.deepspeed.global_steps) == (2, 2)
+    assert_equal(whole_state(trainer.deepspeed), expected)
 
 
 def refuse_what_would_be_empty(trainer: Any, folder: Path) -> None:

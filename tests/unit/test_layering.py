@@ -133,7 +133,7 @@ MODULES: dict[str, set[str]] = {
         *("checkpoint", "consolidate", "copying", "files", "layout", "load", "opening", "optimizer_states", "plan"),
         "swapped",
     },
-    "pipelines": {"additions", "arguments", "install", "model_engine", "saves"},
+    "pipelines": {"additions", "arguments", "install", "model_engine", "resumes", "saves"},
     "startup": {"environment", "hook", "on_pythonpath.sitecustomize", "switch_on"},
     "cli": {
         "bench",
@@ -240,6 +240,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "planning.expression",
             "ranks",
             "report",
+            "resume",
             "saving",
         ),
         "settings",

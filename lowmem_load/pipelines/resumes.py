@@ -1,0 +1,42 @@
+"""Checkpoints that engines load under `install`: those of another number of ranks, which DeepSpeed refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from lowmem_load.ds.resume import engine_loads, is_plain_zero3, wants_universal
+from lowmem_load.integrity.model import unwrapped
+from lowmem_load.resume.load import load_checkpoint
+from lowmem_load.resume.opening import saved_by
+from lowmem_load.saving.save import ranks_of
+
+
+class LedResumes(contextlib.ExitStack):
+    """Leads loads of checkpoints here from the first `deepspeed.initialize` on, until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_begun = False
+
+    def begin(self, _: Mapping[str, Any]) -> None:
+        """Look at a call of `deepspeed.initialize`."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.enter_context(engine_loads(load_of_engine))
+
+
+def load_of_engine(engine: Any, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
+    """Do what `engine.load_checkpoint` would, where that refuses the number of ranks; return None for all else.
+
+    Collective: all ranks, as that is.
+    """
+    if not is_plain_zero3(engine) or wants_universal(engine) or given["custom_load_fn"] is not None:
+        return None
+    ranks = ranks_of(unwrapped(engine))
+    # Ranks that see files of their own node only, or none, must not go different ways.
+    found = set(ranks.all_gather_object(saved_by(given["load_dir"], given["tag"])))
+    if len(found) > 1 or found <= {None, ranks.world_size}:
+        return None
+    return load_checkpoint(engine, **{name: value for name, value in given.items() if name != "custom_load_fn"})
