@@ -30,6 +30,9 @@ MAX_PAGE_S = 1e-3
 where a hypervisor has taken the free memory back (free page reporting), or the kernel has to make room by moving
 pages."""
 
+TRIES = 2
+"""Huge pages of which one has to come quickly: where others want the core as well, a single one may be held up."""
+
 MIN_CAPACITY = 8 * HUGE_PAGE_BYTES
 """Of an arena: for less, what its last huge page may leave unused is not worth it."""
 
@@ -60,9 +63,9 @@ class Arena:
     """Hands out memory for tensors that are made one after the other.
 
     Huge pages where the kernel has them at hand: one of each `WINDOW_BYTES` is timed as it comes. Nothing else is
-    resident before it is written to. What is resident beside the tensors is at most one huge page, at the end, and less
-    than `ALIGNMENT_BYTES` for each. Memory of a tensor goes back to the kernel with its storage, but for pages that it
-    shares with a neighbour which is still there; the address space when all of them are gone.
+    resident before it is written to. What is resident beside the tensors is at most `TRIES` huge pages, at the end, and
+    less than `ALIGNMENT_BYTES` for each. Memory of a tensor goes back to the kernel with its storage, but for pages
+    that it shares with a neighbour which is still there; the address space when all of them are gone.
 
     Args:
         capacity: bytes of all tensors together, each rounded up to `ALIGNMENT_BYTES`. See `arena_for`.
@@ -96,18 +99,23 @@ class Arena:
         return tensor
 
     def _ask(self) -> None:
-        """Take one huge page, and decide by that on those behind it."""
+        """Take a huge page, another if it was slow to come, and decide by them on those behind."""
         start = self._asked
-        begin_s = time.thread_time()
-        self._pages[start] = 0
-        if time.thread_time() - begin_s <= MAX_PAGE_S:
+        last = min(start + TRIES * HUGE_PAGE_BYTES, self._end)
+        if any(self._page_s(page) <= MAX_PAGE_S for page in range(start, last, HUGE_PAGE_BYTES)):
             self._asked += WINDOW_BYTES
             return
         self._asked += self._small_bytes
-        first, end = start + HUGE_PAGE_BYTES, min(self._asked, self._end)
-        if first < end:
-            self._pages.madvise(mmap.MADV_NOHUGEPAGE, first, end - first)
+        end = min(self._asked, self._end)
+        if last < end:
+            self._pages.madvise(mmap.MADV_NOHUGEPAGE, last, end - last)
         self._small_bytes *= 2
+
+    def _page_s(self, start: int) -> float:
+        """Return the seconds of processor time that a page took to come."""
+        begin_s = time.thread_time()
+        self._pages[start] = 0
+        return time.thread_time() - begin_s
 
 
 def _rounded(nbytes: int) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
+import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,29 @@ def test_memory_goes_with_each_tensor(max_page_s: float, monkeypatch: pytest.Mon
         assert all(tensor.min() == tensor.max() == number for number, tensor in tensors.items())
     tensors.clear()
     assert resident() - start < MIB
+
+
+@pytest.mark.parametrize(("slow_pages", "num_windows"), [((), 0), ((0, 2), 0), ((0, 1), 1)])
+def test_two_slow_pages_one_after_the_other_are_needed_for_small_ones(
+    slow_pages: tuple[int, ...], num_windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(mmap.mmap):
+        num_small = 0
+
+        def madvise(self, option: int, *where: int) -> None:
+            Watched.num_small += option == mmap.MADV_NOHUGEPAGE
+            super().madvise(option, *where)
+
+    def times() -> Iterator[float]:
+        for page in itertools.count():
+            yield from (0.0, 2 * arena.MAX_PAGE_S if page in slow_pages else 0.0)
+
+    monkeypatch.setattr(arena.mmap, "mmap", Watched)
+    monkeypatch.setattr(arena.time, "thread_time", times().__next__)
+    made = Arena(2 * arena.WINDOW_BYTES)
+    kept = made.empty(2 * arena.WINDOW_BYTES, torch.uint8)
+    assert kept.numel() == 2 * arena.WINDOW_BYTES
+    assert Watched.num_small == num_windows
 
 
 def test_small_neighbours_go_together() -> None:
