@@ -24,6 +24,7 @@ import torch
 from lowmem_load.describe.arguments import Template, tree_map, values_of
 from lowmem_load.describe.initialise import ReadNow, SharedValue, with_random_state
 from lowmem_load.describe.operations import describe, is_described
+from lowmem_load.describe.pointwise import pointwise
 from lowmem_load.describe.twins import Twins
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
@@ -211,30 +212,18 @@ def _reader_of(args: Any) -> ReadNow:
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: Any) -> Expression | None:
     """Return an operation on each element by itself, such as a dequantizing product, as one on flat ranges."""
-    pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    if not pointwise or is_described(func.overloadpacket) or not isinstance(twin, torch.Tensor):
+    is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    if not is_pointwise or is_described(func.overloadpacket) or not isinstance(twin, torch.Tensor):
         return None
     tensors = [value for value in values_of((args, kwargs)) if isinstance(value, torch.Tensor)]
     # a scalar tensor takes part in type promotion in another way than a flat range of it would
     if any(tensor.dim() == 0 for tensor in tensors):
         return None
-    shape, call = tuple(twin.shape), Template((args, kwargs))
+    shape = tuple(twin.shape)
     uncast = [without_casts(expression_of(tensor)) for tensor in tensors]
-
-    def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        real_args, real_kwargs = call.filled(map(_cast, values, dtypes))
-        result: torch.Tensor = func(*real_args, **real_kwargs)
-        return result
-
-    dtypes = [casts for _, casts in uncast]
+    compute = pointwise(func, Template((args, kwargs)), [casts for _, casts in uncast])
     parts = tuple(expand(part, shape) for part, _ in uncast)
     return Elementwise(str(func), compute, parts, shape, twin.dtype)
-
-
-def _cast(value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    for dtype in dtypes:
-        value = value.to(dtype)
-    return value
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
