@@ -44,6 +44,29 @@ def by_itself(key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpac
 
 
 @dataclass(slots=True)
+class PlanCache:
+    """Where a load keeps how tensors of the files become parameters, for those to come; and what came of that.
+
+    Attributes:
+        folder: of its files; made where there is none.
+        writes: whether this rank writes what was not there.
+        bytes_read: called for the bytes of files that were read so far while the model is described.
+        files: by path, what was done with each: "read", "written", or why not; why nothing was kept, by the folder's.
+        contents: digests of what ranks must have alike, be it read or found out.
+    """
+
+    folder: str
+    writes: bool
+    bytes_read: Callable[[], int]
+    files: dict[str, str] = field(default_factory=dict)
+    contents: list[str] = field(default_factory=list)
+
+    def keep_nothing(self, reason: str) -> None:
+        """Say why what was described is not kept."""
+        self.files[self.folder] = f"nothing kept: {reason}"
+
+
+@dataclass(slots=True)
 class Context:
     """What describing one model needs.
 
@@ -55,6 +78,7 @@ class Context:
         reading: gives the open source of a file of the checkpoint, which is not closed here.
         once: how what all ranks of a node need is found out.
         files: those described so far, by path.
+        plan_cache: None where nothing is kept.
     """
 
     read_now: ReadNow
@@ -64,6 +88,7 @@ class Context:
     reading: Callable[[str], AbstractContextManager[ByteSource]]
     once: Once = by_itself
     files: dict[str, CheckpointFile] = field(default_factory=dict)
+    plan_cache: PlanCache | None = None
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file; each is read once, by one rank of those that share what they find.

@@ -43,6 +43,7 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
+from lowmem_load.stages.plan_cache import PLAN_CACHE
 from lowmem_load.stages.read_cost import READERS, SHARE_READS, drops_behind, readers, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
@@ -206,7 +207,10 @@ class Load:
         )
         with agreed as digest, report.phase("describe"), shared.stage():
             described = describe(
-                *(call, self.settings, self.make_target, executor), holds_values=True, once=shared.once
+                *(call, self.settings, self.make_target, executor),
+                holds_values=True,
+                once=shared.once,
+                writes=shared.source == report.rank,
             )
             report.headers_from = shared.source if shared.num_taken else report.rank
             info = sorted(described.info.items())
@@ -215,7 +219,11 @@ class Load:
             report.commits = sorted({commit_in(file.path) for file in described.files} - {""})
             of_commits = "".join(f", commit {commit}" for commit in report.commits)
             configuration = fingerprint([_config_text(described.model)])
-            digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}")
+            kept = ""
+            if described.plan_cache is not None:
+                report.plan_cache = described.plan_cache.files
+                kept = f", {PLAN_CACHE} {fingerprint(described.plan_cache.contents)}"
+            digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}{kept}")
         return described
 
     def _plan(self, described: Described, around: Any, report: LoadReport) -> Planned:

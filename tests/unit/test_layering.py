@@ -100,7 +100,7 @@ MODULES: dict[str, set[str]] = {
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
         *("accelerate_saves", "active", "collecting", "first_load", "fp8", "hub", "intercept", "loader", "merging"),
-        *("mxfp4", "names", "of_config", "plain_saves"),
+        *("mxfp4", "names", "of_config", "outcome", "outcome_key", "plain_saves", "plan_cache"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
     "ranks": {
@@ -122,7 +122,7 @@ MODULES: dict[str, set[str]] = {
     "reports": {"file", "join", "timeline", "trace"},
     "stages": {
         *("checksums", "defaults", "describe", "digest", "execute", "load", "plan", "plan_only", "read_cost", "room"),
-        *("same_bytes", "sharing", "streamable", "turns"),
+        *("plan_cache", "same_bytes", "sharing", "streamable", "turns"),
     },
     "saving": {"folder", "holdings", "layout", "merged", "plan", "report", "save", "torch_layout", "writer"},
     "load": {"digest", "instead", "model", "plan", "request", "streaming"},
