@@ -381,6 +381,11 @@ REPLICATED = "replicated"
 """Kind of a parameter that every rank holds whole."""
 
 
+def in_common_order(files: Iterable[PlannedFile]) -> list[PlannedFile]:
+    """Return files in an order that is the same on all ranks, whose nodes may have them in different folders."""
+    return sorted(files, key=lambda file: (_file_name(file.path), file.digest))
+
+
 def _file_name(path: str) -> str:
     """Return what follows the last slash: nodes may have the same file in different folders."""
     return path.rpartition("/")[2]

@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -72,6 +73,7 @@ class ExchangedReads(ReadTogether):
 
     Args:
         steps: that are taken out of the fills that they are in.
+        paths: of the files here, in an order that all ranks share: another node may have them in another folder.
         streams: between the ranks that take part; ended by `run`.
         block_bytes: of the file system; see `schedule`.
         check: raises where another rank has failed; called while this one waits.
@@ -79,15 +81,28 @@ class ExchangedReads(ReadTogether):
 
     why_alone = "there are too many different pieces to keep account of"
 
-    def __init__(self, steps: Sequence[Step], streams: Streams, block_bytes: int, *, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        paths: Sequence[str],
+        streams: Streams,
+        block_bytes: int,
+        *,
+        check: Callable[[], None],
+    ) -> None:
         super().__init__(steps)
+        self._paths = {f"{number:06d}": path for number, path in enumerate(paths)}  # by what all ranks call them
         self._streams, self._block_bytes, self._check = streams, block_bytes, check
         self._stopping = threading.Event()
         self._num_reading = 0  # bands that are being read
         self._lock = threading.Lock()
 
     def _read(self, executor: Executor, deliveries: Sequence[Delivery]) -> Shared | None:
-        reads = [delivery.read for delivery in deliveries]
+        called = {path: name for name, path in self._paths.items()}
+        tensors = {
+            each.read.tensor: replace(each.read.tensor, path=called[each.read.tensor.path]) for each in deliveries
+        }
+        reads = [replace(each.read, tensor=tensors[each.read.tensor]) for each in deliveries]
         with ThreadPoolExecutor(NUM_BANDS, "lowmem_load-band") as pool:  # one sends, the others read
             try:
                 letter = encoded_ranges(wanted(reads), self._block_bytes)
@@ -101,7 +116,7 @@ class ExchangedReads(ReadTogether):
                 if b"\1" in set(self._swapped(pool, [bytes([is_too_much])] * self._streams.num_ranks)):
                     return None
                 sending = pool.submit(self._send_bands, pool, executor, found, asked)
-                exchanged_bytes = self._take_bands(executor, found, mine, deliveries, sending)
+                exchanged_bytes = self._take_bands(executor, found, mine, reads, deliveries, sending)
                 read_bytes, sent_bytes = self._result(sending)
             finally:
                 self._stopping.set()
@@ -182,9 +197,8 @@ class ExchangedReads(ReadTogether):
         for part, place in band:
             self._check_stopping()
             size = part.end - part.start
-            executor.read_range(
-                part.path, part.start, memory[place : place + size], f"the tensor at byte {part.origin}"
-            )
+            what = f"the tensor at byte {part.origin}"
+            executor.read_range(self._paths[part.path], part.start, memory[place : place + size], what)
             num_bytes += size
         with self._lock:
             self._num_reading -= 1
@@ -211,11 +225,11 @@ class ExchangedReads(ReadTogether):
         executor: Executor,
         found: Schedule,
         mine: Mapping[int, Sequence[int]],
+        reads: Sequence[Read],
         deliveries: Sequence[Delivery],
         sending: Future[tuple[int, int]],
     ) -> int:
         """Take what this rank needs of all bands; return the bytes that others have sent."""
-        reads = [delivery.read for delivery in deliveries]
         message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         exchanged_bytes = 0
         for number in sorted(mine):

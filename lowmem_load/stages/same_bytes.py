@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowmem_load.errors import CheckpointError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.integrity.checksums import name_of_blob
-from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.load_plan import PlannedFile, in_common_order
 from lowmem_load.ranks.group import RankGroup, spell_ranks
 from lowmem_load.ranks.life import Progress, machine
 from lowmem_load.read.open_sources import OpenSources
@@ -63,7 +63,7 @@ def agree_on_bytes(
         CheckpointError: names the first file that differs, and which ranks hold which.
         RankError: a rank cannot read its files.
     """
-    ordered = sorted(files, key=lambda file: (file.path.rpartition("/")[2], file.digest))
+    ordered = in_common_order(files)
     seen = fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)])
     gathered = ranks.all_gather_object((seen, secrets.randbits(64), offer))
     seen_by, offers = [theirs for theirs, *_ in gathered], [theirs for *_, theirs in gathered]

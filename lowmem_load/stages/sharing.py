@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
 from lowmem_load.planning.exchange import group_of
+from lowmem_load.planning.load_plan import in_common_order
 from lowmem_load.planning.reads import ReadCost
 from lowmem_load.ranks.connections import connections
 from lowmem_load.ranks.group import RankGroup
@@ -70,7 +71,8 @@ def exchanged_reads(
     with connections(ranks, connected_ranks(ranks.rank, offers)) as (streams, why):
         found = None
         if streams is not None:
-            found = ExchangedReads(planned.shared, streams, _bands_end_at(planned), check=ranks.watch())
+            paths = [file.path for file in in_common_order(planned.plan.files)]
+            found = ExchangedReads(planned.shared, paths, streams, _bands_end_at(planned), check=ranks.watch())
         yield found, why or (ALONE_IN_GROUP if found is None and offers[ranks.rank] else "")
 
 

@@ -197,7 +197,9 @@ def load(
     plans: Sequence[Fill], planner: Planner, results: Sequence[torch.Tensor], **more: Any
 ) -> Callable[..., object]:
     def on_rank(place: int, streams: Connections) -> object:
-        sharing = ExchangedReads(plans[place].steps, streams, 512, check=more.get("check", lambda: None))
+        steps = plans[place].steps
+        paths = [steps[0].tensor.path] if isinstance(steps[0], Read) else more["paths"]
+        sharing = ExchangedReads(steps, paths, streams, 512, check=more.get("check", lambda: None))
         executor = more["executors"][place] if "executors" in more else Executor()
         with executor:
             assert sharing.take(plans[place], results[place], planner.material).steps == ()
@@ -233,9 +235,35 @@ def test_an_operation_is_computed_once_its_inputs_have_come(file: Path, monkeypa
     planner, plans = fills(node, 2, ReadLimits(1 << 12, 1 << 12, 1 << 20))
     assert all(isinstance(step, Apply) for fill in plans for step in fill.steps)
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
-    assert all(isinstance(each, Shared) for each in together(2, load(plans, planner, results)))
+    assert all(isinstance(each, Shared) for each in together(2, load(plans, planner, results, paths=[str(file)])))
     expected = VALUES.permute(2, 0, 1)
     assert torch.equal(torch.cat(results), (expected + expected[:, :, 3:4]).reshape(-1))
+
+
+def test_ranks_may_have_the_file_in_different_folders(tmp_path: Path) -> None:
+    """Each reads its own: where another rank has it, this one's machine may have an older copy."""
+
+    class Here(Executor):
+        def __init__(self, path: Path) -> None:
+            super().__init__()
+            self.path = path
+
+        def read_range(self, path: str, start: int, memory: torch.Tensor, what: str) -> None:
+            assert path == str(self.path)
+            super().read_range(path, start, memory, what)
+
+    executors, plans = [], []
+    for rank in range(2):
+        path = tmp_path / str(rank)
+        path.write_bytes(CONTENT)
+        executors.append(Here(path))
+        planner, of_ranks = fills(ex.permute(leaf(path), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+        plans.append(of_ranks[rank])
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+    found = together(2, load(plans, planner, results, executors=executors))
+    assert all(isinstance(each, Shared) for each in found), found
+    assert torch.equal(torch.cat(results), VALUES.permute(2, 0, 1).reshape(-1))
+    assert sum(each.read_bytes for each in found) == NUMEL * 4
 
 
 @pytest.mark.parametrize("limit", ["planning.exchange.MAX_RANGES", "read.exchange.MAX_ASKED"])
@@ -283,7 +311,7 @@ def test_a_rank_that_waits_looks_around_and_gets_on_while_it_reads_nothing() -> 
     def wait(place: int, streams: Connections) -> object:
         if place == 1:
             return asked.wait(20)
-        sharing = ExchangedReads((), streams, 512, check=check)
+        sharing = ExchangedReads((), [], streams, 512, check=check)
         with pytest.raises(InterruptedError):
             sharing.run(Executor(), (), Planner(ReadLimits()).material)
         before = sharing.waited
