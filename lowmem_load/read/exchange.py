@@ -41,7 +41,7 @@ POLL_S = 0.1
 """Seconds after which somebody who waits for another thread looks around."""
 
 _SIZE = struct.Struct("<Q")
-"""What a letter begins with: its bytes."""
+"""What a letter begins with, its bytes; and a number of reads."""
 
 MAX_LETTER_BYTES = 1 << 28
 """Of a letter: what is longer was not written by these ranks."""
@@ -111,10 +111,10 @@ class ExchangedReads(ReadTogether):
                 )
                 if found is None:
                     return None
-                mine, asked = self._asked(pool, found, reads)
-                is_too_much = sum(len(of_rank.reads) for of_rank in asked) > MAX_ASKED
-                if b"\1" in set(self._swapped(pool, [bytes([is_too_much])] * self._streams.num_ranks)):
+                mine, to_ask = self._to_ask(found, reads)
+                if self._is_too_much(pool, to_ask):
                     return None
+                asked = self._asked(pool, found, to_ask)
                 sending = pool.submit(self._send_bands, pool, executor, found, asked)
                 exchanged_bytes = self._take_bands(executor, found, mine, reads, deliveries, sending)
                 read_bytes, sent_bytes = self._result(sending)
@@ -146,19 +146,29 @@ class ExchangedReads(ReadTogether):
             yield bytes(content)
         self._result(sending)
 
-    def _asked(
-        self, pool: ThreadPoolExecutor, found: Schedule, reads: Sequence[Read]
-    ) -> tuple[Mapping[int, Sequence[int]], list[_Asked]]:
-        """Ask the others for what they will read; return this rank's reads by band, and what each asks of this one."""
-        index, place, num_ranks = BandIndex(found), self._streams.place, found.num_ranks
+    @staticmethod
+    def _to_ask(found: Schedule, reads: Sequence[Read]) -> tuple[dict[int, list[int]], list[list[Read]]]:
+        """Return the numbers of reads by the band that they need, and what to ask each rank for."""
+        index = BandIndex(found)
         mine: dict[int, list[int]] = {}
-        of_rank: list[dict[int, Read]] = [{} for _ in range(num_ranks)]
+        of_rank: list[dict[int, Read]] = [{} for _ in range(found.num_ranks)]
         for number, read in enumerate(reads):
             for band in index.bands_of(read):
                 mine.setdefault(band, []).append(number)
-                of_rank[band % num_ranks][number] = read
+                of_rank[band % found.num_ranks][number] = read
+        return mine, [list(each.values()) for each in of_rank]
+
+    def _is_too_much(self, pool: ThreadPoolExecutor, to_ask: Sequence[Sequence[Read]]) -> bool:
+        """Return whether some rank would be asked for more than `MAX_ASKED`, which nobody has written out yet."""
+        counts = [_SIZE.pack(len(reads)) for reads in to_ask]
+        num_asked = sum(_SIZE.unpack(letter)[0] for letter in self._swapped(pool, counts))
+        return b"\1" in set(self._swapped(pool, [bytes([num_asked > MAX_ASKED])] * self._streams.num_ranks))
+
+    def _asked(self, pool: ThreadPoolExecutor, found: Schedule, to_ask: Sequence[Sequence[Read]]) -> list[_Asked]:
+        """Ask the others for what they will read; return what each asks of this rank."""
+        index, place, num_ranks = BandIndex(found), self._streams.place, found.num_ranks
         asked = []
-        for letter in self._swapped(pool, [encoded_reads(list(each.values())) for each in of_rank]):
+        for letter in self._swapped(pool, [encoded_reads(reads) for reads in to_ask]):
             theirs = decoded_reads(letter)
             by_band: dict[int, list[int]] = {}
             for number, read in enumerate(theirs):
@@ -166,7 +176,7 @@ class ExchangedReads(ReadTogether):
                     if band % num_ranks == place:
                         by_band.setdefault(band, []).append(number)
             asked.append(_Asked(theirs, by_band))
-        return mine, asked
+        return asked
 
     def _send_bands(
         self, pool: ThreadPoolExecutor, executor: Executor, found: Schedule, asked: Sequence[_Asked]
