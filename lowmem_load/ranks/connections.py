@@ -15,6 +15,7 @@ import hmac
 import ipaddress
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -36,11 +37,19 @@ CALL_S = 5.0
 MAX_TOLD = 4
 """Ranks that could not be connected whose reasons are told: those of the others are the same or follow."""
 
+BUFFER_BYTES = 128 << 10
+"""Of the system's buffers for a connection, each way. By itself Linux lets them grow to 10 MiB and more for each of 63
+connections; limited so, they held 448 KiB of a stream that nobody took (Linux 6)."""
+
+MAX_CALLERS = 256
+"""That are heard before they have said who they are; then the first of them is dropped. Few of them are ranks."""
+
 _CALL = struct.Struct("!I32s")
 """What a rank that connects says: its place, and a proof that it knows the secret; it is answered with another one."""
 
-_ELSEWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737), to see by which of its own this machine reaches others. Nothing is sent."""
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses that nobody has (RFC 5737 and 3849), to see by which of its own this machine reaches others. Nothing is
+sent."""
 
 
 class Address(NamedTuple):
@@ -146,7 +155,7 @@ def connections(ranks: RankGroup, members: Sequence[int]) -> Iterator[tuple[Conn
         with contextlib.ExitStack() as listening:
             if members:
                 try:
-                    listener = listening.enter_context(_listener(len(members)))
+                    listener = listening.enter_context(_listener())
                     secret = secrets.token_bytes(32) if ranks.rank == members[0] else b""
                     address = Address(_network(ranks.rank), _hosts(), listener.getsockname()[1], secret)
                 except OSError as error:
@@ -166,10 +175,10 @@ def connections(ranks: RankGroup, members: Sequence[int]) -> Iterator[tuple[Conn
         yield (None, "; ".join(told[:MAX_TOLD])) if told else (found, "")
 
 
-def _listener(backlog: int) -> socket.socket:
+def _listener() -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
 
 
 def _network(rank: int) -> str:
@@ -182,7 +191,7 @@ def _network(rank: int) -> str:
 def _hosts() -> tuple[str, ...]:
     """Return the addresses of this machine by which it reaches where the ranks meet, and others."""
     found = []
-    for host in (os.environ.get("MASTER_ADDR"), _ELSEWHERE):
+    for host in (os.environ.get("MASTER_ADDR"), *_ELSEWHERE):
         with contextlib.suppress(OSError):
             for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
                 with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
@@ -208,16 +217,16 @@ def _connected(
     found: dict[int, socket.socket] = {}
     try:
         for other in range(place):
-            found[other] = _called(place, other, members, addresses, secret, until)
-        listener.settimeout(POLL_S)
-        while len(found) < len(members) - 1:
-            check()
-            if time.monotonic() > until:
-                absent = [members[other] for other in range(len(members)) if other not in found and other != place]
-                raise TimeoutError(f"rank(s) {absent[:8]} have not connected within {CONNECT_S:g} s")
-            with contextlib.suppress(OSError):  # nobody yet, or not one of them
-                other, accepted = _accepted(place, len(members), listener, secret)
-                found[other] = accepted
+            found[other] = _called(place, other, members, addresses, secret, until, check)
+        _Callers(place, len(members), listener, secret).take(found, until, check)
+        absent = [members[other] for other in range(len(members)) if other not in found and other != place]
+        if absent:
+            raise TimeoutError(f"rank(s) {absent[:8]} have not connected within {CONNECT_S:g} s")
+        for each in found.values():
+            each.setblocking(True)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                each.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
     except BaseException:
         for each in found.values():
             each.close()
@@ -226,18 +235,24 @@ def _connected(
 
 
 def _called(
-    place: int, other: int, members: Sequence[int], addresses: Sequence[Address], secret: bytes, until: float
+    place: int,
+    other: int,
+    members: Sequence[int],
+    addresses: Sequence[Address],
+    secret: bytes,
+    until: float,
+    check: Callable[[], None],
 ) -> socket.socket:
     address, errors = addresses[other], []
     hosts = ("127.0.0.1",) if address.network == addresses[place].network else address.hosts
     for host in hosts:
         try:
-            made = socket.create_connection((host, address.port), timeout=CALL_S)
+            left_s = max(POLL_S, until - time.monotonic())
+            made = socket.create_connection((host, address.port), timeout=min(CALL_S, left_s))
             try:
-                made.settimeout(max(POLL_S, until - time.monotonic()))  # it may be calling others itself
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 made.sendall(_CALL.pack(place, _proof(secret, place, other)))
-                if not hmac.compare_digest(_exactly(made, 32), _proof(secret, other, place)):
+                made.settimeout(POLL_S)
+                if not hmac.compare_digest(_exactly(made, 32, until, check), _proof(secret, other, place)):
                     raise ConnectionRefusedError("another process answers")
                 return made
             except BaseException:
@@ -249,29 +264,83 @@ def _called(
     raise ConnectionError(f"rank {members[other]} cannot be reached at port {address.port}: {told}")
 
 
-def _accepted(place: int, num_ranks: int, listener: socket.socket, secret: bytes) -> tuple[int, socket.socket]:
-    accepted, _ = listener.accept()
-    try:
-        accepted.settimeout(1)
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        other, proof = _CALL.unpack(_exactly(accepted, _CALL.size))
-        if not place < other < num_ranks or not hmac.compare_digest(proof, _proof(secret, other, place)):
-            raise ConnectionRefusedError("not one of the ranks")
-        accepted.sendall(_proof(secret, place, other))
-    except BaseException:
-        accepted.close()
-        raise
-    return other, accepted
+class _Callers:
+    """Those that connect to this rank: all are heard at a time, so that one that says nothing keeps nobody waiting.
+
+    Args:
+        place: of this rank.
+        num_ranks: of the group; those of higher places will call.
+        listener: that they call.
+        secret: by which they are told from strangers.
+    """
+
+    def __init__(self, place: int, num_ranks: int, listener: socket.socket, secret: bytes) -> None:
+        self._place, self._num_ranks, self._listener, self._secret = place, num_ranks, listener, secret
+        self._heard: dict[socket.socket, bytes] = {}  # of those that have not said all yet, oldest first
+        self._selector = selectors.DefaultSelector()
+
+    def take(self, found: dict[int, socket.socket], until: float, check: Callable[[], None]) -> None:
+        """Add those that are ranks to `found`, by place, until all are there or time is up."""
+        self._listener.setblocking(False)
+        try:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            while len(found) < self._num_ranks - 1 and time.monotonic() < until:
+                check()
+                for key, _ in self._selector.select(POLL_S):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._heard:
+                        self._hear(key.fileobj, found)
+        finally:
+            self._selector.close()
+            for caller in self._heard:
+                caller.close()
+
+    def _accept(self) -> None:
+        try:
+            caller, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # who called has gone
+            return
+        caller.setblocking(False)
+        self._heard[caller] = b""
+        self._selector.register(caller, selectors.EVENT_READ)
+        if len(self._heard) > MAX_CALLERS:
+            self._forget(next(iter(self._heard))).close()
+
+    def _hear(self, caller: socket.socket, found: dict[int, socket.socket]) -> None:
+        try:
+            more = caller.recv(_CALL.size - len(self._heard[caller]))
+            self._heard[caller] += more
+            if more and len(self._heard[caller]) < _CALL.size:
+                return
+            other, proof = _CALL.unpack(self._heard[caller].ljust(_CALL.size))
+            is_rank = self._place < other < self._num_ranks and other not in found
+            if not is_rank or not hmac.compare_digest(proof, _proof(self._secret, other, self._place)):
+                raise ConnectionRefusedError("not one of the ranks")
+            caller.sendall(_proof(self._secret, self._place, other))
+        except OSError:
+            self._forget(caller).close()
+        else:
+            found[other] = self._forget(caller)
+
+    def _forget(self, caller: socket.socket) -> socket.socket:
+        self._selector.unregister(caller)
+        del self._heard[caller]
+        return caller
 
 
 def _proof(secret: bytes, sender: int, receiver: int) -> bytes:
     return hmac.digest(secret, f"{sender} to {receiver}".encode(), "sha256")
 
 
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+def _exactly(connection: socket.socket, nbytes: int, until: float, check: Callable[[], None]) -> bytes:
     found = b""
     while len(found) < nbytes:
-        if not (more := connection.recv(nbytes - len(found))):
-            raise ConnectionResetError("it was closed")
-        found += more
+        check()
+        if time.monotonic() > until:
+            raise TimeoutError("it does not answer")
+        with contextlib.suppress(TimeoutError):
+            if not (more := connection.recv(nbytes - len(found))):
+                raise ConnectionResetError("it was closed")
+            found += more
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -90,19 +91,64 @@ def test_strangers_are_not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def connected(place: int, members: Any, addresses: list[Address], *rest: Any) -> Any:
         if place == 0:
-            for hello in (b"", b"GET / HTTP/1.0\r\n\r\n" + b" " * 30, module._CALL.pack(1, bytes(32))):
+            for hello in (
+                b"",
+                b"GET / HTTP/1.0\r\n\r\n" + b" " * 30,
+                module._CALL.pack(1, bytes(32)),
+                b"",
+                *[b"?"] * 20,
+            ):
                 strangers.append(socket.create_connection(("127.0.0.1", addresses[0].port)))
                 strangers[-1].sendall(hello)
-            strangers[0].close()
+            strangers[0].close()  # and others stay, saying nothing, or too little
         else:
             time.sleep(0.2)
         return ordinary(place, members, addresses, *rest)
 
     monkeypatch.setattr(module, "_connected", connected)
+    monkeypatch.setattr(module, "CONNECT_S", 3)
+    monkeypatch.setattr(module, "MAX_CALLERS", 8)
     assert on_ranks(2, [0, 1], pass_on) == ["01", "01"]
     assert strangers[2].recv(32) == b"", "who does not know it is not answered either"
     for each in strangers:
         each.close()
+
+
+def test_a_rank_that_calls_one_that_does_not_answer_looks_around() -> None:
+    """It may be stopped, and the system takes calls for it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        addresses = [Address("here", (), silent.getsockname()[1], b"secret")] * 2
+        began = time.monotonic()
+        with pytest.raises(StoppedError):
+            module._connected(1, [0, 1], addresses, silent, give_up_after(0.2))
+    assert time.monotonic() - began < 5
+
+
+def test_of_what_nobody_takes_the_system_holds_little() -> None:
+    def fill(rank: int, streams: Connections | None, why: str) -> Any:
+        assert streams is not None, why
+        if rank == 1:
+            return ready.wait(20)
+        sizes: list[int] = []
+        with contextlib.suppress(InterruptedError):
+            while len(sizes) < 1 << 10:
+                streams.send(1, memoryview(bytes(1 << 14)), give_up)
+                sizes.append(1 << 14)
+        ready.set()
+        return sum(sizes)
+
+    ready = threading.Event()
+    assert 0 < on_ranks(2, [0, 1], fill)[0] <= 1 << 20
+
+
+def give_up_after(seconds: float) -> Callable[[], None]:
+    until = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise StoppedError
+
+    return check
 
 
 def test_where_one_cannot_be_reached_all_of_the_group_hear_why(monkeypatch: pytest.MonkeyPatch) -> None:
