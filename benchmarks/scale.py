@@ -353,9 +353,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw cost against world size and tensors")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
     parser.add_argument("--node", type=int, metavar="N", help="what the ranks R to R + N - 1 read")
-    parser.add_argument(
-        "--share", choices=["auto", "off", "on", "job"], default="auto", help="with --node: as the setting"
-    )
+    parser.add_argument("--share", choices=["auto", "off", "on", "job"], default="auto", help="with --node")
     parser.add_argument("--block-bytes", type=int, default=4096, help="with --node: of the file system (st_blksize)")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None):
