@@ -53,7 +53,7 @@ BEFORE = "f8082b3"
 MAX_LOADED_BYTES = 4 << 30
 """Of the largest partition that is loaded; of larger ones only the plan is made."""
 
-LIMIT_S, LIMIT_BYTES = 200.0, 12 << 30
+LIMIT_S, LIMIT_BYTES = 135.0, 12 << 30
 """Of one measurement: earlier versions dequantized whole models on every rank."""
 
 COLUMNS = (
@@ -75,7 +75,8 @@ over       high-water mark of resident memory (VmHWM, reset at the start) above 
 anon, file largest sample of RssAnon, and of RssFile + RssShmem, every 5 ms, above the start; anon holds the partition.
 reads      read calls of the plan; median: bytes of one of them.
 pages, blocks   4 KiB pages, and 1 MiB blocks, of the files that these touch, in bytes over the bytes that are needed.
-version    now: this checkout; before: commit {BEFORE}."""
+version    now: this checkout; before: commit {BEFORE}. What takes longer than {LIMIT_S:.0f} s, or more than
+           {LIMIT_BYTES >> 30} GiB, is ended, and what fails at one rank is not tried at others."""
 
 
 class Row(NamedTuple):
@@ -299,13 +300,17 @@ def measure_row(row: Row, settings: Settings, package: Path | None) -> Result:
 
 
 def measure_all(rows: Iterable[Row], settings: Settings) -> Iterator[tuple[str, Row, Result | FailedError]]:
-    """Yield what each row costs with each version of the package."""
+    """Yield what each row costs with each version of the package; what fails at one rank is not tried at others."""
+    failed: dict[tuple[str, str], str] = {}
     for row in rows:
         for version, package in settings.packages.items():
             try:
+                if (row.folder_name, version) in failed:
+                    raise FailedError(failed[row.folder_name, version])
                 result: Result | FailedError = measure_row(row, settings, package)
             except FailedError as error:
                 result = error
+                failed.setdefault((row.folder_name, version), f"as rank {row.rank} of {row.world_size}, so not run")
             yield version, row, result
             line = f"failed: {result}" if isinstance(result, FailedError) else "  ".join(result.cells(version))
             print(f"{row.folder_name} {row.rank}/{row.world_size} {version}: {line}", file=sys.stderr, flush=True)
