@@ -25,11 +25,11 @@ from lowmem_load.planning.reads import BLOCK_NUMEL, Apply, Fill, Loop, Move, Pie
 from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch
 from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
-from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
+from lowmem_load.read.scatter import scatter_elements
 from lowmem_load.read.source import ByteSource, LocalFile, Opener
 from lowmem_load.read.stats import ReadStats
 from lowmem_load.read.temporaries import Take, Temporaries
-from lowmem_load.read.uploads import SLOT_BYTES, Put, Spans, Uploads, is_run, work_before
+from lowmem_load.read.uploads import Put, Spans, Uploads, is_run, move_tasks, work_before
 
 MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
@@ -120,7 +120,7 @@ class Executor:
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
         scatter = Scatter(0, 0, (Loop(values.numel(), 1, 1),), (destination.dtype,))
-        for task in _move_tasks(scatter, values.detach().contiguous().view(-1), self._put_into(destination)):
+        for task in move_tasks(scatter, values.detach().contiguous().view(-1), self._put_into(destination)):
             self._run(task)
 
     def read_range(self, path: str, start: int, memory: torch.Tensor, what: str) -> None:
@@ -132,7 +132,7 @@ class Executor:
         if destination.device.type == "cpu":
             scatter_elements(scatter, values, destination, 0)
             return
-        for task in _move_tasks(scatter, values, self._put_into(destination)):
+        for task in move_tasks(scatter, values, self._put_into(destination)):
             self._run(task)
         self._finish_reads()
 
@@ -273,7 +273,7 @@ class Executor:
                     else:
                         yield self._device_read_task(step, first, scatter, put)
             elif isinstance(step, Move):
-                yield from _move_tasks(step.scatter, known[step.value], put)
+                yield from move_tasks(step.scatter, known[step.value], put)
             else:
                 for piece in step.pieces:
                     yield self._device_apply_task(step, piece, put, known, material)
@@ -390,14 +390,3 @@ def compute_into(
 
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, "lowmem_load-read")
-
-
-def _move_tasks(scatter: Scatter, values: torch.Tensor, put: Put) -> Iterator[Task]:
-    """Yield what moves values in host memory to a device: gathered on the host, cast and scattered there."""
-    for part in split(scatter, SLOT_BYTES // values.element_size()):
-        chosen = source_elements(part, values)
-
-        def task(part: Scatter = part, chosen: torch.Tensor = chosen) -> None:
-            put(gathered(part), chosen.numel(), chosen.dtype, lambda memory: memory.view(chosen.shape).copy_(chosen))
-
-        yield task

@@ -17,14 +17,14 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from lowmem_load.planning.reads import Loop, Scatter
-from lowmem_load.read.scatter import scatter_elements
+from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
 
 SLOT_BYTES = 8 << 20
 """Of a pinned slot: what the largest staged read of a plan needs (`ReadLimits.staging_bytes`)."""
@@ -181,6 +181,17 @@ def is_run(scatter: Scatter, numel: int, dtype: torch.dtype, destination: torch.
     """Return whether `numel` elements of `dtype` go to the destination as they lie."""
     lie_alike = scatter.source_start == 0 and scatter.loops == (Loop(numel, 1, 1),)
     return lie_alike and dtype == destination.dtype and not scatter.casts
+
+
+def move_tasks(scatter: Scatter, values: torch.Tensor, put: Put) -> Iterator[Callable[[], None]]:
+    """Yield tasks that move values in host memory to a device: gathered on the host, cast and scattered there."""
+    for part in split(scatter, SLOT_BYTES // values.element_size()):
+        chosen = source_elements(part, values)
+
+        def task(part: Scatter = part, chosen: torch.Tensor = chosen) -> None:
+            put(gathered(part), chosen.numel(), chosen.dtype, lambda memory: memory.view(chosen.shape).copy_(chosen))
+
+        yield task
 
 
 def _copy(scatter: Scatter, staged: torch.Tensor, destination: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import ReadLimits
-from lowmem_load.read import executor as executors
 from lowmem_load.read import uploads
 from lowmem_load.read.executor import Executor
 from tests.ranks import SIMULATED, run_ranks
@@ -37,7 +36,6 @@ def values() -> torch.Tensor:
 def small_slots() -> Iterator[Executor]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(uploads, "SLOT_BYTES", SLOT)
-        patches.setattr(executors, "SLOT_BYTES", SLOT)
         with Executor() as executor:
             yield executor
 
