@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,30 +77,35 @@ def load_checkpoint(
     """
     from lowmem_load.partial.engine import PartialEngine
 
-    def load_zero3(
-        folder: str | os.PathLike[str],
-        tag: str | None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        wanted = Wanted(
-            os.fspath(folder),
-            tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            counters=not load_module_only,
-            trusted=trusted,
-        )
-        zero3 = engine.zero3 if isinstance(engine, PartialEngine) else engine
-        return _load(zero3, wanted, progress)
-
     flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
     if isinstance(engine, PartialEngine):
+        load_zero3 = functools.partial(_load_zero3, engine.zero3, trusted, progress)
         return engine.load_checkpoint_by(load_zero3, load_dir, tag, *flags)
-    return load_zero3(load_dir, tag, *flags)
+    return _load_zero3(engine, trusted, progress, load_dir, tag, *flags)
+
+
+def _load_zero3(
+    engine: Any,
+    trusted: bool,
+    progress: bool | None,
+    load_dir: str | os.PathLike[str],
+    tag: str | None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+) -> tuple[str | None, dict[str, Any]]:
+    """Do what `load_checkpoint` does, with an engine of ZeRO-3; the last arguments are those of its own method."""
+    wanted = Wanted(
+        os.fspath(load_dir),
+        tag,
+        strict=load_module_strict,
+        optimizer=load_optimizer_states and not load_module_only,
+        scheduler=load_lr_scheduler_states and not load_module_only,
+        counters=not load_module_only,
+        trusted=trusted,
+    )
+    return _load(engine, wanted, progress)
 
 
 def _load(engine: Any, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
