@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -130,7 +130,10 @@ def told(value: Any, depth: int = 0, *, quantizer: Any = None) -> Any:
     if isinstance(value, FunctionType):
         if value.__closure__:
             raise NotDataError(f"a closure, {value.__qualname__}")
-        return [value.__module__, value.__qualname__, _code_object(value.__code__)]
+        defaults = [deeper(value.__defaults__), deeper(value.__kwdefaults__)]
+        return [value.__module__, value.__qualname__, _code_object(value.__code__), *defaults]
+    if isinstance(value, MethodType | functools.partial | torch.Tensor):  # whose attributes do not say what they hold
+        raise NotDataError(f"a {type(value).__name__}")
     if hasattr(value, "to_dict"):
         return [deeper(type(value)), deeper(value.to_dict())]
     return [deeper(type(value)), deeper(dict(_attributes(value)))]

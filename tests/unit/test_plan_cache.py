@@ -29,7 +29,7 @@ from benchmarks import published, sparse
 from lowmem_load import plan
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.kept import read_kept, write_kept
-from lowmem_load.formats.templates import Teller, Template
+from lowmem_load.formats.templates import NotDataError, Teller, Template
 from lowmem_load.hf import collecting, fp8, mxfp4, outcome_key, plan_cache
 from lowmem_load.hf.outcome import Named
 from lowmem_load.planning import expression as ex
@@ -455,3 +455,11 @@ def test_what_a_process_tells_of_a_value_is_what_another_tells() -> None:
     late = collecting._LatePattern("a|b")
     assert outcome_key.told(late) == outcome_key.told(re.compile("a|b")) != outcome_key.told(re.compile("a"))
     assert outcome_key.told(one) != outcome_key.told({**other, "a": (torch.float16, [None, True, 1.5])})
+    first, second = (lambda x, n=n: x * n for n in (1, 2))
+    assert outcome_key.told(first) != outcome_key.told(second), "functions that differ in their defaults alone"
+
+
+@pytest.mark.parametrize("value", [functools.partial(round, 1.5), Path("a").exists, [].append, torch.ones(2)])
+def test_what_does_not_tell_all_that_it_holds_has_no_key(value: Any) -> None:
+    with pytest.raises(NotDataError):
+        outcome_key.told(value)
