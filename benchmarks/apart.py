@@ -1,9 +1,10 @@
-"""Runs a function in a fresh process, with this version of the package or with an earlier one, within limits."""
+"""Runs a function in a fresh process, with this version of the package or another, or as a rank without the others."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import resource
 import shutil
 import subprocess
@@ -94,3 +95,16 @@ def unpack_package(commit: str, folder: Path) -> Path:
     for module in ("__init__.py", "memory.py"):
         shutil.copy(root / "lowmem_load" / "bench" / module, folder / "lowmem_load" / "bench" / module)
     return folder
+
+
+def be_rank(rank: int, world_size: int) -> None:
+    """Make this process a rank of a world that has no others, on torch's fake process group."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="8")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # DeepSpeed asks for them, and uses the group
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)

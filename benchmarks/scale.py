@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.apart import FailedError, run_apart, unpack_package
+from benchmarks.apart import FailedError, be_rank, run_apart, unpack_package
 from benchmarks.machine import describe_machine
 from benchmarks.published import MODELS
 from benchmarks.sparse import write
@@ -220,7 +220,7 @@ def measure(folder: Path, row: Row, is_loaded: bool, num_threads: int) -> Result
     stages.make_plan = kept
     stages.environment.cores = lambda _: num_threads
     if is_loaded:
-        _be_rank(row.rank, row.world_size)
+        be_rank(row.rank, row.world_size)
     with MemorySampler() as sampler, _conversion_errors():
         time.perf_counter = time.process_time  # phases are measured by it
         if is_loaded:
@@ -268,19 +268,6 @@ class Settings:
     num_threads: int
     folder: Path
     packages: dict[str, Path | None]
-
-
-def _be_rank(rank: int, world_size: int) -> None:
-    """Make this process a rank of a world that has no others."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="8")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # DeepSpeed asks for them, and uses the group
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
 def measure_row(row: Row, settings: Settings, package: Path | None) -> Result:
