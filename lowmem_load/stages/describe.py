@@ -75,23 +75,8 @@ def describe(
         writes: whether this rank puts into the plan cache what is not there.
     """
     start = time.perf_counter()
-    reads: dict[str, int] = {}
+    reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
-
-    def read_now(expression: Expression, reason: str) -> torch.Tensor:
-        before = executor.stats.read_bytes
-        whole = read_whole(executor, expression)
-        if executor.stats.read_bytes > before:
-            reads[reason] = reads.get(reason, 0) + executor.stats.read_bytes - before
-        return whole
-
-    def note(expression: Expression, reason: str) -> torch.Tensor:
-        planner = Planner()
-        fill = planner.plan_fill(reason, expression, FlatRange(0, numel(expression)))
-        read_bytes = planner.costs([fill]).read_bytes
-        if read_bytes:
-            reads[reason] = reads.get(reason, 0) + read_bytes
-        return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
 
     def settled(model: nn.Module) -> tuple[nn.Module, Settings, Target]:
         """Return a model with its settings and target: the one that is loaded, or one that its `__init__` loads."""
@@ -107,17 +92,47 @@ def describe(
             return lambda parameter: FlatRange(0, parameter.numel())
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
-    initialiser = Initialiser(read_now, None if holds_values else note)
+    initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     folder = plan_cache_folder()
-    cache = None if folder is None else PlanCache(folder, writes, lambda: sum(reads.values()))
+    cache = None if folder is None else PlanCache(folder, writes, lambda: sum(reads.nbytes.values()))
     context = Context(
-        *(read_now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once), plan_cache=cache
+        *(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once), plan_cache=cache
     )
     model, info = call.describe(context, is_cut_up=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)
     seconds = time.perf_counter() - start
-    return Described(call.name, model, info, resolved, target, files, tuple(reads.items()), seconds, cache)
+    return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), seconds, cache)
+
+
+class _Reads:
+    """Reads what must be known while a model is described.
+
+    Attributes:
+        nbytes: that were read, or would be, by reason.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.nbytes: dict[str, int] = {}
+        self._executor = executor
+
+    def now(self, expression: Expression, reason: str) -> torch.Tensor:
+        """See `ReadNow`."""
+        before = self._executor.stats.read_bytes
+        whole = read_whole(self._executor, expression)
+        self._count(reason, self._executor.stats.read_bytes - before)
+        return whole
+
+    def note(self, expression: Expression, reason: str) -> torch.Tensor:
+        """Count what `now` would read; return a meta tensor in its place."""
+        planner = Planner()
+        fill = planner.plan_fill(reason, expression, FlatRange(0, numel(expression)))
+        self._count(reason, planner.costs([fill]).read_bytes)
+        return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
+
+    def _count(self, reason: str, nbytes: int) -> None:
+        if nbytes > 0:
+            self.nbytes[reason] = self.nbytes.get(reason, 0) + nbytes
 
 
 def _names_by_id(model: nn.Module) -> dict[int, str]:
