@@ -83,7 +83,9 @@ class Conversion:
 
     def _refuse(self, call: Mapping[str, Any]) -> None:
         config, quantizer = self.load_config, self.load_config.hf_quantizer
-        if any(call.get(name) for name in ("tp_plan", "disk_offload_index")) or config.device_map is not None:
+        # A model's tp_plan, which releases before 5.16 hand over, says nothing without a mesh.
+        placed = (call.get("disk_offload_index"), config.device_map, getattr(config, "device_mesh", None))
+        if any(each is not None for each in placed):
             raise NotDataError("a model that is placed, or parallelised, by transformers")
         if getattr(self.model, "_hf_peft_config_loaded", False):
             raise NotDataError("adapters")
