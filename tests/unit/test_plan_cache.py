@@ -128,12 +128,10 @@ MODELS: dict[str, Callable[[Path, Path], tuple[Path, dict[str, Any]]]] = {
 
 
 def with_few_experts(model: str, folder: Path, num_layers: int) -> Path:
-    """Returns the folder of a published model, sparse, with 8 experts in each layer."""
-    found = published.MODELS[model]
+    """Returns the folder of a published model, sparse: 8 experts, and all blocks whole, as releases before 5.16 ask."""
+    config = {**published.MODELS[model].config, "n_routed_experts": 8, "qk_rope_head_dim": 128}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            published.MODELS, "few", dataclasses.replace(found, config={**found.config, "n_routed_experts": 8})
-        )
+        patch.setitem(published.MODELS, "few", dataclasses.replace(published.MODELS[model], config=config))
         return sparse.write("few", folder, num_layers)
 
 
