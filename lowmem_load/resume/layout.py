@@ -34,14 +34,8 @@ FP32 = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """The elements of one parameter, or of one of its moments, in the files of all ranks.
-
-    Attributes:
-        flats: the flat tensor of each rank that holds its partition.
-        offset: element of it at which the partition starts.
-        numel: of the whole.
-    """
+class _Flats:
+    """The elements of one parameter, or of one of its moments, in flat tensors in the files of all ranks."""
 
     flats: tuple[Source, ...]
     offset: int
@@ -51,6 +45,17 @@ class Pieces:
     def dtype(self) -> torch.dtype:
         """Of the elements."""
         return self.flats[0].dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces(_Flats):
+    """The elements of one parameter, or of one of its moments, of which each rank's flat tensor holds a partition.
+
+    Attributes:
+        flats: the flat tensor of each rank.
+        offset: element of it at which the partition starts.
+        numel: of the whole.
+    """
 
     def part(self, wanted: FlatRange) -> Expression:
         """Return what elements `wanted` of the whole are made of: runs of the files of the ranks that hold some."""
@@ -64,7 +69,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(_Flats):
     """The elements of one parameter, or of one of its moments, in flat tensors that lie one behind the other.
 
     Attributes:
@@ -72,15 +77,6 @@ class Chain:
         offset: element of all of them together at which the parameter starts.
         numel: of the parameter.
     """
-
-    flats: tuple[Source, ...]
-    offset: int
-    numel: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements."""
-        return self.flats[0].dtype
 
     def part(self, wanted: FlatRange) -> Expression:
         """Return what elements `wanted` of the parameter are made of: runs of the files of the ranks that hold some."""

@@ -14,6 +14,7 @@ import pytest
 from lowmem_load.ranks import connections as module
 from lowmem_load.ranks.connections import Address, Connections, connections
 from lowmem_load.ranks.group import StoppedError
+from tests.together import in_threads
 
 
 class Ranks:
@@ -35,24 +36,15 @@ class Ranks:
 
 def on_ranks(world_size: int, members: list[int], act: Callable[[int, Connections | None, str], Any]) -> list[Any]:
     """Returns what `act` returns or raises on each rank, connected with the other members if it is one."""
-    barrier, found = threading.Barrier(world_size), [None] * world_size
+    barrier = threading.Barrier(world_size)
     told: dict[int, list[Any]] = {number: [None] * world_size for number in range(2)}
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         ranks: Any = Ranks(rank, told, barrier)
-        try:
-            with connections(ranks, members if rank in members else []) as (streams, why):
-                found[rank] = act(rank, streams, why)
-        except BaseException as error:
-            found[rank] = error  # type: ignore[call-overload]
+        with connections(ranks, members if rank in members else []) as (streams, why):
+            return act(rank, streams, why)
 
-    threads = [threading.Thread(target=run, args=[rank]) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return found
+    return in_threads(world_size, run)
 
 
 def give_up() -> None:

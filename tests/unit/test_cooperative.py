@@ -17,38 +17,21 @@ from lowmem_load.errors import TruncatedFileError
 from lowmem_load.planning import cooperative
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.cooperative import Segment, Shared, Wanted, reads_of, schedule, wanted, within
-from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.planning.reads import Apply, Fill, Loop, Read, ReadLimits, Scatter
+from lowmem_load.planning.reads import Apply, Loop, Read, ReadLimits, Scatter
 from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.executor import Executor
+from tests.together import CONTENT, NUMEL, START, VALUES, fills, in_threads, leaf, move
 
-SHAPE = (5, 12, 30)
-NUMEL = 5 * 12 * 30
-START = 41
-"""Byte of the file at which the tensor starts: no multiple of anything."""
-
-VALUES = torch.arange(NUMEL, dtype=torch.int32).reshape(SHAPE)
 WINDOW_BYTES = 1 << 14
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "data"
-    path.write_bytes(b"\xff" * START + VALUES.numpy().tobytes())
+    path.write_bytes(CONTENT)
     return path
-
-
-def leaf(path: Path | str = "data") -> ex.Source:
-    return ex.Source(str(path), "w", START, SHAPE, torch.int32)
-
-
-def fills(node: ex.Expression, world_size: int, limits: ReadLimits) -> tuple[Planner, list[Fill]]:
-    """Every rank's plan of its partition; one planner, so that values and functions have one number."""
-    planner = Planner(limits)
-    ranges = [partition_range(ex.numel(node), rank, world_size) for rank in range(world_size)]
-    return planner, [planner.plan_fill("w", node, each) for each in ranges]
 
 
 @settings(max_examples=80, deadline=None)
@@ -92,16 +75,6 @@ def test_the_union_is_read_once_and_holds_what_each_rank_needs(
         assert torch.equal(got, expected[own.start : own.end])
 
 
-def move(scatter: Scatter, values: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
-    """Moves elements; returns what was there before."""
-    sizes = [loop.size for loop in scatter.loops]
-    source = values.as_strided(sizes, [loop.source for loop in scatter.loops], scatter.source_start)
-    place = destination.as_strided(sizes, [loop.destination for loop in scatter.loops], scatter.destination_start)
-    before = place.clone()
-    place.copy_(source)
-    return before
-
-
 def test_bands_end_at_blocks_and_between_items() -> None:
     found = schedule([[Wanted("f", 5, 4, 4097, 40_005)]], 4096, 10_000)
     assert found.num_rounds == len(found.bands) == 5
@@ -133,21 +106,12 @@ def together(num_ranks: int, act: Callable[[int, Windows], object]) -> list[Base
     nbytes = Windows.nbytes_of(num_ranks, WINDOW_BYTES)
     name = new_name()
     descriptor = make_memory(name, nbytes)
-    found: list[BaseException | object] = [None] * num_ranks
 
-    def run(place: int) -> None:
-        try:
-            memory = memory_of(os.getpid(), descriptor, name, nbytes)
-            found[place] = act(place, Windows(memory, place, num_ranks, WINDOW_BYTES))
-        except BaseException as error:
-            found[place] = error
+    def run(place: int) -> object:
+        memory = memory_of(os.getpid(), descriptor, name, nbytes)
+        return act(place, Windows(memory, place, num_ranks, WINDOW_BYTES))
 
-    threads = [threading.Thread(target=run, args=[place]) for place in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    found = in_threads(num_ranks, run)
     os.close(descriptor)
     return found
 

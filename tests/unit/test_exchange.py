@@ -26,25 +26,7 @@ from lowmem_load.ranks.connections import Connections
 from lowmem_load.ranks.group import StoppedError
 from lowmem_load.read.exchange import ExchangedReads
 from lowmem_load.read.executor import Executor
-
-SHAPE = (5, 12, 30)
-NUMEL = 5 * 12 * 30
-START = 41
-"""Byte of the file at which the tensor starts: no multiple of anything."""
-
-VALUES = torch.arange(NUMEL, dtype=torch.int32).reshape(SHAPE)
-CONTENT = b"\xff" * START + VALUES.numpy().tobytes()
-
-
-def leaf(path: Path | str = "data") -> ex.Source:
-    return ex.Source(str(path), "w", START, SHAPE, torch.int32)
-
-
-def fills(node: ex.Expression, world_size: int, limits: ReadLimits) -> tuple[Planner, list[Fill]]:
-    """Every rank's plan of its partition; one planner, so that values and functions have one number."""
-    planner = Planner(limits)
-    ranges = [partition_range(ex.numel(node), rank, world_size) for rank in range(world_size)]
-    return planner, [planner.plan_fill("w", node, each) for each in ranges]
+from tests.together import CONTENT, NUMEL, VALUES, fills, in_threads, leaf, move
 
 
 def cut_bands(patch: pytest.MonkeyPatch, band_bytes: int) -> None:
@@ -115,18 +97,6 @@ def test_messages_bring_each_element_once_and_nothing_else(
             assert torch.equal(got, VALUES.permute(dims).reshape(-1)[own.start : own.end])
 
 
-def move(scatter: Scatter, values: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
-    """Moves elements; returns what was there before."""
-    sizes = [loop.size for loop in scatter.loops]
-    offset = values.storage_offset() + scatter.source_start
-    source = values.as_strided(sizes, [loop.source for loop in scatter.loops], offset)
-    offset = destination.storage_offset() + scatter.destination_start
-    place = destination.as_strided(sizes, [loop.destination for loop in scatter.loops], offset)
-    before = place.clone()
-    place.copy_(source)
-    return before
-
-
 def test_an_element_that_goes_to_many_places_is_sent_once() -> None:
     read = Read(leaf(), 10, 4, (), Scatter(0, 0, (Loop(3, 0, 1), Loop(4, 1, 3)), ()), is_direct=False)
     found = exchange.agreed_schedule([exchange.encoded_ranges(wanted([read]), 1)], 1)
@@ -166,21 +136,8 @@ def together(num_ranks: int, act: Callable[[int, Connections], object]) -> list[
         sockets[one][other], sockets[other][one] = socket.socketpair()
         for each in (sockets[one][other], sockets[other][one]):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the smallest there is: all messages wait
-    found: list[Any] = [None] * num_ranks
     streams = [Connections(place, range(num_ranks), sockets[place]) for place in range(num_ranks)]
-
-    def run(place: int) -> None:
-        try:
-            found[place] = act(place, streams[place])
-        except BaseException as error:
-            found[place] = error
-
-    threads = [threading.Thread(target=run, args=[place]) for place in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    found = in_threads(num_ranks, lambda place: act(place, streams[place]))
     for each in streams:
         each.close()
     return found
