@@ -13,6 +13,7 @@ from lowmem_load.differences import known_differences
 from lowmem_load.phases import FileReads, Memory, Phases
 from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import REPLICATED, LoadPlan, SlowPath
+from lowmem_load.planning.reads import LOCAL, ReadCost
 from lowmem_load.quantities import count, duration, size
 from lowmem_load.tables import facts
 
@@ -112,6 +113,7 @@ class LoadReport(Phases):
             turn before read, this rank's wait until fewer than `readers` others read.
         readers: how many ranks read at a time, at most; 0 for no limit.
         files: what was read of each file, by its path.
+        read_cost: what a read was taken to cost, by which reads were planned, and where that comes from.
         shared: what came of reading together with other ranks of the node, or of the job; None where this rank read
             alone.
         not_shared: why it did, where it had reads to share.
@@ -156,6 +158,7 @@ class LoadReport(Phases):
     num_retries: int = 0
     readers: int = 0
     files: Mapping[str, FileReads] = field(default_factory=dict)
+    read_cost: ReadCost = field(default_factory=ReadCost)
     shared: Shared | None = None
     not_shared: str = ""
     start_device: DeviceMemory = DeviceMemory(0, 0)
@@ -181,7 +184,7 @@ class LoadReport(Phases):
         self.total_partition_bytes = self.partition_bytes * self.world_size
         self.file_bytes = sum(file.nbytes for file in plan.files)
         self.num_quantized, self.companion_bytes = plan.num_quantized, plan.companion_bytes
-        self.needed_bytes = plan.needed_bytes
+        self.needed_bytes, self.read_cost = plan.needed_bytes, plan.read_cost
         self.missing_keys, self.unexpected_keys = list(plan.missing_keys), list(plan.unexpected_keys)
         self.mismatched_keys = list(plan.mismatched_keys)
         self.uninitialised_parameters = [target.name for target in plan.targets if target.is_uninitialised]
@@ -226,6 +229,11 @@ class LoadReport(Phases):
     def _cache_text(self) -> str:
         return "; ".join(f"{path}: {done}" for path, done in self.plan_cache.items())
 
+    def _cost_text(self) -> str:
+        cost = self.read_cost
+        taken_as = f"taken as {cost.call_s * 1e6:g} us and {cost.bytes_per_s / 1e6:g} MB/s: {cost.origin}"
+        return "" if cost.origin == LOCAL else taken_as
+
     def _device_text(self) -> str:
         if self.overlap is None:
             return ""
@@ -266,6 +274,7 @@ class LoadReport(Phases):
             "read": f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, "
             f"{size(self.needed_bytes)} needed; {self.num_reads:,} reads{retries}",
             "plan cache": self._cache_text(),
+            "cost of a read": self._cost_text(),
             "read together": self._sharing_text(),
             "host memory": f"{size(grown)} above the start at the most",
             "device memory": device,
@@ -311,6 +320,8 @@ class LoadReport(Phases):
             lines.insert(5, f"  plan cache: {self._cache_text()}")
         if self._sharing_text():
             lines.insert(4, f"  read together: {self._sharing_text()}")
+        if self._cost_text():
+            lines.insert(4, f"  cost of a read: {self._cost_text()}")
         if self.num_quantized:
             scales = f"{self.companion_bytes / mib:.1f} MiB of scales whole on every rank"
             lines.insert(2, f"  {self.num_quantized} parameters are quantized; {scales}")

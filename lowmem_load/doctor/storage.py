@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from lowmem_load.doctor.finding import NOTE, OK, PROBLEM, Finding
 from lowmem_load.errors import CheckpointError
 from lowmem_load.quantities import size
-from lowmem_load.read.mounts import mount_of
+from lowmem_load.read.mounts import NETWORK_BYTES_PER_S, NETWORK_CALL_S, mount_of
 from lowmem_load.read.rate import read_rate
 
 MIN_BLOCK_BYTES = 128 << 10
@@ -49,7 +49,11 @@ def _file_system(folder: str) -> Finding:
     said = f"{folder}: {mount.kind}, reads in blocks of {size(block)}"
     if not mount.is_network:
         return Finding("storage", OK, said)
-    advice = "it is on the network: set LOWMEM_LOAD_READ_CALL_US to what one read takes there (500 to 2000, say)"
+    cost = f"{NETWORK_CALL_S * 1e3:g} ms, and bytes at {NETWORK_BYTES_PER_S / 1e6:g} MB/s"
+    advice = (
+        f"it is on the network, where a read is taken to cost {cost}: if it is far from that, set "
+        "LOWMEM_LOAD_READ_CALL_US and LOWMEM_LOAD_READ_MB_PER_S"
+    )
     if mount.rsize and block < MIN_BLOCK_BYTES:
         advice += f", and mount it with larger blocks (rsize={1 << 20})"
     return Finding("storage", NOTE, said, advice)

@@ -35,6 +35,9 @@ MIN_ADVANTAGE = 1.5
 MIN_ADVANTAGE_OVER_NETWORK = 1.1
 """The same where the job is told to share over the network: what that costs is not counted, only what is read."""
 
+MEMORY_BYTES_PER_S = ReadCost().bytes_per_s
+"""At which bytes are moved through shared memory, whatever storage they come from."""
+
 _PLACE_ALIGNMENT = 64
 """Bytes: what elements of any dtype may start at."""
 
@@ -148,7 +151,7 @@ def shared_steps(plan: LoadPlan, sharing: Sharing) -> tuple[Step, ...]:
         if sum(alone_s - shared_s for alone_s, shared_s in costs if _pays(alone_s, shared_s)) < MIN_SPARED_S:
             return ()
     if sharing is Sharing.JOB:
-        costs = [_seconds(reads_of(step), plan.read_cost, times_moved=1) for step in found]
+        costs = [_seconds(reads_of(step), plan.read_cost, times_moved=0) for step in found]
         pays = [alone_s > MIN_ADVANTAGE_OVER_NETWORK * shared_s for alone_s, shared_s in costs]
         found = [step for step, does in zip(found, pays, strict=True) if does]
     return tuple(_that_fit(found))
@@ -216,6 +219,17 @@ def schedule_of(
     """Return who reads what of the union of what some ranks want, which is `wanted_bytes`; see `schedule`."""
     share = -(-nbytes_of(union) // num_ranks) + block_bytes + _PLACE_ALIGNMENT
     return Schedule(num_ranks, tuple(_bands(union, min(band_bytes, share), block_bytes)), wanted_bytes)
+
+
+def pieces_of(band: Band, num_threads: int, block_bytes: int) -> Iterator[Segment]:
+    """Yield the segments of a band, cut at the ends of blocks so that as many threads have about equal shares."""
+    share = max(-(-nbytes_of(segment.wanted for segment in band) // num_threads), block_bytes, _PLACE_ALIGNMENT)
+    for part, place in band:
+        start = part.start
+        while start < part.end:
+            end = _cut(part, start, share, block_bytes, must_cut=True)
+            yield Segment(part._replace(start=start, end=end), place + start - part.start)
+            start = end
 
 
 def nbytes_of(ranges: Iterable[Wanted]) -> int:
@@ -307,7 +321,7 @@ def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
     )
 
 
-def _seconds(reads: Sequence[Read], cost: ReadCost, times_moved: int = 2) -> tuple[float, float]:
+def _seconds(reads: Sequence[Read], cost: ReadCost, times_moved: int = 1) -> tuple[float, float]:
     """Return what reads cost this rank alone, and about what they cost if every needed byte is read once in bands.
 
     Alone it reads the blocks of a network file system whole. Each needed byte is read by somebody and, unless that does
@@ -316,7 +330,8 @@ def _seconds(reads: Sequence[Read], cost: ReadCost, times_moved: int = 2) -> tup
     nbytes = sum(_block_bytes(read, cost.block_bytes) for read in reads)
     alone_s = sum(read.num_reads for read in reads) * cost.call_s + nbytes / cost.bytes_per_s
     needed = sum(read.needed_bytes_each * read.num_reads for read in reads)
-    return alone_s, math.ceil(needed / BAND_BYTES) * cost.call_s + times_moved * needed / cost.bytes_per_s
+    read_s = math.ceil(needed / BAND_BYTES) * cost.call_s + needed / cost.bytes_per_s
+    return alone_s, read_s + times_moved * needed / MEMORY_BYTES_PER_S
 
 
 def _block_bytes(read: Read, block_bytes: int) -> int:

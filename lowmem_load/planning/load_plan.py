@@ -364,6 +364,7 @@ class LoadPlan:
             "read_call_s": self.read_cost.call_s,
             "read_bytes_per_s": self.read_cost.bytes_per_s,
             "read_block_bytes": self.read_cost.block_bytes,
+            "read_cost_origin": self.read_cost.origin,
             "files": [{"path": file.path, "nbytes": file.nbytes, "digest": file.digest} for file in self.files],
             "read_to_describe": [list(entry) for entry in self.read_to_describe],
             "missing_keys": list(self.missing_keys),

@@ -18,6 +18,9 @@ import torch
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
 
+LOCAL = "local"
+"""What `ReadCost.origin` begins with where files do not lie on the network."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
@@ -32,11 +35,13 @@ class ReadCost:
         call_s: seconds for each read, beside its bytes.
         bytes_per_s: that one thread reads.
         block_bytes: that a network file system reads as a whole; 1 elsewhere.
+        origin: where this comes from: the type of the file system, or `LOCAL`, and the variables that were set.
     """
 
     call_s: float = 25e-6
     bytes_per_s: float = 5e9
     block_bytes: int = 1
+    origin: str = LOCAL
 
     @property
     def max_gap_bytes(self) -> int:

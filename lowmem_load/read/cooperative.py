@@ -18,8 +18,10 @@ from lowmem_load.errors import PlanError
 from lowmem_load.planning.cooperative import (
     MIN_ADVANTAGE,
     Schedule,
+    Segment,
     Shared,
     Wanted,
+    pieces_of,
     schedule,
     touched_bytes,
     wanted,
@@ -93,8 +95,8 @@ class SharedReads(ReadTogether):
         for delivery in deliveries:
             tensor = delivery.read.tensor
             by_tensor.setdefault((tensor.path, tensor.start), []).append(delivery)
-        with ThreadPoolExecutor(1, "lowmem_load-band") as pool:
-            reading = pool.submit(self._read_bands, executor, found)
+        with ThreadPoolExecutor(1 + executor.num_threads, "lowmem_load-band") as pool:  # one sees to the bands
+            reading = pool.submit(self._read_bands, pool, executor, found)
             try:
                 exchanged_bytes = self._take_bands(executor, found, by_tensor, reading)
             finally:
@@ -125,18 +127,22 @@ class SharedReads(ReadTogether):
         shared = sum(touched_bytes([segment.wanted for segment in band], counted) for band in found.bands)
         return found if any(letter.is_forced for letter in known) or alone > MIN_ADVANTAGE * shared else None
 
-    def _read_bands(self, executor: Executor, found: Schedule) -> int:
-        """Read what this rank has to, in a thread of its own; return the bytes."""
+    def _read_bands(self, pool: ThreadPoolExecutor, executor: Executor, found: Schedule) -> int:
+        """Read what this rank has to, in a thread of its own, with as many others as read alone; return the bytes."""
         windows, num_bytes = self._windows, 0
+        each = map if executor.num_threads == 1 else pool.map
         for number in range(found.num_rounds):
             windows.wait(_TAKEN, number - 1, self._check_stopping)  # everybody is done with this half of the window
             memory = self._half(windows.place, number)
-            for segment in found.band(number, windows.place):
-                part = segment.wanted
-                size = part.end - part.start
+
+            def read(piece: Segment, memory: torch.Tensor = memory) -> int:
+                part, size = piece.wanted, piece.wanted.end - piece.wanted.start
                 what = f"the tensor at byte {part.origin}"
-                executor.read_range(part.path, part.start, memory[segment.place : segment.place + size], what)
-                num_bytes += size
+                executor.read_range(part.path, part.start, memory[piece.place : piece.place + size], what)
+                return size
+
+            band = found.band(number, windows.place)
+            num_bytes += sum(each(read, pieces_of(band, executor.num_threads, self._block_bytes)))
             windows.tell(_FILLED, number + 1)
         return num_bytes
 

@@ -12,6 +12,15 @@ NETWORK = frozenset(
 )
 """Types of file systems whose files lie on other machines; those that begin with "fuse" may."""
 
+NETWORK_CALL_S, NETWORK_BYTES_PER_S = 1e-3, 5e8
+"""What a read of such a file system is taken to cost, beside its bytes, and what one thread reads in a second.
+
+They answer in some 0.1 to 10 ms. AWS states 0.25 ms and more, and 500 MiB/s for a client, of EFS
+(docs.aws.amazon.com/efs/latest/ug/performance.html). FUSE by itself took 0.13 ms and 0.85 GB/s on two cores of an AMD
+EPYC, and 1.2 ms and 0.16 GB/s where each of its requests waits 1 ms (`benchmarks/slow_storage.py`). It is not measured
+in a load: what the page cache holds would look fast, and a server that had been idle slow, to each rank in another way.
+"""
+
 MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -46,18 +55,26 @@ def mount_of(path: str) -> Mount | None:
     return found
 
 
-def network_block_bytes(paths: Iterable[str]) -> int:
-    """Return the largest block of the network file systems that some files lie on; 1 where none does.
+class Network(NamedTuple):
+    """Network file systems that files lie on: their types, in one text, and the largest of their blocks."""
+
+    kind: str
+    block_bytes: int
+
+
+def network_of(paths: Iterable[str]) -> Network:
+    """Return the network file systems that some files lie on; no type, and blocks of 1 byte, where none does.
 
     A block is what the file system prefers to read (`st_blksize`), or the `rsize` that it was mounted with.
     """
     mounts: dict[str, Mount | None] = {}
-    found = 1
+    kinds, block_bytes = set(), 1
     for path in paths:
         folder = os.path.dirname(os.path.realpath(path))
         if folder not in mounts:
             mounts[folder] = mount_of(folder)
         mount = mounts[folder]
         if mount is not None and mount.is_network and os.path.exists(path):
-            found = max(found, os.stat(path).st_blksize, mount.rsize)
-    return found
+            kinds.add(mount.kind)
+            block_bytes = max(block_bytes, os.stat(path).st_blksize, mount.rsize)
+    return Network(", ".join(sorted(kinds)), block_bytes)

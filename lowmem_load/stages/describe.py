@@ -52,6 +52,11 @@ class Described:
     seconds: float
     plan_cache: PlanCache | None = None
 
+    @property
+    def paths(self) -> list[str]:
+        """Of the files."""
+        return [file.path for file in self.files]
+
 
 def describe(
     call: loader.Call,

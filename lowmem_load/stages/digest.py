@@ -63,7 +63,7 @@ def digest_only(call: loader.Call, settings: Settings, keys: Keys) -> ModelDiges
     try:
         with Executor() as executor:
             described = describe(call, settings, lambda *_: target, executor, holds_values=True)
-            planned = make_plan(described, 0, read_cost())
+            planned = make_plan(described, 0, read_cost(described.paths))
             execute(planned, target, executor)
     finally:
         torch.set_rng_state(state)

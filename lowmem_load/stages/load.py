@@ -44,10 +44,10 @@ from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
 from lowmem_load.stages.plan_cache import PLAN_CACHE
-from lowmem_load.stages.read_cost import READERS, SHARE_READS, drops_behind, readers, sharing
+from lowmem_load.stages.read_cost import READERS, SHARE_READS, drops_behind, read_cost, readers, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import agree_on_bytes
-from lowmem_load.stages.sharing import cost_for, shared_reads
+from lowmem_load.stages.sharing import shared_reads
 from lowmem_load.stages.streamable import (
     check_around,
     check_described,
@@ -234,7 +234,7 @@ class Load:
                 check_around(around, described)
             shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
             which = sharing() if shares else Sharing.OFF
-            planned = make_plan(described, self.ranks.rank, cost_for(described, which), which)
+            planned = make_plan(described, self.ranks.rank, read_cost(described.paths), which)
             give_back_freed()
             report.readers = readers()
             over_network = f", {SHARE_READS}={which.value}" * (which is Sharing.JOB)

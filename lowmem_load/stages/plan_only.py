@@ -20,8 +20,7 @@ from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.defaults import on_host
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.plan import make_plan
-from lowmem_load.stages.read_cost import sharing
-from lowmem_load.stages.sharing import cost_for
+from lowmem_load.stages.read_cost import read_cost, sharing
 from lowmem_load.stages.streamable import check_described, is_left_alone, refuse_device_map
 from lowmem_load.targets.make import TargetMaker
 
@@ -54,7 +53,7 @@ def plan_only(
                 else:
                     described = replace(described, target=make_target(described.settings, described.model))
                 check_described(described)
-                plan = make_plan(described, rank, cost_for(described, sharing()), sharing(), alike).plan
+                plan = make_plan(described, rank, read_cost(described.paths), sharing(), alike).plan
                 if not plans:
                     grown_bytes = max(0, host_memory().anonymous_bytes - before)
                 plans.append(replace(plan, planning_bytes=grown_bytes))

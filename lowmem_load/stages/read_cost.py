@@ -7,31 +7,33 @@ from collections.abc import Iterable
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import Sharing
-from lowmem_load.planning.reads import ReadCost
+from lowmem_load.planning.reads import LOCAL, ReadCost
 from lowmem_load.ranks.environment import positive_number
-from lowmem_load.read.mounts import network_block_bytes
+from lowmem_load.read.mounts import NETWORK_BYTES_PER_S, NETWORK_CALL_S, network_of
 
 CALL_US, MB_PER_S = "LOWMEM_LOAD_READ_CALL_US", "LOWMEM_LOAD_READ_MB_PER_S"
 """Variables of the environment: microseconds of a read, and the 10**6 bytes that a thread reads in a second."""
-
 
 BLOCK_BYTES = "LOWMEM_LOAD_BLOCK_BYTES"
 """Variable of the environment: bytes of the blocks that the file system reads whole."""
 
 
 def read_cost(paths: Iterable[str] = ()) -> ReadCost:
-    """Return what reading costs; of blocks, where files that are read together may lie on the network.
+    """Return what reading files costs: as the environment says, else as their file systems are known to.
 
     Args:
-        paths: of these files.
+        paths: of the files.
 
     Raises:
         ConfigError: a variable of the environment is no positive number.
     """
-    default = ReadCost()
+    network = network_of(paths)
+    default = ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S) if network.kind else ReadCost()
     call_us = positive_number(CALL_US, default.call_s * 1e6, "microseconds")
     mb_per_s = positive_number(MB_PER_S, default.bytes_per_s / 1e6, "MB/s")
-    return ReadCost(call_us / 1e6, mb_per_s * 1e6, stated_block_bytes() or network_block_bytes(paths))
+    block_bytes = stated_block_bytes() or network.block_bytes
+    stated = [name for name in (CALL_US, MB_PER_S, BLOCK_BYTES) if os.environ.get(name)]
+    return ReadCost(call_us / 1e6, mb_per_s * 1e6, block_bytes, ", ".join([network.kind or LOCAL, *stated]))
 
 
 def stated_block_bytes() -> int:

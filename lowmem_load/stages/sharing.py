@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
 from lowmem_load.planning.exchange import group_of
 from lowmem_load.planning.load_plan import in_common_order
-from lowmem_load.planning.reads import ReadCost
 from lowmem_load.ranks.connections import connections
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.nodes import Nodes
@@ -18,18 +17,11 @@ from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new
 from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.exchange import ExchangedReads
 from lowmem_load.read.together import ReadTogether
-from lowmem_load.stages.describe import Described
 from lowmem_load.stages.plan import Planned
-from lowmem_load.stages.read_cost import read_cost, sharing, stated_block_bytes
+from lowmem_load.stages.read_cost import sharing, stated_block_bytes
 
 ALONE = "no other rank of this node has reads to share"
 ALONE_IN_GROUP = "no other rank of the group has reads to share"
-
-
-def cost_for(described: Described, which: Sharing) -> ReadCost:
-    """Return what reading a described model costs; of blocks, where it may be shared: else nothing is looked up."""
-    may_share = which is not Sharing.OFF and described.settings.world_size > 1
-    return read_cost(file.path for file in described.files if may_share)
 
 
 def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:

@@ -16,7 +16,19 @@ from hypothesis import strategies as st
 from lowmem_load.errors import TruncatedFileError
 from lowmem_load.planning import cooperative
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.cooperative import Segment, Shared, Wanted, reads_of, schedule, wanted, within
+from lowmem_load.planning.cooperative import (
+    Segment,
+    Shared,
+    Sharing,
+    Wanted,
+    pieces_of,
+    reads_of,
+    schedule,
+    shared_steps,
+    wanted,
+    within,
+)
+from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetPlan
 from lowmem_load.planning.ranges import partition_range
 from lowmem_load.planning.reads import Apply, Loop, Read, ReadLimits, Scatter
 from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
@@ -116,6 +128,30 @@ def together(num_ranks: int, act: Callable[[int, Windows], object]) -> list[Base
     return found
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000)), min_size=1, max_size=4),
+    num_threads=st.integers(1, 5),
+    block=st.sampled_from([1, 512, 4096]),
+)
+def test_a_band_is_cut_for_threads_and_stays_where_it_was(
+    ranges: list[tuple[int, int]], num_threads: int, block: int
+) -> None:
+    band, place, start = [], 0, 3
+    for gap, nbytes in ranges:
+        start += gap
+        band.append(Segment(Wanted("f", 3, 4, start, start + nbytes), place))
+        start, place = start + nbytes, place + -(-nbytes // 64) * 64
+    share = max(-(-sum(nbytes for _, nbytes in ranges) // num_threads), block, 64)
+    pieces = list(pieces_of(tuple(band), num_threads, block))
+    assert all(0 < part.end - part.start <= share for part, _ in pieces)
+    byte_of = {place + at: part.start + at for part, place in pieces for at in range(part.end - part.start)}
+    assert byte_of == {place + at: part.start + at for part, place in band for at in range(part.end - part.start)}
+    ends = {part.end for part, _ in band}
+    if block >= 512:  # cuts lie at ends of blocks, but for at most an item
+        assert all(part.end in ends or part.end % block > block - 4 or part.end % block == 0 for part, _ in pieces)
+
+
 def test_what_is_read_together_equals_torch(file: Path) -> None:
     node = ex.cast(ex.permute(leaf(file), (2, 0, 1)), torch.float64)
     planner, plans = fills(node, 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
@@ -123,7 +159,7 @@ def test_what_is_read_together_equals_torch(file: Path) -> None:
 
     def load(place: int, windows: Windows) -> object:
         sharing = SharedReads(plans[place].steps, windows, 512, is_forced=False, check=lambda: None)
-        with Executor() as executor:
+        with Executor(num_threads=1 + place) as executor:
             assert sharing.take(plans[place], results[place], planner.material).steps == ()
             shared = sharing.run(executor, planner.values, planner.material)
             assert isinstance(shared, Shared) and executor.stats.read_bytes == shared.read_bytes
@@ -241,6 +277,31 @@ def test_reads_are_shared_where_that_is_cheaper() -> None:
     cost = cooperative.ReadCost(call_s=1e-9)
     for steps, is_shared in ((turned, True), (run, False)):
         assert cooperative._pays(*cooperative._seconds(reads_of(steps[0]), cost)) is is_shared
+
+
+def plan_of(node: ex.Expression, world_size: int, cost: cooperative.ReadCost) -> LoadPlan:
+    """The plan of rank 0 of a model of one parameter."""
+    fill = fills(node, world_size, ReadLimits(max_gap_bytes=cost.max_gap_bytes))[1][0]
+    destination = Destination(partition_range(ex.numel(node), 0, world_size), fill.numel, True, fill)
+    target = TargetPlan(("w",), node.shape, node.dtype, "zero3", (destination,), False, False, (), "")
+    return LoadPlan("model", 0, world_size, (target,), (), (), (), (), (), (), (), Costs(), cost)
+
+
+def test_storage_that_is_slower_has_smaller_models_read_together() -> None:
+    """100 MiB that are transposed are not worth it from a local disk, where that spares some 10 ms."""
+    turned = ex.permute(ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16), (0, 2, 1))
+    network = cooperative.ReadCost(1e-3, 5e8)
+    assert not shared_steps(plan_of(turned, 16, cooperative.ReadCost()), Sharing.AUTO)
+    assert shared_steps(plan_of(turned, 16, network), Sharing.AUTO)
+    run = ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16)
+    assert not shared_steps(plan_of(run, 16, network), Sharing.AUTO)
+
+
+def test_bytes_come_through_shared_memory_as_fast_from_slow_storage() -> None:
+    source = ex.Source("data", "w", 0, (1 << 24,), torch.int32)
+    read = Read(source, 0, 1 << 20, (), Scatter(0, 0, (Loop(1 << 20, 1, 1),), ()), is_direct=True)
+    alone_s, shared_s = cooperative._seconds([read], cooperative.ReadCost(1e-9, 1e6))
+    assert shared_s - alone_s == pytest.approx(4 * (1 << 20) / 5e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.read import mounts
-from lowmem_load.read.mounts import Mount, mount_of, network_block_bytes
+from lowmem_load.read.mounts import Mount, mount_of, network_of
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def test_a_file_is_on_the_nearest_mount_above(files: dict[str, str]) -> None:
 
 
 def test_blocks_count_on_the_network_alone(files: dict[str, str], tmp_path: Path) -> None:
-    assert network_block_bytes([files["local"]]) == 1
-    assert network_block_bytes([files["fuse"], files["local"]]) == os.stat(files["fuse"]).st_blksize
-    assert network_block_bytes(files.values()) == 1 << 20
+    assert network_of([files["local"]]) == ("", 1)
+    assert network_of([files["fuse"], files["local"]]) == ("fuse.sshfs", os.stat(files["fuse"]).st_blksize)
+    assert network_of(files.values()) == ("fuse.sshfs, nfs4", 1 << 20)
     link = tmp_path / "link"
     link.symlink_to(files["nfs"])
-    assert network_block_bytes([str(link)]) == 1 << 20, "as the cache of the Hub has files"
-    assert network_block_bytes([str(tmp_path / "nfs" / "gone")]) == 1
+    assert network_of([str(link)]) == ("nfs4", 1 << 20), "as the cache of the Hub has files"
+    assert network_of([str(tmp_path / "nfs" / "gone")]) == ("", 1)
 
 
 def test_where_nothing_is_told_nothing_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "gone")
-    assert (mount_of("/"), network_block_bytes([str(tmp_path)])) == (None, 1)
+    assert (mount_of("/"), network_of([str(tmp_path)])) == (None, ("", 1))

@@ -10,6 +10,7 @@ from lowmem_load import plan
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
+from lowmem_load.read import mounts
 from lowmem_load.stages.read_cost import drops_behind, read_cost, readers, sharing, stated_block_bytes
 from tests import builders
 from tests.parity import BF16
@@ -21,6 +22,26 @@ def test_the_environment_comes_before_the_defaults(monkeypatch: pytest.MonkeyPat
     assert read_cost().call_s == 1e-3
     monkeypatch.setenv("LOWMEM_LOAD_READ_MB_PER_S", "200")
     assert read_cost().max_gap_bytes == 200_000
+
+
+def test_storage_on_the_network_costs_more_unless_the_environment_says_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gaps go by the same cost: half a megabyte is read along where a call takes a millisecond."""
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(f"1 0 8:1 / / rw - xfs /dev/root rw\n2 1 0:5 / {tmp_path} rw - nfs4 s:/ rw,rsize=1048576\n")
+    monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
+    here = builders.tiny_llama(tmp_path)
+    found = plan(here, BF16, rank=0, world_size=2)
+    assert found.read_cost == ReadCost(1e-3, 5e8, 1 << 20, "nfs4") and found.read_cost.max_gap_bytes == 500_000
+    assert found.summary()["read_cost_origin"] == "nfs4"
+    paths = [file.path for file in found.files]
+    monkeypatch.setenv("LOWMEM_LOAD_READ_CALL_US", "25")
+    assert read_cost(paths) == ReadCost(25e-6, 5e8, 1 << 20, "nfs4, LOWMEM_LOAD_READ_CALL_US")
+    monkeypatch.setenv("LOWMEM_LOAD_READ_MB_PER_S", "5000")
+    monkeypatch.setenv("LOWMEM_LOAD_BLOCK_BYTES", "4096")
+    assert read_cost(paths).origin.split(", ")[2:] == ["LOWMEM_LOAD_READ_MB_PER_S", "LOWMEM_LOAD_BLOCK_BYTES"]
+    assert (read_cost(paths).bytes_per_s, read_cost(paths).block_bytes) == (5e9, 4096)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "fast", "nan"])
@@ -82,5 +103,5 @@ def test_the_page_cache_is_let_go_of_where_that_is_asked_for(monkeypatch: pytest
 def test_a_plan_goes_by_it_and_says_so(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWMEM_LOAD_READ_CALL_US", "7")
     found = plan(builders.tiny_llama(checkpoints), BF16, rank=0, world_size=2)
-    assert found.read_cost == ReadCost(call_s=7e-6)
+    assert found.read_cost == ReadCost(call_s=7e-6, origin="local, LOWMEM_LOAD_READ_CALL_US")
     assert found.summary()["read_call_s"] == 7e-6

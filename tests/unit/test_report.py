@@ -17,6 +17,7 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.reads import ReadCost
 from lowmem_load.report import DeviceMemory, LoadReport, Overlap, device_memory
 
 MIB = 1 << 20
@@ -73,6 +74,7 @@ def test_a_plan_is_taken() -> None:
     )  # 2 elements, 1 of padding
     assert report.whole_bytes == 3 * 8
     assert report.needed_bytes == 2 * 2
+    assert report.read_cost == ReadCost() and "cost of a read" not in str(report), "where there is nothing to know"
     assert report.file_bytes == 100
     assert (report.missing_keys, report.unexpected_keys) == (["a"], ["b"])
     assert report.mismatched_keys == [("c", (1,), (2,))]
@@ -81,6 +83,13 @@ def test_a_plan_is_taken() -> None:
     assert report.slow_paths == [SlowPath("w", "why", 7)]
     assert report.read_to_describe == (("aten.equal", 12),)
     assert (report.read_bytes, report.num_reads) == (0, 0)  # of what was read, not of what was planned
+
+
+def test_what_reads_on_the_network_were_taken_to_cost_is_said() -> None:
+    report = LoadReport("model")
+    report.take_plan(dataclasses.replace(plan(), read_cost=ReadCost(1e-3, 5e8, 1, "nfs4")), {})
+    said = "taken as 1000 us and 500 MB/s: nfs4"
+    assert f"cost of a read: {said}" in str(report) and report.figures()["cost of a read"] == said
 
 
 # -- phases ----------------------------------------------------------------------------------------------------------
