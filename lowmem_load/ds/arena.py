@@ -95,7 +95,9 @@ class Arena:
             self._ask()
         tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel, offset=start)
         self._next = end
-        weakref.finalize(tensor.untyped_storage(), self._gone.add, start, end).atexit = False
+        hold = _Hold(tensor.untyped_storage(), _let_go)
+        hold.gone, hold.start, hold.end = self._gone, start, end
+        _HOLDS[id(hold)] = hold
         return tensor
 
     def _ask(self) -> None:
@@ -129,6 +131,7 @@ class _Gone:
         self._pages = pages
         self._end_of: dict[int, int] = {}  # by start, and the other way round: runs that do not touch each other
         self._start_of: dict[int, int] = {}
+        self._may_be_huge = True
 
     def add(self, start: int, end: int) -> None:
         """Give the pages back that lie in these bytes, with those at their ends that nobody else holds."""
@@ -139,6 +142,29 @@ class _Gone:
         low = -(-max(first, start - size) // size) * size
         high = min(last, end + size) // size * size
         if low < high:
-            # Or the kernel's khugepaged would fill the gaps with a huge page, zeros, at its leisure.
-            self._pages.madvise(mmap.MADV_NOHUGEPAGE)
+            if self._may_be_huge:  # then khugepaged would fill the gaps with a huge page, zeros, at its leisure
+                self._pages.madvise(mmap.MADV_NOHUGEPAGE)
+                self._may_be_huge = False
             self._pages.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+
+class _Hold(weakref.ref[torch.UntypedStorage]):
+    """A storage, and the bytes of an arena that it holds: `weakref.finalize` makes three objects more of it."""
+
+    __slots__ = ("end", "gone", "start")
+
+    gone: _Gone
+    start: int
+    end: int
+
+
+_HOLDS: dict[int, _Hold] = {}
+"""By `id`: of all storages that are there. Not kept by what they refer to, or the garbage collector would take the two
+together, and nobody would hear of the storage's end. None is heard of when the interpreter ends: torch leaves the
+Python objects of storages where they are then (torch 2.13 `torch/csrc/PyInterpreter.cpp`, `decref`)."""
+
+
+def _let_go(hold: _Hold) -> None:
+    """Take the memory of a storage back that has gone: in any thread, and between any two steps of another."""
+    del _HOLDS[id(hold)]
+    hold.gone.add(hold.start, hold.end)

@@ -82,6 +82,16 @@ def test_small_neighbours_go_together() -> None:
     assert (last == 7).all()
 
 
+def test_memory_of_a_cycle_goes_with_it() -> None:
+    """Also where the collector finds all that is left of the arena in it."""
+    start = resident()
+    node: dict[str, object] = {"tensor": Arena(8 * MIB).empty(8 * MIB, torch.uint8).fill_(1)}
+    node["itself"] = node
+    assert resident() - start > 7 * MIB
+    del node
+    assert resident() - start < MIB
+
+
 def test_each_tensor_has_a_storage_of_its_own(tmp_path: Path) -> None:
     made = Arena(4 * MIB)
     first, second = made.empty(10, torch.bfloat16), made.empty(3, torch.float32)
