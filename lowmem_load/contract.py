@@ -71,13 +71,14 @@ def require(
     _refuse(supported, missing)
 
 
-def require_attributes(supported: Releases, owner: object, names: Iterable[str]) -> None:
-    """Raise unless `owner` has every attribute: for those that `__init__` sets, which the class does not show.
+def require_attributes(supported: Releases, owner: object, names: Sequence[str]) -> None:
+    """Raise unless `owner` has every attribute (one or more): for those that `__init__` sets, which no class shows.
 
     Raises:
         IncompatibleVersionError: as `require`.
     """
-    _refuse(supported, _lacking_attributes(type(owner).__qualname__, owner, names))
+    if not _has(owner, *names):  # asked for every parameter: for all at once
+        _refuse(supported, _lacking_attributes(type(owner).__qualname__, owner, names))
 
 
 def _found(owner: str) -> Any:
@@ -90,9 +91,9 @@ def _lacking_attributes(label: str, owner: object, names: Iterable[str]) -> list
     return [f"{label}.{name}" for name in names if not _has(owner, name)]
 
 
-def _has(owner: object, name: str) -> bool:
+def _has(owner: object, *names: str) -> bool:
     try:
-        operator.attrgetter(name)(owner)
+        operator.attrgetter(*names)(owner)
     except AttributeError:
         return False
     return True

@@ -34,7 +34,7 @@ class Memory:
 def host_memory() -> Memory:
     """Return the resident memory now; zeros where the system has no /proc (macOS)."""
     try:
-        with STATUS.open("rb", buffering=0) as file:  # it is read for every parameter
+        with STATUS.open("rb", buffering=0) as file:  # it is read often
             found = dict(_RESIDENT.findall(file.read()))
         file_kib = int(found[b"File"]) + int(found[b"Shmem"])
         return Memory(int(found[b"Anon"]) << 10, file_kib << 10)

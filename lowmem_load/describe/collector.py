@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -25,18 +25,21 @@ def collector_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def heap_set_aside() -> Iterator[None]:
+def heap_set_aside() -> Iterator[Callable[[], None]]:
     """Inside, the collector looks at what was made inside: not at all that torch and transformers made when imported.
 
     Going through that takes 0.2 s, and the new objects of one small load are enough to set it off. Where somebody has
     frozen objects (`gc.freeze`), nothing is done: there is no telling theirs from ours afterwards.
+
+    Yields:
+        Sets aside what was made inside so far, too.
     """
     if gc.get_freeze_count():
-        yield
+        yield lambda: None
         return
     gc.freeze()
     try:
-        yield
+        yield gc.freeze
     finally:
         gc.unfreeze()
 

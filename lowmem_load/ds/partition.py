@@ -358,7 +358,8 @@ def _described(partition: torch.Tensor, numel: int, final_location: OffloadDevic
 
 
 def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    tensor[numel:].zero_()
+    if numel < tensor.numel():
+        tensor[numel:].zero_()
     return tensor
 
 

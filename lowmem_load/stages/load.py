@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
+
+SAMPLE_S = 1e-3
+"""Between two looks at the memory in use: in so short a time little is filled, and a look takes 0.05 ms."""
 
 REPORT_ATTRIBUTE = "lowmem_load_report"
 """Where a model keeps its `LoadReport`; `load_report(model)` finds it."""
@@ -129,7 +133,7 @@ class Load:
         random_state = torch.get_rng_state() if report.rank == 0 else None
         with contextlib.ExitStack() as stack:
             shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state))
-            stack.enter_context(heap_set_aside())
+            set_aside = stack.enter_context(heap_set_aside())
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(random_states[0]))
@@ -142,6 +146,7 @@ class Load:
                 self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
             offers = self._check_files(planned, described, executor, report)
+            set_aside()  # description and plan: of thousands of parameters they are as large as all that was imported
             with shared_reads(self.ranks, nodes, offers, planned) as (together, report.not_shared):
                 self._execute(planned, described, executor, together, report)
             stats = executor.stats
@@ -272,17 +277,20 @@ class Load:
         report: LoadReport,
     ) -> None:
         needed_bytes = planned.plan.needed_bytes
-        made = [0]
+        num_made, next_sample_s = 0, 0.0
 
         def progress() -> Progress:
             read_bytes = executor.stats.read_bytes
             read = f"{share(read_bytes, needed_bytes)} read"
-            detail = f"{made[0]} parameters made, {read}, last from {executor.stats.path or 'no file'}"
-            return Progress(read_bytes + made[0] + (together.waited if together is not None else 0), detail)
+            detail = f"{num_made} parameters made, {read}, last from {executor.stats.path or 'no file'}"
+            return Progress(read_bytes + num_made + (together.waited if together is not None else 0), detail)
 
         def on_parameter() -> None:
-            made[0] += 1
-            report.sample_memory()
+            nonlocal num_made, next_sample_s
+            num_made += 1
+            if (now_s := time.perf_counter()) >= next_sample_s:
+                report.sample_memory()
+                next_sample_s = now_s + SAMPLE_S
             self.ranks.stop_if_troubled()
 
         def on_bytes(num_bytes: int) -> None:

@@ -30,12 +30,25 @@ def test_only_what_is_made_inside_is_collected_inside() -> None:
     assert before() is None
 
 
+def test_what_was_made_inside_can_be_set_aside_too() -> None:
+    with heap_set_aside() as set_aside:
+        inside = weakref.ref(Node())
+        set_aside()
+        gc.collect()
+        assert inside() is not None
+    gc.collect()
+    assert inside() is None
+
+
 def test_what_somebody_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        with heap_set_aside():
-            pass
+        with heap_set_aside() as set_aside:
+            inside = weakref.ref(Node())
+            set_aside()
+            gc.collect()
+            assert inside() is None, "it would stay so"
         assert gc.get_freeze_count() >= count > 0
     finally:
         gc.unfreeze()
