@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from lowmem_load.planning import expression as ex
+from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.planning.reads import Fill, ReadLimits, Scatter
+from lowmem_load.planning.reads import Fill, ReadCost, ReadLimits, Scatter
 
 SHAPE = (5, 12, 30)
 NUMEL = 5 * 12 * 30
@@ -33,6 +34,14 @@ def fills(node: ex.Expression, world_size: int, limits: ReadLimits) -> tuple[Pla
     planner = Planner(limits)
     ranges = [partition_range(ex.numel(node), rank, world_size) for rank in range(world_size)]
     return planner, [planner.plan_fill("w", node, each) for each in ranges]
+
+
+def plan_of(node: ex.Expression, world_size: int, cost: ReadCost, rank: int = 0) -> LoadPlan:
+    """The plan of a model of one parameter."""
+    fill = fills(node, world_size, ReadLimits(max_gap_bytes=cost.max_gap_bytes))[1][rank]
+    destination = Destination(partition_range(ex.numel(node), rank, world_size), fill.numel, True, fill)
+    target = TargetPlan(("w",), node.shape, node.dtype, "zero3", (destination,), False, False, (), "")
+    return LoadPlan("model", rank, world_size, (target,), (), (), (), (), (), (), (), Costs(), cost)
 
 
 def move(scatter: Scatter, values: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:

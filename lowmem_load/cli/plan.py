@@ -167,9 +167,19 @@ def _head(found: Forecast) -> dict[str, str]:
         "job": f"{setup.world_size} ranks, {nodes}",
         "offload": f"parameters: {setup.offload_param}, optimizer: {setup.offload_optimizer}",
         "reading takes": rate,
+        "read together": _together(found),
         "planned in": f"{duration(seconds['all'])} (describing {duration(seconds['describe'])}, "
         f"planning a rank {duration(seconds['plan'])})",
     }
+
+
+def _together(found: Forecast) -> str:
+    of = found.together
+    if of is None:
+        return ""
+    shared, alone = size(of.shared_block_bytes), size(of.alone_block_bytes)
+    in_blocks = " in blocks of the file system" * (of.alone_block_bytes > of.alone_bytes)
+    return f"{shared} by {of.num_ranks} ranks of a node, instead of {alone}{in_blocks}"
 
 
 _FIGURES: tuple[tuple[str, Callable[[RankNeeds], str]], ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,19 @@ import torch
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.forecast.load import RankNeeds, rank_needs, swap_bytes
 from lowmem_load.forecast.stock import StockNeeds, stock_needs
+from lowmem_load.forecast.together import NodeReads, node_reads
 from lowmem_load.forecast.training import Model, Setup, TrainingNeeds, model_of, training_needs
 from lowmem_load.forecast.verdict import Fixed, Limits, Verdict, judge
 from lowmem_load.hf.names import model_config
 from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.load.plan import plan_ranks
 from lowmem_load.phases import host_memory
+from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.rate import read_rate
 from lowmem_load.remote.checkpoint import OpenCheckpoint
 from lowmem_load.settings.settings import Settings, read_settings
+from lowmem_load.stages.read_cost import sharing
 
 ALL_RANKS = 8
 """World size up to which every rank is planned. Of larger ones the first, a middle and the last are, which has least to
@@ -67,7 +70,8 @@ class Forecast:
         ranks: those planned.
         process_bytes: host memory of a process before the load, as of this one: with torch, transformers and DeepSpeed.
         read_rate: bytes a second of a node, and where the figure comes from.
-        read_seconds: of the node that reads most; None if nothing is known of the rate.
+        together: what the ranks of the node that reads most read together; None where each reads alone.
+        read_seconds: of that node; None if nothing is known of the rate.
         model: what decides what training needs.
         training: that.
         verdict: whether it fits.
@@ -84,6 +88,7 @@ class Forecast:
     ranks: tuple[RankNeeds, ...]
     process_bytes: int
     read_rate: tuple[float, str] | None
+    together: NodeReads | None
     read_seconds: float | None
     model: Model
     setup: Setup
@@ -112,14 +117,18 @@ def forecast(checkpoint: OpenCheckpoint, job: Job) -> Forecast:
         keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     settings = read_settings(job.ds_config, world_size=job.world_size)
     _require_estimable(settings)
-    plans = plan_ranks(
-        *(checkpoint.folder, job.ds_config),
-        ranks=job.ranks or _chosen(job.world_size),
-        world_size=job.world_size,
-        device=_device(job.device),
-        open_source=checkpoint.open_source,
-        **keywords,
-    )
+
+    def planned_for(ranks: Sequence[int]) -> list[LoadPlan]:
+        return plan_ranks(
+            *(checkpoint.folder, job.ds_config),
+            ranks=ranks,
+            world_size=job.world_size,
+            device=_device(job.device),
+            open_source=checkpoint.open_source,
+            **keywords,
+        )
+
+    plans = planned_for(job.ranks or _chosen(job.world_size))
     settings = settings.for_model(model_config(checkpoint.folder, keywords))
     is_host = job.device == "cpu"
     needs = tuple(rank_needs(plan, settings, is_host=is_host, num_threads=job.num_threads) for plan in plans)
@@ -130,7 +139,10 @@ def forecast(checkpoint: OpenCheckpoint, job: Job) -> Forecast:
     planned = time.perf_counter()
     rate = _rate(checkpoint, plans[0], job)
     in_node = min(job.gpus_per_node, job.world_size)
+    together = _together(plans, settings, in_node, planned_for)
     most = max(rank.read_bytes for rank in needs) * in_node
+    if together is not None:
+        most -= together.alone_bytes - together.shared_bytes
     return Forecast(
         name=checkpoint.name,
         world_size=job.world_size,
@@ -141,6 +153,7 @@ def forecast(checkpoint: OpenCheckpoint, job: Job) -> Forecast:
         ranks=needs,
         process_bytes=fixed.process_bytes + fixed.shared_bytes,
         read_rate=rate,
+        together=together,
         read_seconds=None if rate is None else most / rate[0],
         model=model,
         setup=setup,
@@ -149,6 +162,20 @@ def forecast(checkpoint: OpenCheckpoint, job: Job) -> Forecast:
         stock=stock_needs(plans[0], held_on_host_bytes=needs[0].host_bytes),
         seconds={**plans[0].seconds, "all": planned - start},
     )
+
+
+def _together(
+    plans: Sequence[LoadPlan], settings: Settings, in_node: int, planned_for: Callable[[Sequence[int]], list[LoadPlan]]
+) -> NodeReads | None:
+    """Return what the ranks of a node read together: of that whose rank reads most, which is planned whole for it."""
+    which, most = sharing(), max(plans, key=lambda plan: plan.read_bytes)
+    if settings.offload_device == "nvme" or which is Sharing.JOB or not most.shareable_bytes:
+        return None
+    first = most.rank // in_node * in_node
+    of_node = range(first, min(first + in_node, most.world_size))
+    known = {plan.rank: plan for plan in plans}
+    whole = [known[rank] for rank in of_node] if set(of_node) <= set(known) else planned_for(of_node)
+    return node_reads(whole, which)
 
 
 def _device(name: str) -> torch.device:

@@ -99,6 +99,10 @@ class Schedule:
         """Bytes of all bands."""
         return nbytes_of(segment.wanted for band in self.bands for segment in band)
 
+    def touched_bytes(self, block_bytes: int) -> int:
+        """Return the bytes of the blocks that bands touch, of each band by itself."""
+        return sum(touched_bytes((segment.wanted for segment in band), block_bytes) for band in self.bands)
+
     def band(self, round_number: int, place: int) -> Band:
         """Return what the rank of a place reads in a round; nothing at the end of the last."""
         number = round_number * self.num_ranks + place
@@ -209,8 +213,24 @@ def schedule(wanted_by_rank: Sequence[Sequence[Wanted]], block_bytes: int, band_
         band_bytes: of the largest band.
     """
     union = merged(each for ranges in wanted_by_rank for each in ranges)
-    wanted_bytes = sum(map(nbytes_of, wanted_by_rank))
-    return schedule_of(union, len(wanted_by_rank), wanted_bytes, block_bytes, band_bytes)
+    return schedule_of(union, len(wanted_by_rank), sum(map(nbytes_of, wanted_by_rank)), block_bytes, band_bytes)
+
+
+def node_schedule(
+    wanted_by_rank: Sequence[Sequence[Wanted]],
+    block_bytes: int,
+    counted_bytes: int,
+    *,
+    is_forced: bool,
+    band_bytes: int = BAND_BYTES,
+) -> Schedule | None:
+    """Return who reads what on a node; None where the ranks would read little less together, unless told to.
+
+    `counted_bytes`: of a block that costs as a whole, see `ReadCost.block_bytes`; the rest as for `schedule`.
+    """
+    found = schedule(wanted_by_rank, block_bytes, band_bytes)
+    alone = sum(touched_bytes(ranges, counted_bytes) for ranges in wanted_by_rank)
+    return found if is_forced or alone > MIN_ADVANTAGE * found.touched_bytes(counted_bytes) else None
 
 
 def schedule_of(
@@ -324,8 +344,7 @@ def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
 def _seconds(reads: Sequence[Read], cost: ReadCost, times_moved: int = 1) -> tuple[float, float]:
     """Return what reads cost this rank alone, and about what they cost if every needed byte is read once in bands.
 
-    Alone it reads the blocks of a network file system whole. Each needed byte is read by somebody and, unless that does
-    not count, moved once more, through the shared memory.
+    Alone it reads whole blocks. Each needed byte is read by somebody and moved `times_moved` through shared memory.
     """
     nbytes = sum(_block_bytes(read, cost.block_bytes) for read in reads)
     alone_s = sum(read.num_reads for read in reads) * cost.call_s + nbytes / cost.bytes_per_s

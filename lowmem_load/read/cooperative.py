@@ -15,17 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.planning.cooperative import (
-    MIN_ADVANTAGE,
-    Schedule,
-    Segment,
-    Shared,
-    Wanted,
-    pieces_of,
-    schedule,
-    touched_bytes,
-    wanted,
-)
+from lowmem_load.planning.cooperative import Schedule, Segment, Shared, Wanted, node_schedule, pieces_of, wanted
 from lowmem_load.planning.reads import Read, Step
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.together import Delivery, ReadTogether
@@ -120,12 +110,13 @@ class SharedReads(ReadTogether):
         known = [letter for letter in letters if letter is not None]
         if len(known) < len(letters):
             return None
-        block_bytes = max(letter.block_bytes for letter in known)
-        found = schedule([letter.wanted for letter in known], block_bytes, windows.window_bytes // 2)
-        counted = max(letter.counted_bytes for letter in known)
-        alone = sum(touched_bytes(letter.wanted, counted) for letter in known)
-        shared = sum(touched_bytes([segment.wanted for segment in band], counted) for band in found.bands)
-        return found if any(letter.is_forced for letter in known) or alone > MIN_ADVANTAGE * shared else None
+        return node_schedule(
+            [letter.wanted for letter in known],
+            max(letter.block_bytes for letter in known),
+            max(letter.counted_bytes for letter in known),
+            is_forced=any(letter.is_forced for letter in known),
+            band_bytes=windows.window_bytes // 2,
+        )
 
     def _read_bands(self, pool: ThreadPoolExecutor, executor: Executor, found: Schedule) -> int:
         """Read what this rank has to, in a thread of its own, with as many others as read alone; return the bytes."""

@@ -86,6 +86,18 @@ def test_plan_states_what_the_plans_of_the_ranks_say(answer: Answer, llama: Path
     assert found["read_rate"] is None  # of so small files
 
 
+def test_plan_says_what_a_node_reads_together(
+    answer: Answer, llama: Path, ds_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 16, "--gpus-per-node", 4)
+    assert answer(*asked, "--json")[1]["together"] is None
+    monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "on")
+    found = answer(*asked, "--json")[1]
+    most = max(rank["read_bytes"] for rank in found["ranks"])
+    assert found["together"]["num_ranks"] == 4 and 0 < found["together"]["shared_bytes"] <= 4 * most
+    assert "by 4 ranks of a node, instead of" in answer(*asked)[1]
+
+
 @pytest.mark.parametrize(
     ("limit", "code", "says"), [("1TiB", 0, "Fits; the smallest world size"), ("1MiB", 1, "Does not fit")]
 )

@@ -28,13 +28,12 @@ from lowmem_load.planning.cooperative import (
     wanted,
     within,
 )
-from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetPlan
 from lowmem_load.planning.ranges import partition_range
 from lowmem_load.planning.reads import Apply, Loop, Read, ReadLimits, Scatter
 from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.executor import Executor
-from tests.together import CONTENT, NUMEL, START, VALUES, fills, in_threads, leaf, move
+from tests.together import CONTENT, NUMEL, START, VALUES, fills, in_threads, leaf, move, plan_of
 
 WINDOW_BYTES = 1 << 14
 
@@ -277,14 +276,6 @@ def test_reads_are_shared_where_that_is_cheaper() -> None:
     cost = cooperative.ReadCost(call_s=1e-9)
     for steps, is_shared in ((turned, True), (run, False)):
         assert cooperative._pays(*cooperative._seconds(reads_of(steps[0]), cost)) is is_shared
-
-
-def plan_of(node: ex.Expression, world_size: int, cost: cooperative.ReadCost) -> LoadPlan:
-    """The plan of rank 0 of a model of one parameter."""
-    fill = fills(node, world_size, ReadLimits(max_gap_bytes=cost.max_gap_bytes))[1][0]
-    destination = Destination(partition_range(ex.numel(node), 0, world_size), fill.numel, True, fill)
-    target = TargetPlan(("w",), node.shape, node.dtype, "zero3", (destination,), False, False, (), "")
-    return LoadPlan("model", 0, world_size, (target,), (), (), (), (), (), (), (), Costs(), cost)
 
 
 def test_storage_that_is_slower_has_smaller_models_read_together() -> None:

@@ -13,13 +13,18 @@ import torch
 from lowmem_load.errors import ConfigError
 from lowmem_load.forecast.load import OVERHEAD_BYTES, rank_needs
 from lowmem_load.forecast.stock import stock_needs
+from lowmem_load.forecast.together import node_reads
 from lowmem_load.forecast.training import Model, Setup, model_of, training_needs
 from lowmem_load.forecast.verdict import Fixed, Limits, judge, needs_of
 from lowmem_load.load.plan import plan_ranks
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.planning.reads import ReadCost
 from lowmem_load.plots import new_figure
 from lowmem_load.settings.settings import Settings, read_settings
 from tests.builders import tiny_llama, tiny_mixtral
+from tests.together import plan_of
 
 MIB, GIB = 1 << 20, 1 << 30
 B = 10**9
@@ -54,6 +59,24 @@ def test_reads_are_those_of_the_plan(tmp_path: Path) -> None:
     assert sum(nbytes * number for nbytes, number in needs.read_sizes.items()) == plan.read_bytes
     assert sum(needs.read_sizes.values()) == plan.num_reads == needs.num_reads
     assert needs.host_peak_bytes - needs.host_bytes - plan.planning_bytes - OVERHEAD_BYTES == 2 * MIB  # cast: staged
+
+
+def test_what_the_ranks_of_a_node_read_together_is_counted_once() -> None:
+    """Eight of 16 ranks hold one of two transposed experts, of which each alone reads along all rows."""
+    turned = ex.permute(ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16), (0, 2, 1))
+    slow, nbytes = ReadCost(1e-3, 5e8), 1024 * 25_600 * 2
+    plans = [plan_of(turned, 16, slow, rank) for rank in range(8)]
+    found = node_reads(plans, Sharing.AUTO)
+    assert found is not None and (found.num_ranks, found.shared_bytes) == (8, nbytes)
+    assert 7 * nbytes < found.alone_bytes < 8 * nbytes
+    assert (found.alone_block_bytes, found.shared_block_bytes) == (found.alone_bytes, found.shared_bytes)
+    run = ex.Source("data", "w", 0, (1 << 16, 1 << 12), torch.bfloat16)
+    of_blocks = [plan_of(run, 2048, ReadCost(1e-3, 5e8, 1 << 20), rank) for rank in range(8)]
+    blocks = node_reads(of_blocks, Sharing.ON)
+    assert blocks is not None and (blocks.alone_bytes, blocks.alone_block_bytes) == (2 << 20, 8 << 20)
+    assert blocks.shared_block_bytes == blocks.shared_bytes == 2 << 20
+    assert node_reads(plans[:1], Sharing.AUTO) is node_reads(plans, Sharing.OFF) is None
+    assert node_reads([plan_of(turned, 16, ReadCost(), rank) for rank in range(8)], Sharing.AUTO) is None
 
 
 def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:

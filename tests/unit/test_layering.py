@@ -128,7 +128,7 @@ MODULES: dict[str, set[str]] = {
     "load": {"digest", "instead", "model", "plan", "request", "streaming"},
     "remote": {"checkpoint", "source"},
     "inspection": {"checkpoint", "conversions", "files"},
-    "forecast": {"job", "load", "picture", "stock", "training", "verdict"},
+    "forecast": {"job", "load", "picture", "stock", "together", "training", "verdict"},
     "bench": {"compare", "floor", "launch", "memory", "page_cache", "picture", "worker"},
     "doctor": {"checks", "devices", "finding", "host", "launcher", "storage", "versions"},
     "partial": {"checkpoint", "engine", "initialize", "optimizer", "outside", "replicated", "trainer"},
@@ -262,6 +262,7 @@ ALSO: dict[str, set[str]] = {
         "formats.packed",
         "read.source",
     },  # names the types of what it carries from formats to hf
+    "forecast.job": {"stages.read_cost"},  # what the environment says of reading together
 }
 
 # What a module may import inside functions and under TYPE_CHECKING only, so that it is not there before it is needed.
