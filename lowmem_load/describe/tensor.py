@@ -162,6 +162,9 @@ class SymbolicTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         operation = func.overloadpacket
+        if operation is aten.detach or operation is aten.alias:  # of every parameter that is made
+            base = args[0]
+            return SymbolicTensor(base.value, base.read_now, base.twin, base.views)
         if operation is aten.equal:
             return _equal(args[0], args[1])
         if func._schema.is_mutable:
@@ -229,8 +232,6 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: A
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
     """Return the view, or views, of `args[0]` that `func` gives: same value, one more step."""
     base: SymbolicTensor = args[0]
-    if func.overloadpacket in (aten.detach, aten.alias):
-        return SymbolicTensor(base.value, base.read_now, twins, base.views)
     base_strides = base.stride()
     several = not isinstance(twins, torch.Tensor)
 

@@ -14,6 +14,8 @@ Glossary: `ds_numel` of a parameter is the unpadded count, `ds_tensor.ds_numel` 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +100,9 @@ from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
 from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
+with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it, in the first load
+    import deepspeed.module_inject.auto_ep_config
+
 
 @dataclass(frozen=True, slots=True)
 class PartitionMemory:
@@ -144,6 +149,7 @@ class Partitioner:
             )
         _check_made(self._init)
         self._arena: Arena | None = None
+        self._has_checked = False
         self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
@@ -160,13 +166,13 @@ class Partitioner:
         device: torch.device = self._init.local_device
         return device
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """Rank in the partition group: under MiCS the shard group."""
         rank: int = self._init.get_partition_rank()
         return rank
 
-    @property
+    @functools.cached_property
     def world_size(self) -> int:
         """Ranks among which parameters are cut up."""
         size: int = self._init.num_partitions
@@ -209,7 +215,9 @@ class Partitioner:
         parameter = nn.Parameter(empty, requires_grad=requires_grad)
         next_id = Init.param_id
         self._init._convert_to_deepspeed_param(parameter)
-        _check_converted(parameter)
+        if not self._has_checked:  # all are converted alike
+            _check_converted(parameter)
+            self._has_checked = True
         Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
         parameter.ds_id = ds_id
         parameter.ds_shape = shape

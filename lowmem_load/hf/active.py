@@ -103,22 +103,32 @@ def _answered_with_no(others: set[threading.Thread]) -> Iterator[None]:
         replaced[answer] = asked
         return answer
 
+    holders = before = set(sys.modules)
     try:
-        _exchange(replacement)
+        holders = _exchange(replacement, before)
         yield
     finally:
         is_over = True
-        # Not where it was put, but where it is: modules that were imported meanwhile took it from others.
-        _exchange(lambda held: replaced.get(held, held))
+        # Modules that were imported meanwhile took it from these. Who else has it now hears what was asked.
+        _exchange(lambda held: replaced.get(held, held), holders | (set(sys.modules) - before))
 
 
-def _exchange(new: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put new(function) in the place of the functions that modules hold under the names of `QUESTIONS`."""
-    for module in list(sys.modules.values()):  # some thousands
+def _exchange(new: Callable[[Callable[..., Any]], Callable[..., Any]], modules: set[str]) -> set[str]:
+    """Put new(function) in the place of the functions that these modules hold under the names of `QUESTIONS`.
+
+    Returns:
+        The names of the modules that held one.
+    """
+    holders = set()
+    for module_name in modules:  # some thousands
+        module = sys.modules.get(module_name)
         names = getattr(module, "__dict__", {})  # not getattr: lazy modules would import what has it
         for name in QUESTIONS:
-            if name in names and callable(held := names[name]) and (other := new(held)) is not held:
-                setattr(module, name, other)
+            if name in names and callable(held := names[name]):
+                holders.add(module_name)
+                if (other := new(held)) is not held:
+                    setattr(module, name, other)
+    return holders
 
 
 def transformers_models(module: nn.Module) -> list[PreTrainedModel]:

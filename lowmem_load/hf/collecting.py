@@ -8,11 +8,12 @@ tensors it took 130 MiB.
 
 It also compiles a regular expression for every rename of every model type that it knows, the first time that a process
 loads a model, and one for every tensor whose name stays: a thousand, of which a load uses some. So they are compiled
-when they are used.
+when they are used, and the table of them is made when lowmem_load is imported.
 
 Source: transformers 5.0 to 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model` (which has two of the
 names from `copy` and `concurrent.futures`), `WeightTransform.__init__` (`re.compile`) and
-`WeightTransform.materialize_tensors`. 4.x has no such module.
+`WeightTransform.materialize_tensors`; `conversion_mapping.py`, `get_checkpoint_conversion_mapping`, which makes the
+table when it is first asked. 4.x has neither module.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 from lowmem_load.hf.replaced import replaced
 
 MODULE = "transformers.core_model_loading"
+TABLE = "transformers.conversion_mapping"
 
 
 @contextlib.contextmanager
@@ -48,6 +50,15 @@ def described_collecting() -> Iterator[None]:
             setattr(loading, "re", _LatePatterns())  # noqa: B010  for mypy it is a module
             stack.callback(setattr, loading, "re", re)
         yield
+
+
+def make_table() -> None:
+    """Have transformers make its table of conversions, which takes as long as describing a hundred parameters."""
+    table = importlib.import_module(TABLE) if importlib.util.find_spec(TABLE) else None
+    ask = getattr(table, "get_checkpoint_conversion_mapping", None)
+    if ask is not None:
+        with described_collecting():
+            ask("")  # of no model
 
 
 def _once_for_each_use(loading: Any) -> Callable[[Any], Any]:

@@ -36,8 +36,9 @@ from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.collecting import described_collecting
+from lowmem_load.hf.collecting import described_collecting, make_table
 from lowmem_load.hf.hub import asked_once
+from lowmem_load.hf.meta_init import skipped_on_meta
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.plan_cache import kept_outcomes
 from lowmem_load.hf.quantizers import described_quantizers
@@ -87,6 +88,8 @@ from transformers import PreTrainedModel  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
+
+make_table()
 
 _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 """In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
@@ -225,7 +228,8 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Iterator[
     @functools.wraps(ordinary)
     def build(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         try:
-            ordinary(model, *args, **kwargs)
+            with skipped_on_meta():
+                ordinary(model, *args, **kwargs)
             check(model)
         except LowMemLoadError:
             raise

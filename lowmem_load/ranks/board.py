@@ -31,7 +31,10 @@ _NO_MORE = ""
 """Key of the last record."""
 
 LOOK_EVERY_S = 0.002
-"""Seconds between looks of a rank that waits for a record: about one percent of a core."""
+"""Seconds between looks of a rank that has waited for a record for some time: about one percent of a core."""
+
+LOOK_FIRST_S = 0.0001
+"""Before the second look. Ranks of a node are seldom further apart, so the waits grow from here."""
 
 LOOKS_PER_CHECK = 100
 """Of so many looks, one is also at the first rank's process."""
@@ -127,7 +130,7 @@ class Board:
             if num_looks % LOOKS_PER_CHECK == 0 and self._has_ended():
                 return b""
             check()
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(min(LOOK_EVERY_S, num_looks * LOOK_FIRST_S))
         offset, nbytes = self._places[key]
         return _read(self._descriptor, offset, nbytes)
 

@@ -105,6 +105,17 @@ def test_who_kept_a_question_hears_the_truth_afterwards(replaced_questions: None
     assert kept()
 
 
+def test_a_module_that_was_there_and_took_a_question_hears_the_truth_afterwards(
+    replaced_questions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ModuleType("imported_before")
+    monkeypatch.setitem(sys.modules, "imported_before", there)
+    with ordinary_path():
+        there.is_deepspeed_zero3_enabled = modeling_utils.is_deepspeed_zero3_enabled
+        assert not there.is_deepspeed_zero3_enabled()
+    assert there.is_deepspeed_zero3_enabled()
+
+
 def test_threads_that_run_already_hear_what_they_heard(replaced_questions: None) -> None:
     heard: list[bool] = []
     go, done = threading.Event(), threading.Event()

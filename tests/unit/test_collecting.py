@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import pickle
 import re
@@ -13,6 +14,12 @@ import torch
 from lowmem_load.hf.collecting import described_collecting
 
 loading = pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 has no such loader")
+
+
+def test_a_load_finds_the_table_of_conversions_made() -> None:
+    table = importlib.import_module("transformers.conversion_mapping")
+    importlib.import_module("lowmem_load.hf.loader")
+    assert table._checkpoint_conversion_mapping_cache
 
 
 def converter() -> object:

@@ -100,7 +100,7 @@ MODULES: dict[str, set[str]] = {
     "targets": {"choice", "make", "partial", "target", "whole", "zero3"},
     "hf": {
         *("accelerate_saves", "active", "collecting", "first_load", "fp8", "hub", "intercept", "loader", "merging"),
-        *("mxfp4", "names", "of_config", "outcome", "outcome_key", "plain_saves", "plan_cache"),
+        *("meta_init", "mxfp4", "names", "of_config", "outcome", "outcome_key", "plain_saves", "plan_cache"),
         *("quantizers", "releases", "replaced", "saver", "symbolic_file", "trainer_saves"),
     },
     "ranks": {
