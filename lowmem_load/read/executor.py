@@ -21,14 +21,14 @@ from lowmem_load.phases import EPOCH_S, FileReads
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
-from lowmem_load.planning.reads import BLOCK_NUMEL, Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
+from lowmem_load.planning.reads import Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
 from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch
 from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import scatter_elements
 from lowmem_load.read.source import ByteSource, LocalFile, Opener
 from lowmem_load.read.stats import ReadStats
-from lowmem_load.read.temporaries import Take, Temporaries
+from lowmem_load.read.temporaries import Take, Temporaries, compute_into
 from lowmem_load.read.uploads import Put, Spans, Uploads, is_run, move_tasks, work_before
 
 MIN_STAGING_BYTES = 1 << 20
@@ -36,6 +36,10 @@ MIN_STAGING_BYTES = 1 << 20
 
 PART_BYTES = 16 << 20
 """After so many bytes of a read they are counted: from slow storage all may take minutes."""
+
+MAX_WAITING = 64
+"""Reads of the calling thread that are done one after the other: what it does between large reads finds nothing of its
+own in the processor's caches any more, and takes twice as long."""
 
 MIN_DEVICE_THREADS = 2
 """Threads that read for a device: they wait most of the time, for the storage or for a copy."""
@@ -52,8 +56,8 @@ class Executor:
     value is cast more than once), plus what the plan states as its largest temporary.
 
     Args:
-        num_threads: reads in flight; 1 reads in the calling thread, but for operations. Of memory of a device at least
-            `MIN_DEVICE_THREADS`.
+        num_threads: reads in flight; 1 reads in the calling thread, `MAX_WAITING` at a time, but for operations.
+            Of memory of a device at least `MIN_DEVICE_THREADS`.
         open_source: opens a file of the checkpoint.
 
     Attributes:
@@ -74,6 +78,7 @@ class Executor:
         self._pool = _pool(num_threads) if num_threads > 1 else None
         self._pending: set[Future[None]] = set()
         self._batch = Batch()
+        self._waiting: list[Task] = []  # where there is no pool
         self._uploads: Uploads | None = None
 
     def __enter__(self) -> Executor:
@@ -362,14 +367,22 @@ class Executor:
 
     def _run(self, task: Task) -> None:
         if self._pool is None:
-            task()
+            self._waiting.append(task)
+            if len(self._waiting) == MAX_WAITING:
+                self._run_waiting()
             return
         if len(self._pending) >= 2 * self.num_threads:
             self._reap(wait(self._pending, return_when=FIRST_COMPLETED).done)
         self._pending.add(self._pool.submit(task))
 
+    def _run_waiting(self) -> None:
+        tasks, self._waiting = self._waiting, []
+        for task in tasks:
+            task()
+
     def _finish_reads(self) -> None:
         self._run_batch()
+        self._run_waiting()
         while self._pending:
             self._reap(wait(self._pending).done)
 
@@ -377,15 +390,6 @@ class Executor:
         self._pending -= done
         for future in done:
             future.result()
-
-
-def compute_into(
-    result: torch.Tensor, compute: Callable[[Sequence[torch.Tensor]], torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
-    """Fill `result`, which may be one of the inputs, a block of elements at a time: what comes in between is small."""
-    for start in range(0, result.numel(), BLOCK_NUMEL):
-        block = slice(start, start + BLOCK_NUMEL)
-        result[block].copy_(compute([each[block] for each in inputs]))
 
 
 def _pool(num_threads: int) -> ThreadPoolExecutor:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+from lowmem_load.planning.reads import BLOCK_NUMEL
 
 Take = Callable[[int, torch.dtype], torch.Tensor]
 """For a number of elements and a dtype: uninitialised host memory, flat."""
@@ -51,3 +53,12 @@ def _pages(num_bytes: int) -> torch.Tensor:
     """Return memory that goes back to the system when it is freed."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def compute_into(
+    result: torch.Tensor, compute: Callable[[Sequence[torch.Tensor]], torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Fill `result`, which may be one of the inputs, a block of elements at a time: what comes in between is small."""
+    for start in range(0, result.numel(), BLOCK_NUMEL):
+        block = slice(start, start + BLOCK_NUMEL)
+        result[block].copy_(compute([each[block] for each in inputs]))

@@ -19,8 +19,9 @@ from lowmem_load.planning.cooperative import Segment, Shared, within
 from lowmem_load.planning.load_plan import Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Scatter, Step
-from lowmem_load.read.executor import Executor, compute_into
+from lowmem_load.read.executor import Executor
 from lowmem_load.read.scatter import scatter_elements
+from lowmem_load.read.temporaries import compute_into
 
 _CPU = torch.device("cpu")
 

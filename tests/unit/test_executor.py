@@ -132,6 +132,23 @@ def test_bytes_are_counted_while_a_read_goes_on(
     assert torch.equal(destination, VALUES.reshape(-1)[5:].to(dtype))
 
 
+def test_one_thread_reads_in_groups_and_leaves_nothing_waiting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(executor_module, "SMALL_BYTES", 0)
+    planner, flat_range = Planner(), FlatRange(0, 720)
+    fill = planner.plan_fill("w", leaf(file), flat_range)
+    destinations = [torch.full((720,), float("nan")) for _ in range(4)]
+    num_reads = []
+    with Executor() as executor:
+        for destination in destinations:
+            executor.fill(fill, destination, planner.values, planner.material)
+            num_reads.append(executor.stats.num_reads)
+        executor.finish()
+        num_reads.append(executor.stats.num_reads)
+    assert num_reads == [0, 0, 3, 3, 4]
+    assert all(torch.equal(destination, VALUES.view(-1)) for destination in destinations)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_that_shrank_is_an_error(file: Path, num_threads: int, dtype: torch.dtype) -> None:
