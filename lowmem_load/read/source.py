@@ -33,6 +33,11 @@ RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 """Seconds before each further attempt: 3 in all, for short interruptions, while the other ranks wait. A mount that
 waits for its server by itself (NFS, `hard`) shows no error at all."""
 
+OPENING_BYTES = 128 << 10
+"""Of each of the first two calls of a large read from a disk. Where a read does not go on from the last one, Linux
+begins its readahead anew, in single pages, and as far as the call asks for; from then on the window doubles and the
+pages become larger as it is used up (6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`). Single pages
+go to the disk in small requests, and cost more each: so it is asked for little, until the window is under way."""
 
 MAX_HOLES = 10_000
 """Holes of a file that are counted: a hostile one may have as many as it has pages."""
@@ -102,6 +107,7 @@ class LocalFile:
         with _our_errors(path):
             self._descriptor, found = self._retrying(_open_regular, path)
         self.nbytes, self._opened_version = found.st_size, file_version(found)
+        self._is_on_disk = os.major(found.st_dev) != 0  # as file systems of memory and of the network have it
 
     @property
     def version(self) -> str:
@@ -121,7 +127,10 @@ class LocalFile:
         start = offset
         with _our_errors(self.path):
             while left:
-                num_bytes = self._retrying(os.preadv, self._descriptor, left[:MAX_BUFFERS], offset)
+                asked = left[:MAX_BUFFERS]
+                if self._is_on_disk and offset - start < 2 * OPENING_BYTES and asked[0].nbytes > OPENING_BYTES:
+                    asked = [asked[0][:OPENING_BYTES]]
+                num_bytes = self._retrying(os.preadv, self._descriptor, asked, offset)
                 if num_bytes == 0:
                     short = sum(buffer.nbytes for buffer in left)
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")

@@ -14,7 +14,7 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.read import source as source_module
-from lowmem_load.read.source import LocalFile, SourceFile, read_bytes
+from lowmem_load.read.source import OPENING_BYTES, LocalFile, SourceFile, read_bytes
 from lowmem_load.testing.memory import MemorySource
 
 DATA = bytes(range(256))
@@ -89,6 +89,31 @@ def test_the_system_may_return_less_than_was_asked_for(file: str, monkeypatch: p
     buffers = [bytearray(size) for size in (3, 0, 20, 7, 100)]
     LocalFile(file).read_into(5, [memoryview(buffer) for buffer in buffers])
     assert b"".join(buffers) == DATA[5:135]
+
+
+def test_a_large_read_from_a_disk_begins_with_two_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DATA * (OPENING_BYTES // 64)  # four times so much
+    (tmp_path / "large").write_bytes(data)
+    calls: list[int] = []
+
+    def counted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(sum(buffer.nbytes for buffer in buffers))
+        return ordinary(descriptor, buffers, offset)
+
+    ordinary = os.preadv
+    monkeypatch.setattr(os, "preadv", counted)
+    large, small = [len(data) - 5], [OPENING_BYTES - 7, 7]
+    for device, sizes, expected in [
+        (8, large, [OPENING_BYTES, OPENING_BYTES, len(data) - 5 - 2 * OPENING_BYTES]),
+        (8, small, [OPENING_BYTES]),
+        (0, large, large),
+    ]:
+        calls.clear()
+        monkeypatch.setattr(os, "major", lambda _, device=device: device)
+        buffers = [bytearray(size) for size in sizes]
+        LocalFile(str(tmp_path / "large")).read_into(5, [memoryview(buffer) for buffer in buffers])
+        assert b"".join(buffers) == data[5 : 5 + sum(sizes)]
+        assert calls == expected
 
 
 class Faults:
