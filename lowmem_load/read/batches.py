@@ -10,9 +10,10 @@ tensors stay with the batch until they are filled.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
@@ -68,51 +69,57 @@ class Batch:
             self.has_staged = True
         return self.nbytes > _FULL_BYTES or len(self.reads) == MAX_READS
 
-    def fill(self, staging: torch.Tensor, read: Callable[[Source, int, int, Sequence[memoryview]], None]) -> None:
+    def fill(self, staging: torch.Tensor, read: Callable[[str, Sequence[Run]], None]) -> None:
         """Do all reads.
 
         Args:
             staging: `BATCH_BYTES` of the calling thread, uint8.
-            read: fills buffers, one after the other, with the bytes of a file, given a tensor in it, how many begin
-                with that one, and the first byte.
+            read: fills the buffers of runs of the file of that path.
 
         Raises:
             ValueError: see `_addresses_of`.
             CheckpointError: of `read`.
         """
-        for run in self._runs():
-            addresses = _addresses_of(run, staging)
-            _, start, _, step, *_ = run[0]
-            read(step.tensor, len(run), start, _buffers_at(addresses, run))
-            if self.has_staged:
-                _place(run, addresses, staging)
-
-    def _runs(self) -> Iterator[list[SmallRead]]:
-        """Yield the reads by their place in the files, those together that follow each other there without a gap."""
-        run: list[SmallRead] = []
-        path, end = "", 0
-        for read in sorted(self.reads, key=_PLACE_IN_FILE):
-            its_path, start, nbytes, *_ = read
-            if start != end or its_path != path:
-                if run:
-                    yield run
-                run = []
-                path, end = its_path, start
-            run.append(read)
-            end += nbytes
-        if run:
-            yield run
+        reads = sorted(self.reads, key=_PLACE_IN_FILE)
+        addresses = _addresses_of(reads, staging)
+        for path, runs in _runs_of(reads, addresses).items():
+            read(path, runs)
+        if self.has_staged:
+            _place(reads, addresses, staging)
 
 
-def _addresses_of(run: Sequence[SmallRead], staging: torch.Tensor) -> list[int]:
-    """Return where each read of a run puts its bytes: in its destination, or one behind the other in `staging`.
+class Run(NamedTuple):
+    """Reads that follow each other in a file without a gap.
+
+    Attributes:
+        tensor: the one that the first of them is of.
+        num_reads: how many they are.
+        start: first byte in the file.
+        nbytes: of all of them.
+        buffers: their memory, in this order.
+    """
+
+    tensor: Source
+    num_reads: int
+    start: int
+    nbytes: int
+    buffers: Sequence[memoryview]
+
+    @property
+    def what(self) -> str:
+        """What it is called in errors."""
+        return repr(self.tensor.name) + (f" or one of the {self.num_reads - 1} behind it" if self.num_reads > 1 else "")
+
+
+def _addresses_of(reads: Sequence[SmallRead], staging: torch.Tensor) -> list[int]:
+    """Return where each read puts its bytes: in its destination, or one behind the other in `staging`.
 
     Raises:
         ValueError: a destination is not flat and contiguous, or ends too early: other memory would be written to.
     """
     addresses = []
     free = staging.data_ptr()
-    for _, _, nbytes, step, shift, destination in run:
+    for _, _, nbytes, step, shift, destination in reads:
         itemsize = nbytes // step.numel
         if step.is_direct:
             offset = (step.scatter.destination_start + shift) * itemsize
@@ -127,23 +134,39 @@ def _addresses_of(run: Sequence[SmallRead], staging: torch.Tensor) -> list[int]:
     return addresses
 
 
-def _buffers_at(addresses: Sequence[int], run: Sequence[SmallRead]) -> list[memoryview]:
-    """Return the memory of a run, in its order, as few buffers as it has pieces."""
+def _runs_of(reads: Sequence[SmallRead], addresses: Sequence[int]) -> dict[str, list[Run]]:
+    """Return the runs of each file, by its path; the reads are in the order of their places."""
+    runs: dict[str, list[Run]] = {}
+    path, end, *_ = reads[0]
+    first = 0
+    for number, (its_path, start, nbytes, *_) in enumerate(reads):
+        if start != end or its_path != path:
+            runs.setdefault(path, []).append(_run(reads[first:number], addresses[first:number]))
+            path, first, end = its_path, number, start
+        end += nbytes
+    runs.setdefault(path, []).append(_run(reads[first:], addresses[first:]))
+    return runs
+
+
+def _run(reads: Sequence[SmallRead], addresses: Sequence[int]) -> Run:
+    """Return reads that follow each other as one, with as few buffers as their memory has pieces."""
     begin = end = addresses[0]
-    buffers = []
-    for address, (_, _, nbytes, *_) in zip(addresses, run, strict=True):
+    buffers, total = [], 0
+    for address, (_, _, nbytes, *_) in zip(addresses, reads, strict=True):
         if address != end:
             buffers.append(_bytes_at(begin, end - begin))
             begin = address
         end = address + nbytes
+        total += nbytes
     buffers.append(_bytes_at(begin, end - begin))
-    return buffers
+    _, start, _, step, *_ = reads[0]
+    return Run(step.tensor, len(reads), start, total, buffers)
 
 
-def _place(run: Sequence[SmallRead], addresses: Sequence[int], staging: torch.Tensor) -> None:
-    """Move what was read to `_addresses_of(run, staging)` to where it belongs, if it is not there."""
+def _place(reads: Sequence[SmallRead], addresses: Sequence[int], staging: torch.Tensor) -> None:
+    """Move what was read to `_addresses_of(reads, staging)` to where it belongs, if it is not there."""
     base = staging.data_ptr()
-    for (_, _, nbytes, step, shift, destination), address in zip(run, addresses, strict=True):
+    for (_, _, nbytes, step, shift, destination), address in zip(reads, addresses, strict=True):
         if not step.is_direct:
             values = staging[address - base : address - base + nbytes].view(step.tensor.dtype)
             scatter_elements(step.scatter, values, destination, shift)

@@ -22,7 +22,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
-from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch
+from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch, Run
 from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import scatter_elements
@@ -38,8 +38,7 @@ PART_BYTES = 16 << 20
 """After so many bytes of a read they are counted: from slow storage all may take minutes."""
 
 MAX_WAITING = 64
-"""Reads of the calling thread that are done one after the other: what it does between large reads finds nothing of its
-own in the processor's caches any more, and takes twice as long."""
+"""Reads of the calling thread that are done together: each leaves the caches cold for what comes in between."""
 
 MIN_DEVICE_THREADS = 2
 """Threads that read for a device: they wait most of the time, for the storage or for a copy."""
@@ -115,12 +114,11 @@ class Executor:
             for task in self._device_tasks(fill.steps, destination, known, material):
                 self._run(task)
             return
-        if any(isinstance(step, Apply) for step in fill.steps):
+        rest = [step for step in fill.steps if not self._postpone(step, destination)]
+        if any(isinstance(step, Apply) for step in rest):
             self._pool = self._pool or _pool(1)  # see [Note: another heap] in temporaries.py
-        for step in fill.steps:
-            if not self._postpone(step, destination):
-                for task in self._tasks((step,), destination, known, material):
-                    self._run(task)
+        for task in self._tasks(rest, destination, known, material):
+            self._run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
@@ -206,7 +204,7 @@ class Executor:
         batch, self._batch = self._batch, Batch()
 
         def task() -> None:
-            batch.fill(self._staging(BATCH_BYTES), self._read_run)
+            batch.fill(self._staging(BATCH_BYTES), self._read_runs)
             self.on_bytes(batch.needed_bytes)
 
         if batch.reads:
@@ -309,36 +307,43 @@ class Executor:
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can."""
-        start = tensor.start + first * tensor.dtype.itemsize
-        with self._reading(tensor, 1, memory.nbytes) as source:
+        start, begin = tensor.start + first * tensor.dtype.itemsize, time.perf_counter()
+        with self._reading(tensor.path, lambda: repr(tensor.name)) as source:
             self._read_parts(source, start, memory.view(torch.uint8))
+        self._count(tensor.path, 1, memory.nbytes, begin)
 
-    def _read_run(self, tensor: Source, num_tensors: int, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the memory of small reads of as many tensors, from `tensor` on, that lie one behind the other."""
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        with self._reading(tensor, num_tensors, nbytes) as source:
-            source.read_into(start, buffers)
-            with self._lock:
-                self.stats.read_bytes += nbytes
+    def _read_runs(self, path: str, runs: Sequence[Run]) -> None:
+        """Fill the memory of small reads of one file."""
+        run, begin = runs[0], time.perf_counter()
+        with self._reading(path, lambda: run.what) as source:
+            for run in runs:
+                source.read_into(run.start, run.buffers)
+                begin = self._count(path, run.num_reads, run.nbytes, begin)
+                with self._lock:
+                    self.stats.read_bytes += run.nbytes
 
     @contextlib.contextmanager
-    def _reading(self, tensor: Source, num_tensors: int, nbytes: int) -> Iterator[ByteSource]:
-        """Yield the source of `tensor`, from which it and those behind it are read; count the read, name its errors."""
-        self.stats.path, begin = tensor.path, time.perf_counter()
+    def _reading(self, path: str, what: Callable[[], str]) -> Iterator[ByteSource]:
+        """Yield the open source of a path; an error says what was read."""
+        self.stats.path = path
         try:
-            with self.sources.reading(tensor.path) as source:
+            with self.sources.reading(path) as source:
                 yield source
+        except TruncatedFileError as error:
+            changed = "the file changed after its header was read"
+            raise TruncatedFileError(f"{error} while {what()} was read; {changed}") from error
         except CheckpointError as error:
-            what = repr(tensor.name) + (f" or one of the {num_tensors - 1} behind it" if num_tensors > 1 else "")
-            if isinstance(error, TruncatedFileError):
-                changed = "the file changed after its header was read"
-                raise TruncatedFileError(f"{error} while {what} was read; {changed}") from error
-            raise CheckpointError(f"{error} (while {what} was read)") from error
+            raise CheckpointError(f"{error} (while {what()} was read)") from error
+        with self._lock:
+            self.stats.num_retries = self.sources.num_retries
+
+    def _count(self, path: str, num_reads: int, nbytes: int, begin: float) -> float:
+        """Count reads that are one to their file, began at `begin` (`time.perf_counter`) and end now; return when."""
         end = time.perf_counter()
         with self._lock:
-            self.stats.files.setdefault(tensor.path, FileReads()).add(nbytes, EPOCH_S + begin, EPOCH_S + end)
-            self.stats.num_reads += num_tensors
-            self.stats.num_retries = self.sources.num_retries
+            self.stats.files.setdefault(path, FileReads()).add(nbytes, EPOCH_S + begin, EPOCH_S + end)
+            self.stats.num_reads += num_reads
+        return end
 
     def _read_parts(self, source: ByteSource, start: int, flat: torch.Tensor) -> None:
         content = flat.numpy().data if flat.device.type == "cpu" else flat

@@ -339,3 +339,10 @@ def test_which_small_tensors_a_file_is_too_short_for_is_said(tmp_path: Path) -> 
     os.truncate(tmp_path / "data", 1000)
     with pytest.raises(TruncatedFileError, match=r"while 't0' or one of the 4 behind it was read; the file changed"):
         read_all(tensors, 1)
+
+
+def test_which_of_those_that_lie_apart_a_file_is_too_short_for_is_said(tmp_path: Path) -> None:
+    tensors = small_tensors(tmp_path / "data", [100] * 5, gap=4)
+    os.truncate(tmp_path / "data", 1700)  # of 400 or 800 bytes each, t3 begins at 3 * 404 + 400
+    with pytest.raises(TruncatedFileError, match=r"1700 .* while 't3' was read; the file changed"):
+        read_all(tensors, 1)
