@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -18,11 +19,13 @@ from benchmarks.checkpoint import read_headers
 from benchmarks.floors import have_memory_backed
 from benchmarks.measure import CollectiveCounter, NetworkUse, read_io
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
-from lowmem_load.bench.memory import MemorySampler, MemoryUse, read_rss
+from lowmem_load.bench.memory import MemorySampler, MemoryUse, available_bytes, read_rss
 
-# Of a partition: what is touched before each load, so that the machine has it at hand. As much again where the page
-# cache is cold: without it loads into huge pages took 2.8 s here, into small ones 2.0; with it 1.9 and 1.8.
-SPARE_MEMORY = 1.2
+# Of a partition: what is touched before each load, so that the machine has it at hand. Where the page cache is cold it
+# needs memory, too, and the hypervisor here takes back some 0.5 GB a second of what is free meanwhile.
+SPARE_MEMORY, SPARE_MEMORY_COLD = 1.2, 4.8
+# The share of the available memory that all ranks together may touch for that.
+SPARE_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,10 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
     on_gpu = job.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    spare = (2 if spec.is_cold else 1) * SPARE_MEMORY
-    have_memory_backed(int(spare * sum(tensor.nbytes for tensor in read_headers(job.path)) / job.world_size))
+    spare = SPARE_MEMORY_COLD if spec.is_cold else SPARE_MEMORY
+    spare_bytes = spare * sum(tensor.nbytes for tensor in read_headers(job.path))
+    limit_bytes = SPARE_SHARE * (available_bytes() or math.inf)
+    have_memory_backed(int(min(spare_bytes, limit_bytes) / job.world_size))
     hbm_start = torch.cuda.memory_allocated() if on_gpu else 0
     dist.barrier()
     sampler = MemorySampler()
