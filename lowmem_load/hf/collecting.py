@@ -57,8 +57,9 @@ def make_table() -> None:
     table = importlib.import_module(TABLE) if importlib.util.find_spec(TABLE) else None
     ask = getattr(table, "get_checkpoint_conversion_mapping", None)
     if ask is not None:
-        with described_collecting():
-            ask("")  # of no model
+        # Of no model; a release that refuses that makes its table in the first load, as without this.
+        with described_collecting(), contextlib.suppress(Exception):
+            ask("")
 
 
 def _once_for_each_use(loading: Any) -> Callable[[Any], Any]:
