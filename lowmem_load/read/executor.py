@@ -114,11 +114,11 @@ class Executor:
             for task in self._device_tasks(fill.steps, destination, known, material):
                 self._run(task)
             return
-        rest = [step for step in fill.steps if not self._postpone(step, destination)]
-        if any(isinstance(step, Apply) for step in rest):
-            self._pool = self._pool or _pool(1)  # see [Note: another heap] in temporaries.py
-        for task in self._tasks(rest, destination, known, material):
-            self._run(task)
+        if rest := [step for step in fill.steps if not self._postpone(step, destination)]:
+            if any(isinstance(step, Apply) for step in rest):
+                self._pool = self._pool or _pool(1)  # see [Note: another heap] in temporaries.py
+            for task in self._tasks(rest, destination, known, material):
+                self._run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
