@@ -149,7 +149,6 @@ class Partitioner:
             )
         _check_made(self._init)
         self._arena: Arena | None = None
-        self._has_checked = False
         self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
@@ -215,9 +214,7 @@ class Partitioner:
         parameter = nn.Parameter(empty, requires_grad=requires_grad)
         next_id = Init.param_id
         self._init._convert_to_deepspeed_param(parameter)
-        if not self._has_checked:  # all are converted alike
-            _check_converted(parameter)
-            self._has_checked = True
+        _check_converted(parameter)
         Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
         parameter.ds_id = ds_id
         parameter.ds_shape = shape
