@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent, warn_of_de
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.walk import children_first, own_parameters
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -183,8 +184,8 @@ class Partitioner:
         zero.Init converts the parameters of a module when its `__init__` returns, so children come first.
         """
         ids: dict[int, int] = {}
-        for owner in _post_order(module, set()):
-            for parameter in owner.parameters(recurse=False):
+        for owner in children_first(module):
+            for _, parameter in own_parameters(owner):
                 if id(parameter) not in ids and not is_zero_param(parameter):
                     ids[id(parameter)] = Init.param_id
                     Init.param_id += 1
@@ -366,12 +367,3 @@ def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     if numel < tensor.numel():
         tensor[numel:].zero_()
     return tensor
-
-
-def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for child in module.children():
-        yield from _post_order(child, seen)
-    yield module

@@ -86,9 +86,9 @@ class Planner:
 
     def costs(self, fills: Iterable[Fill]) -> Costs:
         """Return what executing some fills costs; a computed value that several of them need is computed for each."""
-        total = Costs()
+        fills = list(fills)
+        total = self._steps_costs(step for fill in fills for step in fill.steps)
         for fill in fills:
-            total = total.plus(self._steps_costs(fill.steps))
             results = 0
             for number in fill.needs:
                 costs, result_bytes = self._value_costs(number)
@@ -155,16 +155,19 @@ class Planner:
                 yield from (number for piece in step.pieces for fill in piece.inputs for number in fill.needs)
 
     def _steps_costs(self, steps: Iterable[Step]) -> Costs:
-        total = Costs()
+        needed = read = num_reads = staging = 0
+        of_pieces = Costs()
         for step in steps:
             if isinstance(step, Read):
-                staging = 0 if step.is_direct else step.numel * step.tensor.dtype.itemsize
-                needed = step.needed_bytes_each * step.num_reads
-                total = total.plus(Costs(needed, step.read_bytes, step.num_reads, staging))
+                itemsize, num_each = step.tensor.dtype.itemsize, step.num_reads
+                needed += step.needed_bytes_each * num_each
+                read += step.numel * num_each * itemsize
+                num_reads += num_each
+                staging = staging if step.is_direct else max(staging, step.numel * itemsize)
             elif isinstance(step, Apply):
                 for piece in step.pieces:
-                    total = total.plus(self._piece_costs(step, piece))
-        return total
+                    of_pieces = of_pieces.plus(self._piece_costs(step, piece))
+        return of_pieces.plus(Costs(needed, read, num_reads, staging))
 
     def _piece_costs(self, step: Apply, piece: Piece) -> Costs:
         held = piece.numel * _piece_bytes(step.dtype, [fill.dtype for fill in piece.inputs])

@@ -24,6 +24,7 @@ from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.plan_cache import plan_cache_folder
 from lowmem_load.targets.make import TargetMaker
 from lowmem_load.targets.target import Layout, Target
+from lowmem_load.walk import named_parameters
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ def describe(
 
     def keeps_of(model: nn.Module) -> Keeps:
         try:
-            layout, known = settled(model)[2].layout, _names_by_id(model)
+            layout, known = settled(model)[2].layout, {id(each): name for name, each in named_parameters(model).items()}
         except ConfigError:  # of a model that another one's __init__ loads, and to which the settings need not fit
             return lambda parameter: FlatRange(0, parameter.numel())
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
@@ -138,10 +139,6 @@ class _Reads:
     def _count(self, reason: str, nbytes: int) -> None:
         if nbytes > 0:
             self.nbytes[reason] = self.nbytes.get(reason, 0) + nbytes
-
-
-def _names_by_id(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,6 @@ from lowmem_load.planning.expression import (
 from lowmem_load.planning.load_plan import (
     BufferPlan,
     CompanionPlan,
-    Costs,
     Destination,
     LoadPlan,
     SlowPath,
@@ -48,6 +47,7 @@ from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
 from lowmem_load.stages.describe import Described
 from lowmem_load.targets.target import Layout
+from lowmem_load.walk import named_modules, own_buffers, own_parameters
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters or buffers."""
@@ -94,7 +94,8 @@ def make_plan(
     start, cost = time.perf_counter(), cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
     model, target = described.model, described.target
-    parameters, places, names_of = _distinct(model, "named_parameters")
+    modules = named_modules(model, by_all_names=True)
+    parameters, places, names_of = _distinct(modules, own_parameters)
     layouts = {name: target.layout(name, parameter) for name, parameter in parameters.items()}
     targets = [
         _plan_target(planner, names_of[name], parameter, layouts[name])
@@ -102,16 +103,14 @@ def make_plan(
         if alike is None or not _is_left_out(alike, names_of[name], parameter, layouts[name])
     ]
     targets.sort(key=lambda plan: place_of(plan.name, plan.first_tensor))
-    buffers, buffer_places, buffer_names = _distinct(model, "named_buffers")
+    buffers, buffer_places, buffer_names = _distinct(modules, own_buffers)
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
     buffer_plans = [
         _plan_buffer(planner, buffer_names[name], buffer, keeps_fp32=id(buffer) in fp32, on_host=on_host)
         for name, buffer in buffers.items()
     ]
-    costs = Costs()
-    for plan in targets:
-        costs = costs.plus(planner.costs(plan.fills))
+    costs = planner.costs(fill for plan in targets for fill in plan.fills)
     costs = costs.plus(planner.costs(plan.fill for plan in buffer_plans if plan.fill is not None))
     load_plan = LoadPlan(
         name=described.name,
@@ -135,14 +134,16 @@ def make_plan(
     return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers, shared)
 
 
-def _distinct(model: nn.Module, listed: str) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
+def _distinct(
+    modules: Sequence[tuple[str, nn.Module]], own: Callable[[nn.Module], Iterable[tuple[str, Any]]]
+) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
     """Return the distinct parameters (or buffers) by their first names, with all places and all names of each."""
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     places: dict[str, list[Place]] = {}
     all_names: dict[str, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for last, tensor in getattr(module, listed)(recurse=False, remove_duplicate=False):
+    for prefix, module in modules:
+        for last, tensor in own(module):
             name = f"{prefix}.{last}" if prefix else last
             key = first.setdefault(id(tensor), name)
             tensors.setdefault(key, tensor)

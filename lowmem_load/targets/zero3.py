@@ -14,12 +14,15 @@ from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_ra
 from lowmem_load.settings.settings import Settings
 from lowmem_load.targets.choice import mark
 from lowmem_load.targets.target import Layout
+from lowmem_load.walk import named_modules, named_parameters
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
 
 KIND = "zero3"
 """Of parameters that are cut up."""
+
+_FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
 class Zero3:
@@ -51,25 +54,31 @@ class Zero3:
         self.device = device
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
+        self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the protocol's
         """See `Target`. The second region, if there is one, is hpZ's secondary partition, shared within a node."""
+        key = parameter.numel(), parameter.dtype
+        if key not in self._layouts:  # it is asked for several times, and most parameters are like another one
+            self._layouts[key] = self._layout(*key)
+        return self._layouts[key]
+
+    def _layout(self, numel: int, stored: torch.dtype) -> Layout:
         world_size, secondary_size = self._world_size, self._settings.secondary_size
-        numel = parameter.numel()
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
         if secondary_size:  # a whole number of partitions: padding is that of the first
             size = numels[0] * (world_size // secondary_size)
             first = size * (self._rank % secondary_size)
             regions.append(FlatRange(min(first, numel), min(first + size, numel)))
             numels.append(size)
-        dtype = self._settings.dtype if parameter.is_floating_point() else parameter.dtype
+        dtype = self._settings.dtype if stored.is_floating_point else stored
         on_host = self.device.type == "cpu" or self._settings.offload_device != "none"
         return Layout(KIND, dtype, tuple(regions), tuple(numels), on_host)
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
         setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
-        if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
+        if not isinstance(setting, list) and not any(_names_fp32(module) for _, module in named_modules(model)):
             return []  # without importing DeepSpeed
         from lowmem_load.ds.parameters import fp32_buffers
 
@@ -92,7 +101,7 @@ class Zero3:
         self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
         self.device = partitioner.device
         modules = [model.get_submodule(name) for name in self._modules]
-        layouts = [self.layout(*named) for module in modules for named in module.named_parameters()]
+        layouts = [self.layout(*named) for module in modules for named in named_parameters(module).items()]
         partitioner.reserve_memory(numel * layout.dtype.itemsize for layout in layouts for numel in layout.numels)
         mark(modules)
 
@@ -133,7 +142,8 @@ class Zero3:
 
 
 def _names_fp32(module: nn.Module) -> bool:
-    return bool(getattr(module, "_keep_in_fp32_modules_strict", None) or getattr(module, "_keep_in_fp32_modules", None))
+    own, cls = vars(module), type(module)  # what is neither, `nn.Module.__getattr__` looks for in vain
+    return any(own.get(name, getattr(cls, name, None)) for name in _FP32_NAMES)
 
 
 def _refuse(settings: Settings, group: Any) -> None:
