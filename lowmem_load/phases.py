@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
+import mmap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-STATUS = Path("/proc/self/status")
-
-_RESIDENT = re.compile(rb"^Rss(Anon|File|Shmem):\s*(\d+) kB$", re.MULTILINE)
+STATM = Path("/proc/self/statm")
+"""Says the same as /proc/self/status in a quarter of the time: pages that are resident, and which of them are of files
+or shared memory, second and third (Linux `Documentation/filesystems/proc.rst`)."""
 
 EPOCH_S = time.time() - time.perf_counter()
 """Seconds since 1970 at the zero of `time.perf_counter`: what was timed here can be laid beside other ranks'."""
@@ -34,12 +34,12 @@ class Memory:
 def host_memory() -> Memory:
     """Return the resident memory now; zeros where the system has no /proc (macOS)."""
     try:
-        with STATUS.open("rb", buffering=0) as file:  # it is read often
-            found = dict(_RESIDENT.findall(file.read()))
-        file_kib = int(found[b"File"]) + int(found[b"Shmem"])
-        return Memory(int(found[b"Anon"]) << 10, file_kib << 10)
-    except (OSError, KeyError):
+        with STATM.open("rb", buffering=0) as file:  # it is read often
+            _, resident, of_files, *_ = file.read().split()
+    except (OSError, ValueError):
         return Memory(0, 0)
+    file_bytes = int(of_files) * mmap.PAGESIZE
+    return Memory(int(resident) * mmap.PAGESIZE - file_bytes, file_bytes)
 
 
 @dataclass(frozen=True, slots=True)

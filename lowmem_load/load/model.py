@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,23 +71,33 @@ def load_model(
     """
     with intercept.in_turn(open_ended=False):
         ranks = DistributedInterface().subgroup(data_parallel_group)
-        with ranks.together("load_model"):
-            with ranks.agreed("checking the ds_config") as digest:
-                request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs)
-                settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
-                digest.append(f"ds_config {settings.fingerprint}")
-            return load_with_settings(request, settings, ranks, progress=progress, verify=verify)
+
+        def asked() -> tuple[Request, Settings]:
+            request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs)
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+            return request, settings
+
+        return load_as_asked(asked, ranks, progress=progress, verify=verify)
 
 
-def load_with_settings(
-    request: Request, settings: Settings, ranks: RankGroup, *, progress: bool | None = None, verify: bool = False
+def load_as_asked(
+    asked: Callable[[], tuple[Request, Settings]],
+    ranks: RankGroup,
+    *,
+    progress: bool | None = None,
+    verify: bool = False,
 ) -> Any:
-    """Do what `load_model` does, with settings that are read already. Collective: the ranks of `ranks`."""
-    with intercept.in_turn(open_ended=False), ranks.together("the load"):
+    """Do what `load_model` does, with the request and the settings that `asked` returns, or else fails to.
+
+    Collective: the ranks of `ranks`.
+    """
+    with intercept.in_turn(open_ended=False), ranks.together("load_model"):
         with ranks.agreed("checking the arguments") as digest:
+            request, settings = asked()
             names.check_name(request.name, request.kwargs.get("subfolder", ""))
             is_folder = os.path.isdir(request.name)
-            digest.append("a local folder" if is_folder else "a name on the Hub")
+            kind = "a local folder" if is_folder else "a name on the Hub"
+            digest.append(f"ds_config {settings.fingerprint}, {kind}")
             if is_folder:
                 checked = request.checked(settings)
         if not is_folder:

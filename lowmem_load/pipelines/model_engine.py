@@ -16,7 +16,7 @@ from typing import Any
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
-from lowmem_load.load.model import load_with_settings
+from lowmem_load.load.model import load_as_asked
 from lowmem_load.load.request import Request
 from lowmem_load.pipelines.arguments import read_arguments
 from lowmem_load.ranks.process_group import DistributedInterface
@@ -80,7 +80,7 @@ class ModelEngine:
                 settings = self._prepare(settings)
             self.ds_config = copy.deepcopy(dict(settings.ds_config))
             request = Request(str(self.args.model), self.args.auto_class, "auto", self._from_pretrained_kwargs())
-            self.model = load_with_settings(request, settings, self.distributed, verify=self.args.verify)
+            self.model = load_as_asked(lambda: (request, settings), self.distributed, verify=self.args.verify)
             self.model_config = self.model.config
             with self.distributed.agreed("setting up the model", name=str(self.args.model)):
                 self._freeze()

@@ -246,7 +246,8 @@ class Line:
                 return
             now = self._answered = time.monotonic()
             # A twentieth of what was waited so far; and a large group must not wear out the store.
-            time.sleep(min(max(0.0002, (now - work.since) / 20), 0.02 + len(self._members) * 0.0002))
+            least_s, most_s = min(2e-5 * len(self._members), 2e-4), 0.02 + 2e-4 * len(self._members)
+            time.sleep(min(max(least_s, (now - work.since) / 20), most_s))
             self._look()
         if self._rank == 0 and self._left is not None:
             leaves = {self._name: self._leaves[self._name]}

@@ -227,8 +227,8 @@ def give_different_arguments(good: str, other: str) -> None:
     first = os.environ["RANK"] == "0"
     calls: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         ("describing the model", good if first else other, BF16, {}),
-        ("checking the ds_config", good, BF16 if first else FP32, {}),
-        ("checking the ds_config", good, {**BF16, "zero_optimization": {"stage": 3 if first else 2}}, {}),
+        ("checking the arguments", good, BF16 if first else FP32, {}),
+        ("checking the arguments", good, {**BF16, "zero_optimization": {"stage": 3 if first else 2}}, {}),
         ("planning", good, BF16, {"partition": "model" if first else ["model", "lm_head"]}),
         ("describing the model", good, BF16, {"partition": "model", "dtype": "float32" if first else "bfloat16"}),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,24 +142,23 @@ def test_peaks_are_the_most_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_host_memory_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\nRssAnon:\t     100 kB\nRssFile:\t      20 kB\nRssShmem:\t       3 kB\n")
-    monkeypatch.setattr(phases_module, "STATUS", status)
-    assert host_memory() == Memory(100 << 10, 23 << 10)
-    assert host_memory().total_bytes == 123 << 10
+    (tmp_path / "statm").write_text("900 123 23 7 0 200 0\n")  # pages: of the address space, resident, of files, ...
+    monkeypatch.setattr(phases_module, "STATM", tmp_path / "statm")
+    assert host_memory() == Memory(100 * mmap.PAGESIZE, 23 * mmap.PAGESIZE)
+    assert host_memory().total_bytes == 123 * mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("text", [None, "Name:\tpython\n"])
+@pytest.mark.parametrize("text", [None, "", "900 12\n"])
 def test_host_memory_is_zero_where_it_is_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     if text is not None:
-        (tmp_path / "status").write_text(text)
-    monkeypatch.setattr(phases_module, "STATUS", tmp_path / "status")
+        (tmp_path / "statm").write_text(text)
+    monkeypatch.setattr(phases_module, "STATM", tmp_path / "statm")
     assert host_memory() == Memory(0, 0)
 
 
-@pytest.mark.skipif(not phases_module.STATUS.exists(), reason="the system has no /proc")
+@pytest.mark.skipif(not phases_module.STATM.exists(), reason="the system has no /proc")
 def test_host_memory_grows_by_what_is_written() -> None:
     before = host_memory()
     assert before.anonymous_bytes > MIB  # of a process that imported torch
