@@ -24,14 +24,14 @@ def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 
 def read_plain(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], int]:
     """Return this rank's partitions, and the number of reads: file order, one thread, memory of its own for each."""
-    names, pieces = _partitions(path, rank, world_size)
+    names, pieces = partitions(path, rank, world_size)
     memory, num_reads = floor.read_plain(pieces)
     return dict(zip(names, memory, strict=True)), num_reads
 
 
 def read_tuned(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], int]:
     """Do the same as fast as the machine allows: as many threads as lowmem_load has, into huge pages."""
-    names, pieces = _partitions(path, rank, world_size)
+    names, pieces = partitions(path, rank, world_size)
     num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // world_size))
     memory, num_reads = floor.read_tuned(pieces, num_threads)
     return dict(zip(names, memory, strict=True)), num_reads
@@ -48,7 +48,7 @@ def have_memory_backed(nbytes: int) -> None:
             pages[start] = 0
 
 
-def _partitions(path: Path, rank: int, world_size: int) -> tuple[list[str], list[Piece]]:
+def partitions(path: Path, rank: int, world_size: int) -> tuple[list[str], list[Piece]]:
     """Return the names of all parameters, and where this rank's partition of each lies."""
     tensors = read_headers(path)
     return [tensor.name for tensor in tensors], [_piece(tensor, rank, world_size) for tensor in tensors]

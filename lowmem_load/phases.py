@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STATM = Path("/proc/self/statm")
-"""Says the same as /proc/self/status in a quarter of the time: pages that are resident, and which of them are of files
-or shared memory, second and third (Linux `Documentation/filesystems/proc.rst`)."""
+"""Says the same as /proc/self/status in half the time: pages that are resident, and which of them are of files or
+shared memory, second and third (Linux `Documentation/filesystems/proc.rst`)."""
 
 EPOCH_S = time.time() - time.perf_counter()
 """Seconds since 1970 at the zero of `time.perf_counter`: what was timed here can be laid beside other ranks'."""

@@ -1,31 +1,13 @@
-"""The modules, parameters and buffers of a model, listed. Written for torch 2.6 to 2.13, `nn/modules/module.py`.
+"""What modules hold themselves. Written for torch 2.6 to 2.15, `nn/modules/module.py`.
 
-The order and the names are those of `nn.Module.named_modules` and `named_parameters`. These hand each item up through
-one generator per level, 0.8 ms for a model of 360 modules; a load lists them some ten times.
+For one module alone, `named_parameters(recurse=False)` and the like cost more than what they list: of a model of 319
+modules all of them together took 1.0 ms so, and take 0.5. For whole models torch's own listings are as fast.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-
-
-def named_modules(model: nn.Module, *, by_all_names: bool = False) -> list[tuple[str, nn.Module]]:
-    """Return the modules, parents first, each by its first name or by all of them; "" names the model itself."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    waiting = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if not by_all_names:
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-        found.append((name, module))
-        prefix = f"{name}." if name else ""
-        children = [(prefix + last, child) for last, child in module._modules.items() if child is not None]
-        waiting += reversed(children)
-    return found
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -36,18 +18,6 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return a module's buffers without those of its children, each by all of its names."""
     return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-
-
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the distinct parameters, by the first of their names."""
-    found: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    for prefix, module in named_modules(model):
-        for last, parameter in own_parameters(module):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[f"{prefix}.{last}" if prefix else last] = parameter
-    return found
 
 
 def children_first(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,6 @@ from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds.releases import KEEPS_FP32, SUPPORTED, has, refuse_absent_fp32
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
-from lowmem_load.walk import named_parameters
 
 
 def _check_contract() -> None:
@@ -223,7 +222,7 @@ def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, int
     require_attributes(SUPPORTED, config, ("model_persistence_threshold", "param_persistence_threshold"))
     kept: dict[str, int] = {}
     elements = 0
-    for name, parameter in named_parameters(module).items():
+    for name, parameter in module.named_parameters():
         size = parameter.ds_numel if is_zero_param(parameter) else None
         if size is None or size > config.param_persistence_threshold:
             continue

@@ -18,7 +18,6 @@ from torch import nn
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds.releases import SUPPORTED
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.walk import named_parameters
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -81,7 +80,7 @@ def refuse_partitioned(model: nn.Module) -> None:
         return
     from lowmem_load.ds.parameters import is_partitioned
 
-    for name, parameter in named_parameters(model).items():
+    for name, parameter in model.named_parameters():
         if is_partitioned(parameter):
             raise UnsupportedError(
                 f"{name}: was cut up by a zero.Init before its values were known; somebody has switched it on inside "

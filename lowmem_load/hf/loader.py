@@ -45,7 +45,7 @@ from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
-from lowmem_load.walk import named_modules, own_parameters
+from lowmem_load.walk import own_parameters
 
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
@@ -269,7 +269,7 @@ def _initialised_in(context: Context) -> Iterator[None]:
     def initialise(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         replaced: dict[int, nn.Parameter] = {}
         keeps = context.keeps_of(model)
-        for _, module in named_modules(model):
+        for module in model.modules():
             for name, parameter in own_parameters(module):
                 if isinstance(parameter, SymbolicTensor):
                     initialise_in(parameter, initialiser, keeps(parameter))

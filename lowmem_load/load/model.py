@@ -91,7 +91,7 @@ def load_as_asked(
 
     Collective: the ranks of `ranks`.
     """
-    with intercept.in_turn(open_ended=False), ranks.together("load_model"):
+    with intercept.in_turn(open_ended=False), ranks.together("the load"):
         with ranks.agreed("checking the arguments") as digest:
             request, settings = asked()
             names.check_name(request.name, request.kwargs.get("subfolder", ""))

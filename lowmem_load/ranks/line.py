@@ -224,6 +224,9 @@ class Line:
             if work is self._current:  # before the caller goes on: the next look must not take this for that
                 self._current, self._warning, self._lost, self.trouble = None, "", {}, {}
             work.done.set()
+            if work.contents:  # the caller goes on meanwhile
+                with contextlib.suppress(Exception):  # of the store: the next exchange will notice
+                    self._exchanges.clear(work.number - 1)
         if broken is None:
             with contextlib.suppress(Exception):  # the store is gone: the others will have noticed
                 self._say_farewell()
@@ -337,7 +340,6 @@ class Line:
                 yield exchanges.settle_without(number, lost, self._leaves_of(lost))
             yield None
         found = exchanges.settle_with(number, [current.content, *(exchanges.given(number, rank) for rank in others)])
-        exchanges.clear(number - 1)
         yield found
 
     def _submit(self, current: _Exchange) -> Iterator[list[str] | None]:
@@ -364,7 +366,6 @@ class Line:
         if contents[self._rank] != current.content:
             late = "came too late: the others have gone on with what it had said before it gave them up"
             raise LostError({self._members[self._rank]: late})
-        exchanges.clear(number - 1)
         yield contents
 
     def _leaves_of(self, lost: Iterable[int]) -> dict[str, int]:

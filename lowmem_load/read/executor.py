@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
 
@@ -28,6 +27,7 @@ from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import scatter_elements
 from lowmem_load.read.source import ByteSource, LocalFile, Opener
 from lowmem_load.read.stats import ReadStats
+from lowmem_load.read.tasks import Task, Tasks
 from lowmem_load.read.temporaries import Take, Temporaries, compute_into
 from lowmem_load.read.uploads import Put, Spans, Uploads, is_run, move_tasks, work_before
 
@@ -37,15 +37,10 @@ MIN_STAGING_BYTES = 1 << 20
 PART_BYTES = 16 << 20
 """After so many bytes of a read they are counted: from slow storage all may take minutes."""
 
-MAX_WAITING = 64
-"""Reads of the calling thread that are done together: each leaves the caches cold for what comes in between."""
-
 MIN_DEVICE_THREADS = 2
 """Threads that read for a device: they wait most of the time, for the storage or for a copy."""
 
 _CPU = torch.device("cpu")
-
-Task = Callable[[], None]
 
 
 class Executor:
@@ -55,7 +50,7 @@ class Executor:
     value is cast more than once), plus what the plan states as its largest temporary.
 
     Args:
-        num_threads: reads in flight; 1 reads in the calling thread, `MAX_WAITING` at a time, but for operations.
+        num_threads: reads in flight; 1 reads in the calling thread, but for operations; see `Tasks`.
             Of memory of a device at least `MIN_DEVICE_THREADS`.
         open_source: opens a file of the checkpoint.
 
@@ -74,10 +69,8 @@ class Executor:
         self.num_threads = num_threads
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._pool = _pool(num_threads) if num_threads > 1 else None
-        self._pending: set[Future[None]] = set()
+        self._tasks = Tasks(num_threads)
         self._batch = Batch()
-        self._waiting: list[Task] = []  # where there is no pool
         self._uploads: Uploads | None = None
 
     def __enter__(self) -> Executor:
@@ -90,8 +83,7 @@ class Executor:
             if error is None:
                 self.finish()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True, cancel_futures=True)
+            self._tasks.close()
             if self._uploads is not None:
                 self._uploads.abandon()  # nothing is left to do where `finish` has returned
             self.sources.close()
@@ -112,19 +104,19 @@ class Executor:
         known = {number: self._value(number, values, material) for number in fill.needs} if fill.needs else {}
         if not destination.is_cpu:
             for task in self._device_tasks(fill.steps, destination, known, material):
-                self._run(task)
+                self._tasks.run(task)
             return
         if rest := [step for step in fill.steps if not self._postpone(step, destination)]:
             if any(isinstance(step, Apply) for step in rest):
-                self._pool = self._pool or _pool(1)  # see [Note: another heap] in temporaries.py
-            for task in self._tasks(rest, destination, known, material):
-                self._run(task)
+                self._tasks.have_threads(1)  # see [Note: another heap] in temporaries.py
+            for task in self._tasks_of(rest, destination, known, material):
+                self._tasks.run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
         scatter = Scatter(0, 0, (Loop(values.numel(), 1, 1),), (destination.dtype,))
         for task in move_tasks(scatter, values.detach().contiguous().view(-1), self._put_into(destination)):
-            self._run(task)
+            self._tasks.run(task)
 
     def read_range(self, path: str, start: int, memory: torch.Tensor, what: str) -> None:
         """Fill host memory, uint8, from byte `start` of a file on; `what` names it. Raises as `finish` does."""
@@ -136,7 +128,7 @@ class Executor:
             scatter_elements(scatter, values, destination, 0)
             return
         for task in move_tasks(scatter, values, self._put_into(destination)):
-            self._run(task)
+            self._tasks.run(task)
         self._finish_reads()
 
     def check_unchanged(self) -> None:
@@ -174,7 +166,7 @@ class Executor:
         # To the host, should it have been computed elsewhere: by this thread, on whose stream that was.
         return material.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
 
-    def _tasks(
+    def _tasks_of(
         self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
     ) -> Iterator[Task]:
         """Yield what fills `destination`; moves of values in memory are done at once."""
@@ -208,7 +200,7 @@ class Executor:
             self.on_bytes(batch.needed_bytes)
 
         if batch.reads:
-            self._run(task)
+            self._tasks.run(task)
 
     def _apply_tasks(
         self, step: Apply, destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
@@ -233,7 +225,7 @@ class Executor:
         inputs = []
         for fill in piece.inputs:
             inputs.append(take(fill.numel, fill.dtype))
-            for part in self._tasks(fill.steps, inputs[-1], known, material):
+            for part in self._tasks_of(fill.steps, inputs[-1], known, material):
                 part()
         return inputs
 
@@ -256,7 +248,7 @@ class Executor:
         if self._uploads is None:
             num_threads = max(MIN_DEVICE_THREADS, self.num_threads)
             self._uploads = Uploads(destination.device, num_threads)
-            self._pool = self._pool or _pool(num_threads)  # the caller's thread has a current stream of its own
+            self._tasks.have_threads(num_threads)  # the caller's thread has a current stream of its own
         return self._uploads.into(destination)
 
     def _device_tasks(
@@ -370,32 +362,6 @@ class Executor:
             found = self._local.temporaries = Temporaries()
         return found
 
-    def _run(self, task: Task) -> None:
-        if self._pool is None:
-            self._waiting.append(task)
-            if len(self._waiting) == MAX_WAITING:
-                self._run_waiting()
-            return
-        if len(self._pending) >= 2 * self.num_threads:
-            self._reap(wait(self._pending, return_when=FIRST_COMPLETED).done)
-        self._pending.add(self._pool.submit(task))
-
-    def _run_waiting(self) -> None:
-        tasks, self._waiting = self._waiting, []
-        for task in tasks:
-            task()
-
     def _finish_reads(self) -> None:
         self._run_batch()
-        self._run_waiting()
-        while self._pending:
-            self._reap(wait(self._pending).done)
-
-    def _reap(self, done: set[Future[None]]) -> None:
-        self._pending -= done
-        for future in done:
-            future.result()
-
-
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, "lowmem_load-read")
+        self._tasks.finish()

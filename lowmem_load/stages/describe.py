@@ -24,7 +24,6 @@ from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.plan_cache import plan_cache_folder
 from lowmem_load.targets.make import TargetMaker
 from lowmem_load.targets.target import Layout, Target
-from lowmem_load.walk import named_parameters
 
 
 @dataclass(slots=True)
@@ -93,7 +92,7 @@ def describe(
 
     def keeps_of(model: nn.Module) -> Keeps:
         try:
-            layout, known = settled(model)[2].layout, {id(each): name for name, each in named_parameters(model).items()}
+            layout, known = settled(model)[2].layout, {id(each): name for name, each in model.named_parameters()}
         except ConfigError:  # of a model that another one's __init__ loads, and to which the settings need not fit
             return lambda parameter: FlatRange(0, parameter.numel())
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)

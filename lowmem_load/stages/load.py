@@ -65,7 +65,7 @@ MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
 
 SAMPLE_S = 5e-3
-"""Between two looks at the memory in use: in so short a time little is filled, and a look takes 0.1 ms."""
+"""Between two looks at the memory in use: in so short a time little is filled, and a look takes 10 to 60 us."""
 
 REPORT_ATTRIBUTE = "lowmem_load_report"
 """Where a model keeps its `LoadReport`; `load_report(model)` finds it."""

@@ -47,7 +47,7 @@ from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
 from lowmem_load.stages.describe import Described
 from lowmem_load.targets.target import Layout
-from lowmem_load.walk import named_modules, own_buffers, own_parameters
+from lowmem_load.walk import own_buffers, own_parameters
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters or buffers."""
@@ -94,7 +94,7 @@ def make_plan(
     start, cost = time.perf_counter(), cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
     model, target = described.model, described.target
-    modules = named_modules(model, by_all_names=True)
+    modules = list(model.named_modules(remove_duplicate=False))
     parameters, places, names_of = _distinct(modules, own_parameters)
     layouts = {name: target.layout(name, parameter) for name, parameter in parameters.items()}
     targets = [

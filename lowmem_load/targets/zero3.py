@@ -14,7 +14,6 @@ from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_ra
 from lowmem_load.settings.settings import Settings
 from lowmem_load.targets.choice import mark
 from lowmem_load.targets.target import Layout
-from lowmem_load.walk import named_modules, named_parameters
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
@@ -78,7 +77,7 @@ class Zero3:
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
         setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
-        if not isinstance(setting, list) and not any(_names_fp32(module) for _, module in named_modules(model)):
+        if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
             return []  # without importing DeepSpeed
         from lowmem_load.ds.parameters import fp32_buffers
 
@@ -101,7 +100,7 @@ class Zero3:
         self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
         self.device = partitioner.device
         modules = [model.get_submodule(name) for name in self._modules]
-        layouts = [self.layout(*named) for module in modules for named in named_parameters(module).items()]
+        layouts = [self.layout(*named) for module in modules for named in module.named_parameters()]
         partitioner.reserve_memory(numel * layout.dtype.itemsize for layout in layouts for numel in layout.numels)
         mark(modules)
 

@@ -195,7 +195,7 @@ def dropped_memory(path: str) -> bool:
         set_speed(SLOW_GBPS / 20)
         fill(executor, leaf(path), destination)
         executor._finish_reads()
-        executor._pool.shutdown()  # its threads may still refer to what they have done, and so to the memory
+        executor._tasks.close()  # its threads may still refer to what they have done, and so to the memory
         set_speed()
         del destination
         other = torch.empty(numel, dtype=torch.float32, device="sim:1")

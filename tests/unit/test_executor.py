@@ -21,6 +21,7 @@ from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import BLOCK_NUMEL, ReadLimits
 from lowmem_load.read import executor as executor_module
 from lowmem_load.read import source
+from lowmem_load.read import tasks as tasks_module
 from lowmem_load.read.batches import MAX_READS, SMALL_BYTES
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile
@@ -133,7 +134,7 @@ def test_bytes_are_counted_while_a_read_goes_on(
 
 
 def test_one_thread_reads_in_groups_and_leaves_nothing_waiting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(tasks_module, "MAX_WAITING", 3)
     monkeypatch.setattr(executor_module, "SMALL_BYTES", 0)
     planner, flat_range = Planner(), FlatRange(0, 720)
     fill = planner.plan_fill("w", leaf(file), flat_range)

@@ -1,11 +1,11 @@
-"""Listings of a model's modules and parameters are torch's own, shared ones and empty places included."""
+"""What is listed of a module is what torch lists, shared parts and empty places included."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from lowmem_load.walk import children_first, named_modules, named_parameters, own_buffers, own_parameters
+from lowmem_load.walk import children_first, own_buffers, own_parameters
 
 
 def model() -> nn.Module:
@@ -19,19 +19,12 @@ def model() -> nn.Module:
     return whole
 
 
-def test_modules_and_parameters_come_as_torch_lists_them() -> None:
-    whole = model()
-    assert named_modules(whole) == list(whole.named_modules())
-    assert named_modules(whole, by_all_names=True) == list(whole.named_modules(remove_duplicate=False))
-    assert [(name, id(each)) for name, each in named_parameters(whole).items()] == [
-        (name, id(each)) for name, each in whole.named_parameters()
-    ]
-    for module in whole.modules():
+def test_a_module_s_own_parameters_and_buffers_are_what_torch_lists() -> None:
+    for module in model().modules():
         every = dict(recurse=False, remove_duplicate=False)
-        assert [(n, id(p)) for n, p in own_parameters(module)] == [
-            (n, id(p)) for n, p in module.named_parameters(**every)
-        ]
-        assert [(n, id(b)) for n, b in own_buffers(module)] == [(n, id(b)) for n, b in module.named_buffers(**every)]
+        parameters, buffers = module.named_parameters(**every), module.named_buffers(**every)
+        assert [(name, id(each)) for name, each in own_parameters(module)] == [(n, id(p)) for n, p in parameters]
+        assert [(name, id(each)) for name, each in own_buffers(module)] == [(n, id(b)) for n, b in buffers]
 
 
 def test_children_come_before_their_parents_in_the_order_of_zero_init() -> None:

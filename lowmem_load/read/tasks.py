@@ -1,0 +1,72 @@
+"""Tasks that threads do, or the calling one, several at a time. Knows nothing of reads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+MAX_WAITING = 64
+"""Tasks that are given to the threads ahead, lest these wait for the calling one, which has work of its own between two
+tasks; or that the calling one does together: a read of MBs leaves the caches cold for what comes in between."""
+
+Task = Callable[[], None]
+
+
+class Tasks:
+    """Has tasks done in any order.
+
+    Args:
+        num_threads: that do them; 1 for the calling thread, `MAX_WAITING` at a time, unless `have_threads` is called.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._given: deque[Future[None]] = deque()  # to threads
+        self._failed: Future[None] | None = None
+        self._kept: list[Task] = []  # for this one
+        if num_threads > 1:
+            self.have_threads(num_threads)
+
+    def have_threads(self, num_threads: int) -> None:
+        """Leave tasks to threads from now on; to those that there are, if any."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read")
+
+    def run(self, task: Task) -> None:
+        """Do a task, or have it done; `finish` tells when.
+
+        Raises:
+            Exception: what an earlier task has raised.
+        """
+        if self._pool is None:
+            self._kept.append(task)
+            if len(self._kept) == MAX_WAITING:
+                self._run_kept()
+            return
+        if self._failed is not None:  # not only once all those before it are done, which may take long
+            self._failed.result()
+        if len(self._given) >= MAX_WAITING:
+            self._given.popleft().result()
+        self._given.append(self._pool.submit(task))
+        self._given[-1].add_done_callback(self._note)
+
+    def finish(self) -> None:
+        """Wait until all tasks so far are done. Raises what one of them has raised."""
+        self._run_kept()
+        while self._given:
+            self._given.popleft().result()
+
+    def close(self) -> None:
+        """End the threads; tasks that were not begun are left out."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run_kept(self) -> None:
+        tasks, self._kept = self._kept, []
+        for task in tasks:
+            task()
+
+    def _note(self, done: Future[None]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            self._failed = done

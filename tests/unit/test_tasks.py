@@ -1,0 +1,104 @@
+"""Tasks: done by threads or by the calling one, all of them, and failures heard of in time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lowmem_load.read import tasks as tasks_module
+from lowmem_load.read.tasks import Tasks
+
+LONG_S = 20.0
+
+
+def failing() -> None:
+    raise ValueError("it failed")
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_all_tasks_are_done_when_finish_returns(num_threads: int) -> None:
+    done: list[int] = []
+    tasks = Tasks(num_threads)
+    for number in range(200):
+        tasks.run(lambda number=number: done.append(number))  # type: ignore[misc]
+    tasks.finish()
+    assert sorted(done) == list(range(200))
+    tasks.run(lambda: done.append(200))
+    tasks.finish()
+    assert done[-1] == 200
+    tasks.close()
+
+
+def test_the_calling_thread_does_what_threads_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks_module, "MAX_WAITING", 2)
+    by: list[threading.Thread] = []
+    tasks = Tasks(1)
+
+    def note() -> None:
+        by.append(threading.current_thread())
+
+    tasks.run(note)
+    assert not by
+    tasks.run(note)
+    tasks.run(note)
+    tasks.have_threads(2)
+    tasks.run(note)
+    tasks.finish()
+    tasks.close()
+    assert [each is threading.current_thread() for each in by].count(True) == 3
+    assert len(by) == 4
+
+
+def test_only_so_many_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks_module, "MAX_WAITING", 5)
+    go_on, given = threading.Event(), []
+    tasks = Tasks(2)
+
+    def give() -> None:
+        for number in range(8):
+            tasks.run(lambda: go_on.wait(LONG_S) and None)
+            given.append(number)
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    giver.join(0.2)
+    assert len(given) == 5
+    go_on.set()
+    giver.join(LONG_S)
+    tasks.finish()
+    tasks.close()
+    assert len(given) == 8
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_finish_raises_what_a_task_has_raised(num_threads: int) -> None:
+    tasks = Tasks(num_threads)
+    tasks.run(failing)
+    with pytest.raises(ValueError, match="it failed"):
+        tasks.finish()
+    tasks.close()
+
+
+def test_a_failure_is_heard_of_while_an_earlier_task_goes_on() -> None:
+    go_on, failed = threading.Event(), threading.Event()
+    tasks = Tasks(2)
+    tasks.run(lambda: go_on.wait(LONG_S) and None)
+
+    def fail() -> None:
+        failed.set()
+        failing()
+
+    tasks.run(fail)
+    assert failed.wait(LONG_S)
+    error: ValueError | None = None
+    for _ in range(tasks_module.MAX_WAITING - 2):  # one more would wait for the first
+        try:
+            tasks.run(lambda: None)
+        except ValueError as caught:
+            error = caught
+            break
+        threading.Event().wait(0.01)
+    assert str(error) == "it failed"
+    go_on.set()
+    tasks.close()
