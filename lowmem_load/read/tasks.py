@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 MAX_WAITING = 64
-"""Tasks that are given to the threads ahead, lest these wait for the calling one, which has work of its own between two
-tasks; or that the calling one does together: a read of MBs leaves the caches cold for what comes in between."""
+"""Tasks that are given to threads ahead, lest these wait for the calling one, or that the calling one does together. What
+it does between two tasks takes twice as long where a read of MBs has left the processor's caches cold."""
 
 Task = Callable[[], None]
 
@@ -47,7 +47,8 @@ class Tasks:
         if self._failed is not None:  # not only once all those before it are done, which may take long
             self._failed.result()
         if len(self._given) >= MAX_WAITING:
-            self._given.popleft().result()
+            while len(self._given) > MAX_WAITING // 2:  # so that the calling thread does a good deal at a time, too
+                self._given.popleft().result()
         self._given.append(self._pool.submit(task))
         self._given[-1].add_done_callback(self._note)
 

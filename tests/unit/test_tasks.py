@@ -51,24 +51,24 @@ def test_the_calling_thread_does_what_threads_are_not_asked_for(monkeypatch: pyt
 
 
 def test_only_so_many_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_WAITING", 5)
+    monkeypatch.setattr(tasks_module, "MAX_WAITING", 4)
     go_on, given = threading.Event(), []
     tasks = Tasks(2)
 
     def give() -> None:
-        for number in range(8):
+        for number in range(10):
             tasks.run(lambda: go_on.wait(LONG_S) and None)
             given.append(number)
 
     giver = threading.Thread(target=give)
     giver.start()
     giver.join(0.2)
-    assert len(given) == 5
+    assert len(given) == 4
     go_on.set()
     giver.join(LONG_S)
     tasks.finish()
     tasks.close()
-    assert len(given) == 8
+    assert len(given) == 10
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
