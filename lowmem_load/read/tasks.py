@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 MAX_WAITING = 64
-"""Tasks that are given to threads ahead, lest these wait for the calling one, or that the calling one does together. What
-it does between two tasks takes twice as long where a read of MBs has left the processor's caches cold."""
+"""Tasks that are given to threads ahead, lest these wait for the calling one, or that the calling one does together.
+What it does in between takes twice as long where a read of MBs has left the processor's caches cold."""
 
 Task = Callable[[], None]
 

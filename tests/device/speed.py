@@ -105,8 +105,8 @@ class WithoutRing(Executor):
 
     def fill(self, fill: Any, destination: torch.Tensor, values: Any, material: Any) -> None:
         known = {number: self._value(number, values, material) for number in fill.needs}
-        for task in self._tasks(fill.steps, destination, known, material):
-            self._run(task)
+        for task in self._tasks_of(fill.steps, destination, known, material):
+            self._tasks.run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         destination.copy_(values.reshape(-1))
