@@ -22,14 +22,18 @@ def progress_bar(total: int, description: str, asked: bool | None, rank: int) ->
         asked: True shows it, False does not, None shows a long one where stderr is a terminal.
         rank: of this process; only rank 0 shows anything.
     """
-    shown = asked if asked is not None else sys.stderr.isatty()
+    if rank != 0 or not (sys.stderr.isatty() if asked is None else asked):
+        yield _unseen
+        return
     with tqdm(
         total=total,
         desc=description,
         unit="B",
         unit_scale=True,
         unit_divisor=1024,
-        disable=not shown or rank != 0,
         delay=0 if asked else DELAY_S,
     ) as bar:
         yield bar.update
+
+
+def _unseen(_: int) -> None: ...
