@@ -1,9 +1,9 @@
 """What cold reads of partitions ask of a disk: `python -m benchmarks.readahead FOLDER --ranks 2`.
 
 FOLDER is a checkpoint on a local disk, such as `benchmarks.compare` leaves in .cache/benchmarks. Each rank reads the
-bytes of its partitions as lowmem_load does, into memory that was touched before, once as it reads now (a large read
-begins with two small calls, see `OPENING_BYTES` in lowmem_load/read/source.py) and once with large calls alone, one
-after the other, the page cache dropped before each.
+bytes of its partitions as lowmem_load does, into fresh memory, once as it reads now (a large read begins with two small
+calls, see `OPENING_BYTES` in lowmem_load/read/source.py) and once with large calls alone, in turns, the page cache
+dropped before each.
 
 opening    bytes of each of the first two calls of a read; 0: large calls alone
 seconds    of the slowest rank, from the moment that all have their files open; median, and from least to most
@@ -24,13 +24,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.checkpoint import read_headers
-from benchmarks.floors import partitions
+from benchmarks.floors import have_memory_backed, partitions
 from benchmarks.machine import describe_machine
+from lowmem_load.bench.floor import huge_pages
 from lowmem_load.bench.page_cache import drop
 from lowmem_load.read import source
 from lowmem_load.read.executor import PART_BYTES
 
 SECTOR_BYTES = 512
+
+TOUCHED = 4.8
+"""Times its partitions that each rank touches before, as `benchmarks.compare` has it touched for cold loads."""
 
 
 class Cold(NamedTuple):
@@ -95,11 +99,15 @@ def _read(folder: Path, rank: int, world_size: int, opening_bytes: int, start: B
     source.OPENING_BYTES = opening_bytes
     _, pieces = partitions(folder, rank, world_size)
     files = {path: source.LocalFile(path) for path in {piece.path for piece in pieces}}
-    memory = memoryview(bytearray(b"\1") * PART_BYTES)
+    needed_bytes = sum(piece.nbytes for piece in pieces)
+    have_memory_backed(int(TOUCHED * needed_bytes))
+    left = memoryview(huge_pages(needed_bytes))
     start.wait()
     for path, offset, nbytes in pieces:
         for first in range(0, nbytes, PART_BYTES):
-            files[path].read_into(offset + first, [memory[: min(PART_BYTES, nbytes - first)]])
+            part_bytes = min(PART_BYTES, nbytes - first)
+            files[path].read_into(offset + first, [left[:part_bytes]])
+            left = left[part_bytes:]
     end.wait()
 
 
