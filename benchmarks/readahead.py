@@ -69,6 +69,7 @@ def main() -> None:
 def measure(folder: Path, world_size: int, opening_bytes: int) -> Cold:
     """Return what it takes all ranks to read their partitions from the disk."""
     paths = sorted({tensor.path for tensor in read_headers(folder)})
+    _disk(paths[0])  # before anything waits for what fails here
     drop(paths)
     context = multiprocessing.get_context("spawn")
     start, end = context.Barrier(world_size + 1), context.Barrier(world_size + 1)
@@ -90,6 +91,10 @@ def _ended(processes: list[multiprocessing.context.SpawnProcess]) -> Iterator[No
         process.start()
     try:
         yield
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in processes:
             process.join()

@@ -31,6 +31,7 @@ def progress_bar(total: int, description: str, asked: bool | None, rank: int) ->
         unit="B",
         unit_scale=True,
         unit_divisor=1024,
+        disable=False,  # whatever TQDM_DISABLE says
         delay=0 if asked else DELAY_S,
     ) as bar:
         yield bar.update

@@ -47,7 +47,8 @@ class Executor:
     """Fills memory as plans say. Use as a context manager; leaving it waits for all reads and closes the files.
 
     Memory: one staging buffer per thread, as large as the plan's largest staged read (two to four times that where a
-    value is cast more than once), plus what the plan states as its largest temporary.
+    value is cast more than once), plus what the plan states as its largest temporary. Small reads that wait for threads
+    take up to 20 MiB to be listed.
 
     Args:
         num_threads: reads in flight; 1 reads in the calling thread, but for operations; see `Tasks`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -22,9 +22,11 @@ class Tasks:
 
     def __init__(self, num_threads: int) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._given: deque[Future[None]] = deque()  # to threads
+        self._kept: list[Task] = []  # for the calling thread
+        self._changed = threading.Condition()  # guards what follows
+        self._num_given = 0  # to threads, and not done
+        self._num_enough = 0  # of these, for the calling thread to go on
         self._failed: Future[None] | None = None
-        self._kept: list[Task] = []  # for this one
         if num_threads > 1:
             self.have_threads(num_threads)
 
@@ -37,26 +39,23 @@ class Tasks:
         """Do a task, or have it done; `finish` tells when.
 
         Raises:
-            Exception: what an earlier task has raised.
+            Exception: what an earlier task has raised, at once, whatever others are at.
         """
         if self._pool is None:
             self._kept.append(task)
             if len(self._kept) == MAX_WAITING:
                 self._run_kept()
             return
-        if self._failed is not None:  # not only once all those before it are done, which may take long
-            self._failed.result()
-        if len(self._given) >= MAX_WAITING:
-            while len(self._given) > MAX_WAITING // 2:  # so that the calling thread does a good deal at a time, too
-                self._given.popleft().result()
-        self._given.append(self._pool.submit(task))
-        self._given[-1].add_done_callback(self._note)
+        if self._num_given >= MAX_WAITING or self._failed is not None:
+            self._wait(MAX_WAITING // 2)  # not for one: so that the calling thread does a good deal at a time, too
+        with self._changed:
+            self._num_given += 1
+        self._pool.submit(task).add_done_callback(self._note)
 
     def finish(self) -> None:
         """Wait until all tasks so far are done. Raises what one of them has raised."""
         self._run_kept()
-        while self._given:
-            self._given.popleft().result()
+        self._wait(0)
 
     def close(self) -> None:
         """End the threads; tasks that were not begun are left out."""
@@ -68,6 +67,18 @@ class Tasks:
         for task in tasks:
             task()
 
+    def _wait(self, num_enough: int) -> None:
+        """Wait until no more than so many tasks are left to threads, or one has failed; raise that one's error."""
+        with self._changed:
+            self._num_enough = num_enough
+            self._changed.wait_for(lambda: self._failed is not None or self._num_given <= num_enough)
+        if self._failed is not None:
+            self._failed.result()
+
     def _note(self, done: Future[None]) -> None:
-        if not done.cancelled() and done.exception() is not None:
-            self._failed = done
+        with self._changed:
+            self._num_given -= 1
+            if self._failed is None and not done.cancelled() and done.exception() is not None:
+                self._failed = done
+            if self._failed is not None or self._num_given <= self._num_enough:
+                self._changed.notify()

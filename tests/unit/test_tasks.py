@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -80,25 +81,25 @@ def test_finish_raises_what_a_task_has_raised(num_threads: int) -> None:
     tasks.close()
 
 
-def test_a_failure_is_heard_of_while_an_earlier_task_goes_on() -> None:
-    go_on, failed = threading.Event(), threading.Event()
-    tasks = Tasks(2)
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_failure_is_heard_of_while_earlier_tasks_go_on(is_waiting: bool) -> None:
+    go_on, tasks = threading.Event(), Tasks(2)
     tasks.run(lambda: go_on.wait(LONG_S) and None)
+    for _ in range(tasks_module.MAX_WAITING - 2):
+        tasks.run(lambda: None)
 
     def fail() -> None:
-        failed.set()
+        threading.Event().wait(0.2 if is_waiting else 0.0)  # once the calling thread waits, or before
         failing()
 
     tasks.run(fail)
-    assert failed.wait(LONG_S)
-    error: ValueError | None = None
-    for _ in range(tasks_module.MAX_WAITING - 2):  # one more would wait for the first
-        try:
+    threading.Event().wait(0.0 if is_waiting else 0.2)
+    begin_s = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="it failed"):
+            tasks.finish()
+        with pytest.raises(ValueError, match="it failed"):
             tasks.run(lambda: None)
-        except ValueError as caught:
-            error = caught
-            break
-        threading.Event().wait(0.01)
-    assert str(error) == "it failed"
+    assert time.monotonic() - begin_s < LONG_S / 2
     go_on.set()
     tasks.close()
