@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -10,10 +11,16 @@ import torch
 from benchmarks.checkpoint import SourceTensor, read_headers
 from lowmem_load.bench import floor
 from lowmem_load.bench.floor import Piece
+from lowmem_load.bench.memory import available_bytes
 
 # As many at most as lowmem_load has reads in flight (lowmem_load/stages/load.py).
 MAX_THREADS = 4
 HUGE_PAGE_BYTES = 2 << 20
+# Of a partition: what is touched before each load, so that the machine has it at hand. Where the page cache is cold it
+# needs memory, too, and the hypervisor here takes back some 0.5 GB a second of what is free meanwhile.
+SPARE_MEMORY, SPARE_MEMORY_COLD = 1.2, 4.8
+# The share of the available memory that all ranks together may touch for that.
+SPARE_SHARE = 0.7
 
 
 def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -37,12 +44,14 @@ def read_tuned(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.
     return dict(zip(names, memory, strict=True)), num_reads
 
 
-def have_memory_backed(nbytes: int) -> None:
-    """Touch memory and give it back, so that the machine has so much at hand.
+def have_memory_backed(path: Path, world_size: int, *, is_cold: bool) -> None:
+    """Touch some memory and give it back, so that the machine has it at hand when this rank loads a checkpoint.
 
     A hypervisor may take back what its guest has freed (free page reporting of virtio-balloon): then the first to use
     it, within the next seconds, waits for it, 2.4 s for a GiB here. That belongs to no way to load.
     """
+    spare_bytes = (SPARE_MEMORY_COLD if is_cold else SPARE_MEMORY) * sum(tensor.nbytes for tensor in read_headers(path))
+    nbytes = int(min(spare_bytes, SPARE_SHARE * (available_bytes() or math.inf)) / world_size)
     with floor.huge_pages(nbytes) as pages:
         for start in range(0, nbytes, HUGE_PAGE_BYTES):
             pages[start] = 0

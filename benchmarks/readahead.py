@@ -33,9 +33,6 @@ from lowmem_load.read.executor import PART_BYTES
 
 SECTOR_BYTES = 512
 
-TOUCHED = 4.8
-"""Times its partitions that each rank touches before, as `benchmarks.compare` has it touched for cold loads."""
-
 
 class Cold(NamedTuple):
     """One cold read of everything by all ranks."""
@@ -104,9 +101,8 @@ def _read(folder: Path, rank: int, world_size: int, opening_bytes: int, start: B
     source.OPENING_BYTES = opening_bytes
     _, pieces = partitions(folder, rank, world_size)
     files = {path: source.LocalFile(path) for path in {piece.path for piece in pieces}}
-    needed_bytes = sum(piece.nbytes for piece in pieces)
-    have_memory_backed(int(TOUCHED * needed_bytes))
-    left = memoryview(huge_pages(needed_bytes))
+    have_memory_backed(folder, world_size, is_cold=True)
+    left = memoryview(huge_pages(sum(piece.nbytes for piece in pieces)))
     start.wait()
     for path, offset, nbytes in pieces:
         for first in range(0, nbytes, PART_BYTES):

@@ -37,7 +37,7 @@ network    tensor bytes this rank gave to collectives of 2 or more ranks (torch.
 floor      the partition bytes of the checkpoint, read with preadv in file order into fresh memory, one thread,
            no model.
 tuned      the same bytes read by as many threads as lowmem_load has, into huge pages that all partitions share; no
-           model. Before each load, of any method, memory of 1.2 partitions (2.4 if the page cache is cold) is touched
+           model. Before each load, of any method, memory of 1.2 partitions (4.8 if the page cache is cold) is touched
            and given back, so that none waits for a hypervisor that has taken free memory back."""
 
 SHOWN = {

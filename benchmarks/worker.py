@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -15,17 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint import read_headers
 from benchmarks.floors import have_memory_backed
 from benchmarks.measure import CollectiveCounter, NetworkUse, read_io
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
-from lowmem_load.bench.memory import MemorySampler, MemoryUse, available_bytes, read_rss
-
-# Of a partition: what is touched before each load, so that the machine has it at hand. Where the page cache is cold it
-# needs memory, too, and the hypervisor here takes back some 0.5 GB a second of what is free meanwhile.
-SPARE_MEMORY, SPARE_MEMORY_COLD = 1.2, 4.8
-# The share of the available memory that all ranks together may touch for that.
-SPARE_SHARE = 0.7
+from lowmem_load.bench.memory import MemorySampler, MemoryUse, read_rss
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +91,7 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
     on_gpu = job.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    spare = SPARE_MEMORY_COLD if spec.is_cold else SPARE_MEMORY
-    spare_bytes = spare * sum(tensor.nbytes for tensor in read_headers(job.path))
-    limit_bytes = SPARE_SHARE * (available_bytes() or math.inf)
-    have_memory_backed(int(min(spare_bytes, limit_bytes) / job.world_size))
+    have_memory_backed(job.path, job.world_size, is_cold=spec.is_cold)
     hbm_start = torch.cuda.memory_allocated() if on_gpu else 0
     dist.barrier()
     sampler = MemorySampler()

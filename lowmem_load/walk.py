@@ -23,16 +23,14 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def children_first(model: nn.Module) -> list[nn.Module]:
     """Return the distinct modules, each behind all of its children."""
     found: list[nn.Module] = []
-    seen = {id(model)}
-    open_ = [(model, iter(model._modules.values()))]
-    while open_:
-        module, children = open_[-1]
-        for child in children:
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        seen.add(id(module))
+        for child in module._modules.values():
             if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                open_.append((child, iter(child._modules.values())))
-                break
-        else:
-            open_.pop()
-            found.append(module)
+                visit(child)
+        found.append(module)
+
+    visit(model)
     return found
