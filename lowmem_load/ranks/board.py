@@ -15,7 +15,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import started
@@ -152,17 +152,19 @@ class Board:
 
 
 @contextlib.contextmanager
-def board(ranks: RankGroup, said: T) -> Iterator[tuple[Board, Nodes, list[T]]]:
+def board(
+    ranks: RankGroup, said: T, exchange: Callable[[Any], list[Any]] | None = None
+) -> Iterator[tuple[Board, Nodes, list[T]]]:
     """Yield a board for the ranks of each node, which ranks these are, and what each rank says, as `meet` does.
 
-    Collective: one exchange.
+    Collective: one exchange, see `meet`.
     """
     name = new_name()
     descriptor = _made(name) if ranks.world_size > 1 and not ranks.is_fake else -1
     with contextlib.ExitStack() as closing:
         if descriptor >= 0:
             closing.callback(os.close, descriptor)
-        nodes, found = meet(ranks, (os.getpid(), descriptor, name, said))
+        nodes, found = meet(ranks, (os.getpid(), descriptor, name, said), exchange)
         pid, theirs, name, _ = found[nodes.first]
         opened = -1
         if len(nodes.neighbours) > 1 and theirs >= 0:

@@ -51,6 +51,7 @@ class Exchanges:
         self._store, self._name, self._rank, self._leaves = store, name, rank, leaves
         self._members = members
         self._last_answer = -1, 0  # number of the exchange, and how many ranks will read it
+        self._last_read = -1  # number of the exchange whose answer this rank has read without saying so
 
     def join(self, session: str) -> None:
         """Take part in the exchanges of a session from now on."""
@@ -97,6 +98,12 @@ class Exchanges:
         """
         return self._settle(number, {"lost": dict(lost), "leaves": dict(leaves)})
 
+    def acknowledge(self) -> None:
+        """Say that this rank has read the last answer, if it is another one's."""
+        number, self._last_read = self._last_read, -1
+        if number >= 0:
+            self._store.add(self._key(number, "read"), 1)
+
     def clear(self, number: int) -> None:
         """Remove what this rank has left of an exchange that all ranks have done with."""
         of = ("answer", "read", "warning") if self._rank == 0 else (f"from {self._rank}",)
@@ -130,13 +137,16 @@ class Exchanges:
         self._last_answer = -1, 0
 
     def _settle(self, number: int, answer: dict[str, Any]) -> list[str]:
-        """Answer an exchange, unless somebody has; return the contents, or raise LostError as the answer says."""
+        """Answer an exchange, unless somebody has; return the contents, or raise LostError as the answer says.
+
+        `acknowledge` follows, in either case.
+        """
         settled = json.loads(self._store.compare_set(self._key(number, "answer"), "", json.dumps(answer)))
         self.number = number + 1
         if self._rank == 0:
             self._last_answer = number, len(self._members) - 1 - len(settled.get("lost", {}))
         else:
-            self._store.add(self._key(number, "read"), 1)
+            self._last_read = number
         if "lost" in settled:
             self.take_leaves(settled["leaves"])
             raise LostError(_ranks_of(settled["lost"]))

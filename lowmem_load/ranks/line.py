@@ -223,9 +223,10 @@ class Line:
                 work.error, self.trouble = broken, self.trouble or broken.ranks
             if work is self._current:  # before the caller goes on: the next look must not take this for that
                 self._current, self._warning, self._lost, self.trouble = None, "", {}, {}
-            work.done.set()
-            if work.contents:  # the caller goes on meanwhile
-                with contextlib.suppress(Exception):  # of the store: the next exchange will notice
+            work.done.set()  # the caller goes on meanwhile
+            with contextlib.suppress(Exception):  # of the store: the next exchange will notice
+                self._exchanges.acknowledge()
+                if work.contents:
                     self._exchanges.clear(work.number - 1)
         if broken is None:
             with contextlib.suppress(Exception):  # the store is gone: the others will have noticed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import pid_space
@@ -61,12 +62,16 @@ def node_name(rank: int) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:_NAME_DIGITS]
 
 
-def meet(ranks: RankGroup, said: T) -> tuple[Nodes, list[T]]:
+def meet(ranks: RankGroup, said: T, exchange: Callable[[Any], list[Any]] | None = None) -> tuple[Nodes, list[T]]:
     """Return which ranks share a node, and what each rank says. Collective: one exchange.
 
     The ranks of the fake backend have no real others: each is a node of its own.
+
+    Args:
+        ranks: that meet.
+        said: by this rank.
+        exchange: given what this rank tells, returns what each does, by rank; `all_gather_object` by default.
     """
-    if ranks.is_fake:
-        return Nodes(ranks.rank, tuple(f"rank {rank}" for rank in range(ranks.world_size))), [said] * ranks.world_size
-    gathered = ranks.all_gather_object((node_name(ranks.rank), said))
-    return Nodes(ranks.rank, tuple(name for name, _ in gathered)), [each for _, each in gathered]
+    gathered = (exchange or ranks.all_gather_object)((node_name(ranks.rank), said))
+    names = [f"rank {rank}" if ranks.is_fake else name for rank, (name, _) in enumerate(gathered)]
+    return Nodes(ranks.rank, tuple(names)), [each for _, each in gathered]

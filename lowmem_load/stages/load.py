@@ -8,9 +8,9 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from lowmem_load.progress import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.ranks import environment
 from lowmem_load.ranks.board import Board, board
-from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.group import Aside, RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
@@ -47,7 +47,7 @@ from lowmem_load.stages.plan import Planned, make_plan
 from lowmem_load.stages.plan_cache import PLAN_CACHE
 from lowmem_load.stages.read_cost import READERS, SHARE_READS, drops_behind, read_cost, readers, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
-from lowmem_load.stages.same_bytes import agree_on_bytes
+from lowmem_load.stages.same_bytes import Opened, agree_on_bytes, opened
 from lowmem_load.stages.sharing import shared_reads
 from lowmem_load.stages.streamable import (
     check_around,
@@ -60,6 +60,8 @@ from lowmem_load.stages.turns import READING, turn
 from lowmem_load.targets.make import TargetMaker
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
@@ -105,11 +107,9 @@ class Load:
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
         with self.ranks.together(f"the load of {call.name}"):
-            if self._is_left_alone(call):
-                return call.run()
             random_state = torch.get_rng_state()
             try:
-                return self._load(call)
+                return self._load(call) or call.run()
             except _NotStreamedError as error:
                 reason = str(error)
             torch.set_rng_state(random_state)
@@ -126,13 +126,23 @@ class Load:
         setattr(model, LEFT_ATTRIBUTE, reason)
         return model, info
 
-    def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+    def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
+        """Return the model and the loading info; None where this is one of the loads that transformers does itself."""
         memory = host_memory()
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory, start_device=device_memory())
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
         random_state = torch.get_rng_state().numpy().tobytes() if report.rank == 0 else None
+        is_left_alone = False
+
+        def exchange(said: T) -> list[T]:
+            nonlocal is_left_alone
+            is_left_alone, heard = self._checked(call, said)
+            return heard
+
         with contextlib.ExitStack() as stack:
-            shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state))
+            shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state, exchange))
+            if is_left_alone:
+                return None
             set_aside = stack.enter_context(heap_set_aside())
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
@@ -141,17 +151,18 @@ class Load:
             report.num_nodes = nodes.num_nodes
             with self._streamable():
                 described = self._describe(call, executor, shared, report)
-                planned = self._plan(described, around, report)
+                planned, told = self._plan(described, around, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
-            offers = self._check_files(planned, described, executor, report)
+            self._check_files(described, executor, [opened for opened, _ in told], report)
+            offers = [offer for _, offer in told]
             set_aside()  # description and plan: of thousands of parameters they are as large as all that was imported
             with shared_reads(self.ranks, nodes, offers, planned) as (together, report.not_shared):
                 self._execute(planned, described, executor, together, report)
             stats = executor.stats
             report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
-            report.num_retries, report.num_opens = stats.num_retries, executor.sources.num_opens
+            report.num_retries, report.num_opens = executor.sources.num_retries, executor.sources.num_opens
             report.files = stats.files
             if executor.spans is not None:
                 report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
@@ -185,9 +196,14 @@ class Load:
                 raise
             raise _NotStreamedError(spelled(error, names.MAX_TOLD)) from error
 
-    def _is_left_alone(self, call: loader.Call) -> bool:
-        """Return whether transformers does this load by itself; ranks that differ in that would wait for each other."""
-        with self.ranks.agreed("checking the call", name=call.name) as digest:
+    def _checked(self, call: loader.Call, said: T) -> tuple[bool, list[T]]:
+        """Return whether transformers does this load by itself, which all agree on; and what each rank says, by rank.
+
+        Ranks that differ in that would wait for each other.
+        """
+        aside = Aside[T]()
+        aside.said = said
+        with self.ranks.agreed("checking the call", name=call.name, aside=aside) as digest:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
             if left_alone and self.verify:
@@ -198,7 +214,7 @@ class Load:
             streamed = "a verified load" if self.verify else "a streamed load"
             else_ = ", or else left to stock" if self.is_lenient else ""
             digest.append("an ordinary load" if left_alone else streamed + else_)
-        return left_alone
+        return left_alone, aside.heard
 
     def _describe(self, call: loader.Call, executor: Executor, shared: Board, report: LoadReport) -> Described:
         computed = computing()
@@ -231,8 +247,10 @@ class Load:
             digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}{kept}")
         return described
 
-    def _plan(self, described: Described, around: Any, report: LoadReport) -> Planned:
-        planning = self.ranks.agreed("planning", name=described.name, progress=computing())
+    def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, list[tuple[Opened, bool]]]:
+        """Return the plan; and of each rank the files that it planned against, and whether it has reads to share."""
+        aside = Aside[tuple[Opened, bool]]()
+        planning = self.ranks.agreed("planning", name=described.name, progress=computing(), aside=aside)
         with planning as digest, report.phase("plan"):
             check_described(described)
             if described.settings.stage == 3:
@@ -245,7 +263,8 @@ class Load:
             over_network = f", {SHARE_READS}={which.value}" * (which is Sharing.JOB)
             in_turns = f", {READERS}={report.readers}" * bool(report.readers)
             digest.append(planned.plan.fingerprint + over_network + in_turns)
-        return planned
+            aside.said = opened(described.files), bool(planned.shared)
+        return planned, aside.heard
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # By itself: DeepSpeed may make groups here, which all ranks must do or none.
@@ -256,17 +275,14 @@ class Load:
             agree_on_room(self.ranks, described.name, uses)
 
     def _check_files(
-        self, planned: Planned, described: Described, executor: Executor, report: LoadReport
-    ) -> list[bool]:
+        self, described: Described, executor: Executor, told: Sequence[Opened], report: LoadReport
+    ) -> None:
         name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
         with report.phase("compare"):
-            views, offers = agree_on_bytes(
-                self.ranks, name, files, sources, num_threads=num_threads, offer=bool(planned.shared)
-            )
+            views = agree_on_bytes(self.ranks, name, files, sources, told, num_threads=num_threads)
         if self.verify:
             with report.phase("verify"):
                 agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
-        return offers
 
     def _execute(
         self,
@@ -288,19 +304,19 @@ class Load:
         def on_parameter() -> None:
             nonlocal num_made, next_sample_s
             num_made += 1
+            stop_if_troubled()
             if (now_s := time.perf_counter()) >= next_sample_s:
                 report.sample_memory()
                 next_sample_s = now_s + SAMPLE_S
-            self.ranks.stop_if_troubled()
 
         def on_bytes(num_bytes: int) -> None:
             update(num_bytes)
-            self.ranks.stop_if_troubled()
+            stop_if_troubled()
 
         reading = self.ranks.agreed(READING, name=described.name, progress=progress)
         bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
         with turn(self.ranks, report), reading, report.phase("read"), bar as update:
-            executor.on_bytes = on_bytes
+            stop_if_troubled, executor.on_bytes = self.ranks.stopper(), on_bytes
             if self.ranks.rank == 0 and not self.verify:  # the others hold the same bytes
                 warn_of_holes(described.name, described.files, executor.sources)
             report.shared = execute(planned, described.target, executor, on_parameter, together)

@@ -33,44 +33,51 @@ class View:
     paths: Sequence[str]
 
 
+Opened = tuple[str, int]
+"""What is equal for those ranks that have opened the very same files; and a random number, of which rank 0's counts."""
+
+
+def opened(files: Sequence[PlannedFile]) -> Opened:
+    """Return what this rank tells the others of the files that it has planned against."""
+    ordered = in_common_order(files)
+    return fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)]), secrets.randbits(64)
+
+
 def agree_on_bytes(
     ranks: RankGroup,
     name: str,
     files: Sequence[PlannedFile],
     sources: OpenSources,
+    told: Sequence[Opened],
     *,
     num_threads: int,
-    offer: bool = False,
-) -> tuple[list[str], list[bool]]:
+) -> list[str]:
     """Raise on all ranks unless their files hold the same bytes; see [Note: the sample] in `planning/sample.py`.
 
     Ranks of one machine that opened the very same files count as one, and one machine needs no sample.
 
-    Collective: one small exchange, and where the files are not the very same two more.
+    Collective: nothing where all have opened the very same files, and else two small exchanges.
 
     Args:
         ranks: that load together, and have agreed on names, sizes and headers of the files.
         name: what is loaded.
         files: that were planned against.
         sources: which their headers were read from.
+        told: what each rank has told, by rank: its `opened(files)`.
         num_threads: files read at a time.
-        offer: what this rank tells the others by the way: whether it has reads to share.
 
     Returns:
-        By rank, what is equal for those that opened the very same files; and what they tell.
+        By rank, what is equal for those that opened the very same files.
 
     Raises:
         CheckpointError: names the first file that differs, and which ranks hold which.
         RankError: a rank cannot read its files.
     """
-    ordered = in_common_order(files)
-    seen = fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)])
-    gathered = ranks.all_gather_object((seen, secrets.randbits(64), offer))
-    seen_by, offers = [theirs for theirs, *_ in gathered], [theirs for *_, theirs in gathered]
+    seen_by = [theirs for theirs, _ in told]
     first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
     if len(first_of) == 1:
-        return seen_by, offers
-    sampled_blocks = [0]
+        return seen_by
+    ordered, sampled_blocks = in_common_order(files), [0]
 
     def on_block() -> None:
         sampled_blocks[0] += 1
@@ -81,8 +88,8 @@ def agree_on_bytes(
 
     with ranks.agreed("comparing the files of the ranks", name=name, progress=progress):
         digests: list[str] = []
-        if first_of[seen] == ranks.rank:
-            digests = sample_digests(ordered, gathered[0][1], sources, on_block, num_threads=num_threads)
+        if first_of[seen_by[ranks.rank]] == ranks.rank:
+            digests = sample_digests(ordered, told[0][1], sources, on_block, num_threads=num_threads)
     blobs = [name_of_blob(file.path) for file in ordered]
     found = ranks.all_gather_object((digests, blobs, [file.path for file in ordered]))
     compare(
@@ -91,7 +98,7 @@ def agree_on_bytes(
             for theirs, first in first_of.items()
         ]
     )
-    return seen_by, offers
+    return seen_by
 
 
 def compare(views: Sequence[View]) -> None:

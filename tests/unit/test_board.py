@@ -130,7 +130,8 @@ def test_half_a_record_is_not_taken(made: Callable[..., Board]) -> None:
 
 def test_a_rank_without_others_makes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", None)
-    for ranks in (SimpleNamespace(rank=517, world_size=1024, is_fake=True), Alone()):
+    fake = SimpleNamespace(rank=517, world_size=1024, is_fake=True, all_gather_object=lambda mine: [mine] * 1024)
+    for ranks in (fake, Alone()):
         with board(ranks, "this") as (alone, nodes, said), alone.stage():  # type: ignore[arg-type]
             assert found(alone, "a", "own") == "own"
             assert alone.source == nodes.rank

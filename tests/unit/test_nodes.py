@@ -42,7 +42,7 @@ def test_what_each_rank_says_of_its_node_is_short() -> None:
 
 
 def test_ranks_of_the_fake_backend_wait_for_nobody() -> None:
-    ranks: Any = SimpleNamespace(rank=517, world_size=1024, is_fake=True)
+    ranks: Any = SimpleNamespace(rank=517, is_fake=True, all_gather_object=lambda mine: [mine] * 1024)
     nodes, said = meet(ranks, "this")
     assert nodes.first == 517
     assert nodes.neighbours == (517,)

@@ -18,7 +18,7 @@ from lowmem_load.ranks.life import Progress
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
 from lowmem_load.read.source import LocalFile
-from lowmem_load.stages.same_bytes import View, agree_on_bytes, compare
+from lowmem_load.stages.same_bytes import Opened, View, agree_on_bytes, compare, opened
 
 DATA = random.Random(1).randbytes(100_001)
 """No round number of blocks, so that the seed decides which bytes are sampled."""
@@ -39,8 +39,14 @@ class ScriptedRanks:
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         self.sent.append(obj)
-        answers = self._views(obj) if len(self.sent) == 1 else self._samples()
-        return [obj if rank == self.rank else answer for rank, answer in enumerate(answers)]
+        return [obj if rank == self.rank else answer for rank, answer in enumerate(self._samples())]
+
+    def told(self, own: Opened) -> list[Opened]:
+        """What all ranks tell of the files that they have opened, this one what it is given."""
+        mine = self._nodes[self.rank]
+        self.seed = own[1] if self.rank == 0 else SEED
+        others = [(own[0] if node == mine else node, SEED) for node in self._nodes]
+        return [own if rank == self.rank else other for rank, other in enumerate(others)]
 
     @contextlib.contextmanager
     def agreed(self, step: str, *, name: str, progress: Callable[[], Progress]) -> Iterator[list[str]]:
@@ -50,11 +56,6 @@ class ScriptedRanks:
 
     def stop_if_troubled(self) -> None:
         pass
-
-    def _views(self, own: tuple[str, int, bool]) -> list[Any]:
-        mine = self._nodes[self.rank]
-        self.seed = own[1] if self.rank == 0 else SEED
-        return [(own[0] if node == mine else node, SEED, False) for node in self._nodes]
 
     def _samples(self) -> list[Any]:
         """Only the first rank that looks at the same files has read them."""
@@ -103,16 +104,17 @@ def held(tmp_path: Path) -> dict[str, list[PlannedFile]]:
 
 def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tuple[ScriptedRanks, list[str]]:
     """Return the ranks, and the files that this one opened."""
-    opened: list[str] = []
+    read: list[str] = []
 
     def open_source(path: str) -> LocalFile:
-        opened.append(Path(path).name)
+        read.append(Path(path).name)
         return LocalFile(path)
 
     ranks: Any = ScriptedRanks(rank, nodes, held)
     with contextlib.closing(OpenSources(open_source)) as sources:
-        agree_on_bytes(ranks, "model", held[nodes[rank]], sources, num_threads=1)
-    return ranks, opened
+        files = held[nodes[rank]]
+        agree_on_bytes(ranks, "model", files, sources, ranks.told(opened(files)), num_threads=1)
+    return ranks, read
 
 
 def view(*ranks: int, digests: str = "xy", blobs: tuple[str | None, str | None] = (None, None)) -> View:
@@ -152,9 +154,8 @@ def test_views_of_other_bytes_are_named_with_their_ranks(views: list[View], expe
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_very_same_files_are_not_sampled(rank: int, held: dict[str, list[PlannedFile]]) -> None:
-    ranks, opened = run(rank, ["first", "first"], held)
-    assert len(ranks.sent) == 1
-    assert (ranks.steps, opened) == ([], [])
+    ranks, read = run(rank, ["first", "first"], held)
+    assert (ranks.sent, ranks.steps, read) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -163,10 +164,10 @@ def test_the_very_same_files_are_not_sampled(rank: int, held: dict[str, list[Pla
 def test_copies_are_sampled_by_one_rank_of_each(
     rank: int, expected: list[str], held: dict[str, list[PlannedFile]]
 ) -> None:
-    ranks, opened = run(rank, ["first", "first", "copy", "copy"], held)
-    assert opened == expected
+    ranks, read = run(rank, ["first", "first", "copy", "copy"], held)
+    assert read == expected
     assert ranks.steps == ["model: comparing the files of the ranks"]
-    digests, _, paths = ranks.sent[1]
+    digests, _, paths = ranks.sent[0]
     assert bool(digests) is bool(expected)
     assert [Path(path).name for path in paths] == ["a", "b"]
 
@@ -192,10 +193,10 @@ def test_a_file_that_was_replaced_since_its_header_was_read_is_refused(held: dic
 
 def test_a_file_that_changes_is_another_view(held: dict[str, list[PlannedFile]]) -> None:
     """Of one path: what was opened before and after a change is not the very same."""
-    views = [run(0, ["first"], held)[0].sent[0][0] for _ in range(2)]
+    views = [opened(held["first"])[0] for _ in range(2)]
     assert views[0] == views[1]
     held["first"][0] = PlannedFile(held["first"][0].path, len(DATA), "header", "another version")
-    assert run(0, ["first"], held)[0].sent[0][0] != views[0]
+    assert opened(held["first"])[0] != views[0]
 
 
 def test_blobs_that_the_hub_names_otherwise_differ_whatever_the_sample_says(tmp_path: Path) -> None:
