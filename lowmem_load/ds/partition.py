@@ -149,6 +149,7 @@ class Partitioner:
                 mpu=mpu,
             )
         _check_made(self._init)
+        self._ranges: dict[int, list[FlatRange]] = {}
         self._arena: Arena | None = None
         self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
@@ -193,7 +194,7 @@ class Partitioner:
 
     def reserve_memory(self, sizes: Iterable[int]) -> None:
         """Let partitions of these sizes, bytes, lie in huge pages where they will be in ordinary host memory."""
-        if self._device() == "cpu" and not self._init.pin_memory and self._swapping is None:
+        if self._device == "cpu" and not self._init.pin_memory and self._swapping is None:
             self._arena = arena_for(sizes)
 
     def ranges(self, numel: int) -> list[FlatRange]:
@@ -201,6 +202,11 @@ class Partitioner:
 
         The first is the partition; a second one is hpZ's secondary partition, shared within a node.
         """
+        if numel not in self._ranges:  # most parameters are as large as another one
+            self._ranges[numel] = self._ranges_of(numel)
+        return self._ranges[numel]
+
+    def _ranges_of(self, numel: int) -> list[FlatRange]:
         init = self._init
         ranges = [partition_range(numel, self.rank, self.world_size)]
         if init.zero_param_process_group is not None:  # a whole number of partitions: padding is that of the first
@@ -278,7 +284,7 @@ class Partitioner:
             self._swapping.finish()
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        device = self._device()
+        device = self._device
         if device == "cpu" and self._init.pin_memory:
             partition = new_pinned(numel, dtype)
         elif self._arena is not None and self._arena.has_room(numel, dtype):
@@ -287,6 +293,7 @@ class Partitioner:
             partition = torch.empty(numel, dtype=dtype, device=device)
         return _described(partition, numel, None)
 
+    @functools.cached_property
     def _device(self) -> str:
         """Return where partitions are that the swapper does not take."""
         device = self._init.remote_device

@@ -145,7 +145,7 @@ def _shared_key(ordinary: Callable[[str], list[Any]]) -> Callable[[str], Sequenc
 class _LatePattern:
     """A compiled regular expression, once it is used. transformers keeps some of them for as long as the process."""
 
-    __slots__ = ("_arguments", "_compiled")
+    __slots__ = ("_arguments", "_compiled", "search")  # the last of them is kept, for it is called for each tensor
 
     def __init__(self, pattern: str, flags: int = 0) -> None:
         self._arguments = pattern, flags
@@ -154,6 +154,7 @@ class _LatePattern:
     def __getattr__(self, name: str) -> Any:
         if self._compiled is None:
             self._compiled = re.compile(*self._arguments)
+            self.search = self._compiled.search
         return getattr(self._compiled, name)
 
     def __deepcopy__(self, _: Any) -> _LatePattern:

@@ -6,7 +6,7 @@ for each reading thread, or, on its way to a device, through the pinned slots of
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,15 +232,15 @@ class Executor:
 
     def _read_task(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
         tensor, itemsize = step.tensor, step.tensor.dtype.itemsize
+        if step.is_direct:  # all that can be is done in advance: a read of MBs leaves the processor's caches cold
+            memory = destination.narrow(0, step.scatter.destination_start + shift, step.numel)
+            start, content = tensor.start + first * itemsize, _bytes_of(memory)
+            return functools.partial(self._read_bytes, tensor, start, content, step.needed_bytes_each)
 
         def task() -> None:
-            if step.is_direct:
-                memory = destination.narrow(0, step.scatter.destination_start + shift, step.numel)
-                self._read(tensor, first, memory)
-            else:
-                staged = self._staging(step.numel * itemsize).view(tensor.dtype)
-                self._read(tensor, first, staged)
-                scatter_elements(step.scatter, staged, destination, shift)
+            staged = self._staging(step.numel * itemsize).view(tensor.dtype)
+            self._read(tensor, first, staged)
+            scatter_elements(step.scatter, staged, destination, shift)
             self.on_bytes(step.needed_bytes_each)
 
         return task
@@ -300,55 +300,54 @@ class Executor:
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can."""
-        start, begin = tensor.start + first * tensor.dtype.itemsize, time.perf_counter()
-        with self._reading(tensor.path, lambda: repr(tensor.name)) as source:
-            self._read_parts(source, start, memory.view(torch.uint8))
-        self._count(tensor.path, 1, memory.nbytes, begin)
+        self._read_bytes(tensor, tensor.start + first * tensor.dtype.itemsize, _bytes_of(memory), 0)
+
+    def _read_bytes(self, tensor: Source, start: int, content: memoryview | torch.Tensor, needed_bytes: int) -> None:
+        """Fill memory with the bytes of the tensor's file from `start` on; tell that so many of them were needed."""
+        path, begin = tensor.path, time.perf_counter()
+        self.stats.path = path
+        try:
+            with self.sources.reading(path) as source:
+                for done in range(0, content.nbytes, PART_BYTES):
+                    self._read_part(source, start + done, content[done : done + PART_BYTES])
+        except CheckpointError as error:
+            raise _explained(error, repr(tensor.name)) from error
+        self._count(path, 1, content.nbytes, begin)
+        if needed_bytes:
+            self.on_bytes(needed_bytes)
+
+    def _read_part(self, source: ByteSource, start: int, part: memoryview | torch.Tensor) -> None:
+        if isinstance(part, torch.Tensor):
+            assert isinstance(source, GdsFile)  # so it was asked for in __init__
+            source.read_to_device(start, part)
+        else:
+            source.read_into(start, (part,))
+        with self._lock:
+            self.stats.read_bytes += part.nbytes
 
     def _read_runs(self, path: str, runs: Sequence[Run]) -> None:
         """Fill the memory of small reads of one file."""
         run, begin = runs[0], time.perf_counter()
-        with self._reading(path, lambda: run.what) as source:
-            for run in runs:
-                source.read_into(run.start, run.buffers)
-                begin = self._count(path, run.num_reads, run.nbytes, begin)
-                with self._lock:
-                    self.stats.read_bytes += run.nbytes
-
-    @contextlib.contextmanager
-    def _reading(self, path: str, what: Callable[[], str]) -> Iterator[ByteSource]:
-        """Yield the open source of a path; an error says what was read."""
         self.stats.path = path
         try:
             with self.sources.reading(path) as source:
-                yield source
-        except TruncatedFileError as error:
-            changed = "the file changed after its header was read"
-            raise TruncatedFileError(f"{error} while {what()} was read; {changed}") from error
+                for run in runs:
+                    source.read_into(run.start, run.buffers)
+                    begin = self._count(path, run.num_reads, run.nbytes, begin)
+                    with self._lock:
+                        self.stats.read_bytes += run.nbytes
         except CheckpointError as error:
-            raise CheckpointError(f"{error} (while {what()} was read)") from error
-        with self._lock:
-            self.stats.num_retries = self.sources.num_retries
+            raise _explained(error, run.what) from error
 
     def _count(self, path: str, num_reads: int, nbytes: int, begin: float) -> float:
         """Count reads that are one to their file, began at `begin` (`time.perf_counter`) and end now; return when."""
         end = time.perf_counter()
         with self._lock:
-            self.stats.files.setdefault(path, FileReads()).add(nbytes, EPOCH_S + begin, EPOCH_S + end)
+            if (file := self.stats.files.get(path)) is None:
+                file = self.stats.files[path] = FileReads()
+            file.add(nbytes, EPOCH_S + begin, EPOCH_S + end)
             self.stats.num_reads += num_reads
         return end
-
-    def _read_parts(self, source: ByteSource, start: int, flat: torch.Tensor) -> None:
-        content = flat.numpy().data if flat.device.type == "cpu" else flat
-        for done in range(0, flat.nbytes, PART_BYTES):
-            part = content[done : done + PART_BYTES]
-            if isinstance(part, torch.Tensor):
-                assert isinstance(source, GdsFile)  # so it was asked for in __init__
-                source.read_to_device(start + done, part)
-            else:
-                source.read_into(start + done, [part])
-            with self._lock:
-                self.stats.read_bytes += part.nbytes
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
@@ -366,3 +365,16 @@ class Executor:
     def _finish_reads(self) -> None:
         self._run_batch()
         self._tasks.finish()
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview | torch.Tensor:
+    """Return contiguous memory as bytes: of the host as what system calls fill, of a device as a tensor."""
+    flat = memory.view(torch.uint8)
+    return flat.numpy().data if flat.is_cpu else flat
+
+
+def _explained(error: CheckpointError, what: str) -> CheckpointError:
+    """Return an error of a source with what was read when it came."""
+    if isinstance(error, TruncatedFileError):
+        return TruncatedFileError(f"{error} while {what} was read; the file changed after its header was read")
+    return CheckpointError(f"{error} (while {what} was read)")

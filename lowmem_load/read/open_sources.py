@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lowmem_load.errors import CheckpointError
@@ -67,29 +67,39 @@ class OpenSources:
         for file in files:
             self._check(file.path, self._versions.setdefault(file.path, file.version), file.version)
 
-    @contextlib.contextmanager
-    def reading(self, path: str) -> Iterator[ByteSource]:
-        """Yield the open source of a path; it stays open within the block, and after it if there are not too many.
+    def reading(self, path: str) -> _Reading:
+        """Give the open source of a path within a block; it stays open after it if there are not too many.
 
         Raises:
             CheckpointError: it cannot be opened, or changed; or another changed that is closed for it.
         """
+        return _Reading(self, path)
+
+    def begin(self, path: str) -> ByteSource:
+        """Begin to read a source, which stays open until as many readers have come to their `end`."""
         with self._lock:
-            entry = self._entries.setdefault(path, _Entry())
+            entry = self._entries.get(path)
+            if entry is None:
+                entry = self._entries[path] = _Entry()
             self._entries.move_to_end(path)
             entry.num_readers += 1
         try:
             with entry.lock:
                 if entry.source is None:
                     entry.source = self._opened(path)
-            yield entry.source
-        finally:
-            with self._lock:
-                entry.num_readers -= 1
-                num_retries = getattr(entry.source, "num_retries", 0)
-                self.num_retries += num_retries - entry.num_retries
-                entry.num_retries = num_retries
-        self._close_idle()
+                return entry.source
+        except BaseException:
+            self.end(path)
+            raise
+
+    def end(self, path: str) -> None:
+        """End what `begin` began."""
+        with self._lock:
+            entry = self._entries[path]
+            entry.num_readers -= 1
+            num_retries = getattr(entry.source, "num_retries", 0)
+            self.num_retries += num_retries - entry.num_retries
+            entry.num_retries = num_retries
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a source that is open is no longer what it was."""
@@ -101,8 +111,10 @@ class OpenSources:
         _close(self._entries.values())
         self._entries.clear()
 
-    def _close_idle(self) -> None:
+    def close_idle(self) -> None:
         """Close what was read the longest time ago, as far as more than `MAX_OPEN_SOURCES` are open."""
+        if len(self._entries) <= MAX_OPEN_SOURCES:
+            return
         with self._lock:
             num_surplus = len(self._entries) - MAX_OPEN_SOURCES
             if num_surplus <= 0:
@@ -140,6 +152,23 @@ class OpenSources:
             raise CheckpointError(
                 f"{path}: was replaced or written to after its header was read; load again once nobody writes to it"
             )
+
+
+class _Reading:
+    """A source that is read within a block; of a class, since a context of a generator takes three times as long."""
+
+    __slots__ = ("_path", "_sources")
+
+    def __init__(self, sources: OpenSources, path: str) -> None:
+        self._sources, self._path = sources, path
+
+    def __enter__(self) -> ByteSource:
+        return self._sources.begin(self._path)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._sources.end(self._path)
+        if error is None:
+            self._sources.close_idle()
 
 
 def _close(entries: Iterable[_Entry]) -> None:

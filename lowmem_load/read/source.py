@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
@@ -124,18 +124,25 @@ class LocalFile:
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""
         left = [buffer for buffer in buffers if buffer.nbytes]
-        start = offset
+        start, opens_until = offset, offset + 2 * OPENING_BYTES * self._is_on_disk
         with _our_errors(self.path):
             while left:
-                asked = left[:MAX_BUFFERS]
-                if self._is_on_disk and offset - start < 2 * OPENING_BYTES and asked[0].nbytes > OPENING_BYTES:
-                    asked = [asked[0][:OPENING_BYTES]]
-                num_bytes = self._retrying(os.preadv, self._descriptor, asked, offset)
+                if offset < opens_until and left[0].nbytes > OPENING_BYTES:
+                    asked = [left[0][:OPENING_BYTES]]
+                else:
+                    asked = left[:MAX_BUFFERS]
+                try:  # not by `_retrying`: between reads of MBs each call of a function costs microseconds
+                    num_bytes = os.preadv(self._descriptor, asked, offset)
+                except OSError as error:
+                    num_bytes = self._again(error, os.preadv, self._descriptor, asked, offset)
                 if num_bytes == 0:
                     short = sum(buffer.nbytes for buffer in left)
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")
                 offset += num_bytes
-                left = _after(left, num_bytes)
+                if num_bytes < left[0].nbytes:
+                    left[0] = left[0][num_bytes:]
+                else:
+                    left = _after(left, num_bytes)
         if self._drops_behind:
             with contextlib.suppress(OSError):  # advice
                 os.posix_fadvise(self._descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
@@ -148,19 +155,27 @@ class LocalFile:
                 os.close(descriptor)
 
     def _retrying(self, call: Callable[..., T], *args: object) -> T:
+        try:
+            return call(*args)
+        except OSError as error:
+            return self._again(error, call, *args)
+
+    def _again(self, error: OSError, call: Callable[..., T], *args: object) -> T:
+        """Return what a call returns that has failed, if it does so in time."""
         for delay_s in RETRY_DELAYS_S:
-            try:
-                return call(*args)
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
-                logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
+            if error.errno not in TRANSIENT:
+                break
+            logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
             with self._lock:
                 self.num_retries += 1
             time.sleep(delay_s)
             with contextlib.suppress(OSError):  # then the call says what is wrong
                 self._reopen()
-        return call(*args)
+            try:
+                return call(*args)
+            except OSError as later:
+                error = later
+        raise error
 
     def _reopen(self) -> None:
         """Let the descriptor stand for the file as opened anew: a stale one never recovers."""
@@ -270,13 +285,19 @@ def _after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
-@contextlib.contextmanager
-def _our_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL in the path
-        raise CheckpointError(f"{path!r}: cannot be opened: {error}") from error
+class _our_errors:  # noqa: N801  a context, of a class since those of generators take three times as long
+    """Makes errors of the operating system ours."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f"{self._path}: cannot be read: {error.strerror or error}") from error
+        if isinstance(error, ValueError) and not isinstance(error, CheckpointError):  # a NUL in the path
+            raise CheckpointError(f"{self._path!r}: cannot be opened: {error}") from error

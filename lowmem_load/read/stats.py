@@ -14,13 +14,11 @@ class ReadStats:
     Attributes:
         read_bytes: bytes fetched from files, over-read included; counted while a read goes on.
         num_reads: reads that have ended.
-        num_retries: attempts that followed a transient fault.
         path: of the file that the latest read is from, whether it has ended or not.
         files: what was read of each file, by its path.
     """
 
     read_bytes: int = 0
     num_reads: int = 0
-    num_retries: int = 0
     path: str = ""
     files: dict[str, FileReads] = field(default_factory=dict)

@@ -122,11 +122,15 @@ class Zero3:
             torch.Size(plan.shape), plan.dtype, parameter.requires_grad, self._ids[id(parameter)]
         )
         memory = partitioner.allocate(made)
-        planned = [(destination.region, destination.numel) for destination in plan.destinations]
-        found = [(destination.flat_range, destination.tensor.numel()) for destination in memory]
-        if found != planned:
-            raise IncompatibleVersionError(f"{plan.name}: DeepSpeed holds {found} of it, the plan has {planned}")
-        return made, [destination.tensor for destination in memory]
+        tensors = [part.tensor for part in memory]
+        if len(memory) != len(plan.destinations) or any(
+            tensor.numel() != planned.numel or part.flat_range != planned.region
+            for tensor, part, planned in zip(tensors, memory, plan.destinations, strict=True)
+        ):
+            found = [(part.flat_range, part.tensor.numel()) for part in memory]
+            wanted = [(destination.region, destination.numel) for destination in plan.destinations]
+            raise IncompatibleVersionError(f"{plan.name}: DeepSpeed holds {found} of it, the plan has {wanted}")
+        return made, tensors
 
     def finish(self) -> None:
         """Write what lies in the swapper's buffers to its files."""
