@@ -201,7 +201,7 @@ class Executor:
             self.on_bytes(batch.needed_bytes)
 
         if batch.reads:
-            self._tasks.run(task)
+            self._tasks.run(task, len(batch.reads))
 
     def _apply_tasks(
         self, step: Apply, destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from lowmem_load.describe.collector import give_back_freed, heap_set_aside
+from lowmem_load.describe.collector import YOUNG, give_back_freed, heap_set_aside
 from lowmem_load.phases import host_memory
 
 
@@ -38,6 +38,18 @@ def test_what_was_made_inside_can_be_set_aside_too() -> None:
         assert inside() is not None
     gc.collect()
     assert inside() is None
+
+
+@pytest.mark.parametrize("first", [700, 10**6, 0])
+def test_the_collector_runs_less_often_inside_but_not_more(first: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(first, *before[1:])
+    try:
+        with heap_set_aside():
+            assert gc.get_threshold()[0] == (max(first, YOUNG) if first else 0)
+        assert gc.get_threshold() == (first, *before[1:])
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_what_somebody_has_frozen_stays_so() -> None:

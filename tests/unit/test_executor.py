@@ -134,7 +134,7 @@ def test_bytes_are_counted_while_a_read_goes_on(
 
 
 def test_one_thread_reads_in_groups_and_leaves_nothing_waiting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(tasks_module, "MAX_KEPT", 3)
     monkeypatch.setattr(executor_module, "SMALL_BYTES", 0)
     planner, flat_range = Planner(), FlatRange(0, 720)
     fill = planner.plan_fill("w", leaf(file), flat_range)
