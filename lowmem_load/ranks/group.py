@@ -47,7 +47,7 @@ class Aside(Generic[T]):
     """What ranks tell each other by the way, in an agreement that takes place anyhow: an exchange takes a millisecond.
 
     Attributes:
-        said: by this rank; set within the block of `agreed`.
+        said: by this rank; set by the end of the block of `agreed`.
         heard: what each rank has said, by rank; there once all have agreed.
     """
 
@@ -182,7 +182,7 @@ class RankGroup:
             progress: Says how far the block is; asked by another thread. Where it says the same for longer than
                 `Limits.silence_s`, the other ranks give this one up. None: nothing is known of that, so it gets the
                 timeout of the process group; see [Note: gone or silent] in `ranks/life.py`.
-            aside: See `agree`; the block says something in it.
+            aside: See `agree`; something is said in it by the end of the block.
         """
         digest: list[str] = []
         error: BaseException | None = None

@@ -150,7 +150,8 @@ class Load:
             executor = stack.enter_context(self._executor())
             report.num_nodes = nodes.num_nodes
             with self._streamable():
-                described, planned, told = self._describe_and_plan(call, around, executor, shared, report)
+                described = self._describe(call, executor, shared, report)
+                planned, told = self._plan(described, around, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
@@ -215,68 +216,57 @@ class Load:
             digest.append("an ordinary load" if left_alone else streamed + else_)
         return left_alone, aside.heard
 
-    def _describe_and_plan(
-        self, call: loader.Call, around: Any, executor: Executor, shared: Board, report: LoadReport
-    ) -> tuple[Described, Planned, list[tuple[Opened, bool]]]:
-        """Return the described model, its plan, and of each rank what it has opened and whether it has reads to share.
-
-        One agreement for both: nothing between them is done together.
-        """
-        computed, aside = computing(), Aside[tuple[Opened, bool]]()
+    def _describe(self, call: loader.Call, executor: Executor, shared: Board, report: LoadReport) -> Described:
+        computed = computing()
 
         def progress() -> Progress:
             return Progress(computed().amount + executor.stats.read_bytes, "")
 
         # From the Hub files may come for hours, and on others' ranks first.
         agreed = self.ranks.agreed(
-            "describing the model", name=call.name, progress=progress if _is_local(call) else None, aside=aside
+            "describing the model", name=call.name, progress=progress if _is_local(call) else None
         )
-        with agreed as digest:
-            with report.phase("describe"), shared.stage():
-                described, of_model = self._describe(call, executor, shared, report)
-            self.ranks.stop_if_troubled()
-            with report.phase("plan"):
-                planned, of_plan = self._plan(described, around, report)
-            digest.append(f"{of_model}, plan {of_plan}")
+        with agreed as digest, report.phase("describe"), shared.stage():
+            described = describe(
+                *(call, self.settings, self.make_target, executor),
+                holds_values=True,
+                once=shared.once,
+                writes=shared.source == report.rank,
+            )
+            report.headers_from = shared.source if shared.num_taken else report.rank
+            info = sorted(described.info.items())
+            topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
+            # What is computed with equal weights may differ: the base of rotary embeddings, say.
+            report.commits = sorted({commit_in(file.path) for file in described.files} - {""})
+            of_commits = "".join(f", commit {commit}" for commit in report.commits)
+            configuration = fingerprint([_config_text(described.model)])
+            kept = ""
+            if described.plan_cache is not None:
+                report.plan_cache = described.plan_cache.files
+                kept = f", {PLAN_CACHE} {fingerprint(described.plan_cache.contents)}"
+            digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}{kept}")
+        return described
+
+    def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, list[tuple[Opened, bool]]]:
+        """Return the plan; and of each rank the files that it planned against, and whether it has reads to share."""
+        aside = Aside[tuple[Opened, bool]]()
+        # Not in one with describing: a rank that still does would hear of another's failure here, and stop, instead of
+        # finding out the same, by which all leave the load to stock.
+        planning = self.ranks.agreed("planning", name=described.name, progress=computing(), aside=aside)
+        with planning as digest, report.phase("plan"):
+            check_described(described)
+            if described.settings.stage == 3:
+                check_around(around, described)
+            shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
+            which = sharing() if shares else Sharing.OFF
+            planned = make_plan(described, self.ranks.rank, read_cost(described.paths), which)
+            give_back_freed()
+            report.readers = readers()
+            over_network = f", {SHARE_READS}={which.value}" * (which is Sharing.JOB)
+            in_turns = f", {READERS}={report.readers}" * bool(report.readers)
+            digest.append(planned.plan.fingerprint + over_network + in_turns)
             aside.said = opened(described.files), bool(planned.shared)
-        return described, planned, aside.heard
-
-    def _describe(
-        self, call: loader.Call, executor: Executor, shared: Board, report: LoadReport
-    ) -> tuple[Described, str]:
-        """Return the described model, and a digest of what all ranks must have alike of it."""
-        described = describe(
-            *(call, self.settings, self.make_target, executor),
-            holds_values=True,
-            once=shared.once,
-            writes=shared.source == report.rank,
-        )
-        report.headers_from = shared.source if shared.num_taken else report.rank
-        info = sorted(described.info.items())
-        topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
-        # What is computed with equal weights may differ: the base of rotary embeddings, say.
-        report.commits = sorted({commit_in(file.path) for file in described.files} - {""})
-        of_commits = "".join(f", commit {commit}" for commit in report.commits)
-        configuration = fingerprint([_config_text(described.model)])
-        kept = ""
-        if described.plan_cache is not None:
-            report.plan_cache = described.plan_cache.files
-            kept = f", {PLAN_CACHE} {fingerprint(described.plan_cache.contents)}"
-        return described, f"{fingerprint(topics)}, configuration {configuration}{of_commits}{kept}"
-
-    def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, str]:
-        """Return the plan, and its digest, which is that of all ranks."""
-        check_described(described)
-        if described.settings.stage == 3:
-            check_around(around, described)
-        shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
-        which = sharing() if shares else Sharing.OFF
-        planned = make_plan(described, self.ranks.rank, read_cost(described.paths), which)
-        give_back_freed()
-        report.readers = readers()
-        over_network = f", {SHARE_READS}={which.value}" * (which is Sharing.JOB)
-        in_turns = f", {READERS}={report.readers}" * bool(report.readers)
-        return planned, planned.plan.fingerprint + over_network + in_turns
+        return planned, aside.heard
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # By itself: DeepSpeed may make groups here, which all ranks must do or none.

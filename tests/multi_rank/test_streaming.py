@@ -229,7 +229,7 @@ def give_different_arguments(good: str, other: str) -> None:
         ("describing the model", good if first else other, BF16, {}),
         ("checking the arguments", good, BF16 if first else FP32, {}),
         ("checking the arguments", good, {**BF16, "zero_optimization": {"stage": 3 if first else 2}}, {}),
-        ("describing the model", good, BF16, {"partition": "model" if first else ["model", "lm_head"]}),
+        ("planning", good, BF16, {"partition": "model" if first else ["model", "lm_head"]}),
         ("describing the model", good, BF16, {"partition": "model", "dtype": "float32" if first else "bfloat16"}),
     ]
     for step, path, config, kwargs in calls:
