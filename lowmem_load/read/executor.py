@@ -115,7 +115,8 @@ class Executor:
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
-        scatter = Scatter(0, 0, (Loop(values.numel(), 1, 1),), (destination.dtype,))
+        casts = () if values.dtype == destination.dtype else (destination.dtype,)  # a cast takes memory of the device
+        scatter = Scatter(0, 0, (Loop(values.numel(), 1, 1),), casts)
         for task in move_tasks(scatter, values.detach().contiguous().view(-1), self._put_into(destination)):
             self._tasks.run(task)
 

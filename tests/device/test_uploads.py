@@ -98,6 +98,14 @@ def compare_all(path: str) -> None:
     assert 0 < staging <= 4 * uploads.NUM_LANES * SLOT  # four times where it is cast twice, to a dtype twice as wide
     assert torch.accelerator.max_memory_allocated("sim:0") == 0
 
+    torch.accelerator.reset_peak_memory_stats(device)
+    held = torch.accelerator.memory_allocated(device)
+    with small_slots() as executor:  # what has the right dtype needs none of the device's memory on its way
+        for _ in range(3):
+            executor.move(strided.cpu(), strided)
+            fill(executor, leaf(path), filled["as it lies"])
+    assert torch.accelerator.max_memory_allocated(device) == held
+
 
 @pytest.fixture(scope="session")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
