@@ -101,7 +101,7 @@ def _read(folder: Path, rank: int, world_size: int, opening_bytes: int, start: B
     source.OPENING_BYTES = opening_bytes
     _, pieces = partitions(folder, rank, world_size)
     files = {path: source.LocalFile(path) for path in {piece.path for piece in pieces}}
-    have_memory_backed(folder, world_size, is_cold=True)
+    have_memory_backed(folder, world_size, start.wait, is_cold=True)
     left = memoryview(huge_pages(sum(piece.nbytes for piece in pieces)))
     start.wait()
     for path, offset, nbytes in pieces:

@@ -91,7 +91,7 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
     on_gpu = job.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    have_memory_backed(job.path, job.world_size, is_cold=spec.is_cold)
+    have_memory_backed(job.path, job.world_size, dist.barrier, is_cold=spec.is_cold)
     hbm_start = torch.cuda.memory_allocated() if on_gpu else 0
     dist.barrier()
     sampler = MemorySampler()
