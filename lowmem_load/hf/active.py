@@ -107,39 +107,33 @@ def _answered_with_no(others: set[threading.Thread]) -> Iterator[None]:
         return answer
 
     names = list(sys.modules)
-    holders = [name for name in names if _may_ask(name)]
+    holders = _holders(names)
     try:
-        holders = _exchange(replacement, holders)
+        _exchange(replacement, holders)
         yield
     finally:
         is_over = True
         since = list(sys.modules)
         if since[-1] != names[-1]:  # modules that were imported meanwhile took it from these
-            holders = [name for name in since if _may_ask(name)]
+            holders = _holders(since)
         _exchange(lambda held: replaced.get(held, held), holders)  # who else has it now hears what was asked
 
 
-def _may_ask(module: str) -> bool:
-    """Return whether a module may hold one of `QUESTIONS`, by its name."""
-    return module.partition(".")[0] not in _NEVER_ASK
+def _holders(names: list[str]) -> list[Any]:
+    """Return the modules that hold one of `QUESTIONS`, of those of these names that may."""
+    first, second = QUESTIONS
+    modules = [sys.modules.get(name) for name in names if name.partition(".")[0] not in _NEVER_ASK]
+    held = [(module, getattr(module, "__dict__", ())) for module in modules]
+    return [module for module, own in held if first in own or second in own]  # asked for it, lazy modules would import
 
 
-def _exchange(new: Callable[[Callable[..., Any]], Callable[..., Any]], modules: list[str]) -> list[str]:
-    """Put new(function) in the place of the functions that these modules hold under the names of `QUESTIONS`.
-
-    Returns:
-        The names of the modules that held one.
-    """
-    holders = []
-    for module_name in modules:
-        module = sys.modules.get(module_name)
-        names = getattr(module, "__dict__", {})  # not getattr: lazy modules would import what has it
+def _exchange(new: Callable[[Callable[..., Any]], Callable[..., Any]], modules: list[Any]) -> None:
+    """Put new(function) in the place of the functions that these modules hold under the names of `QUESTIONS`."""
+    for module in modules:
+        names = vars(module)
         for name in QUESTIONS:
-            if name in names and callable(held := names[name]):
-                holders.append(module_name)
-                if (other := new(held)) is not held:
-                    setattr(module, name, other)
-    return holders
+            if name in names and callable(held := names[name]) and (other := new(held)) is not held:
+                setattr(module, name, other)
 
 
 def transformers_models(module: nn.Module) -> list[PreTrainedModel]:

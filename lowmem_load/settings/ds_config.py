@@ -23,6 +23,8 @@ MAX_DEPTH, MAX_VALUES = 64, 1 << 20
 MAX_INT_BITS = 1024
 """Of an integer: as large as a float can be. Python refuses to print one of more than 4300 digits."""
 
+_PLAIN = (str, bool, int, float, type(None))
+
 
 def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | object) -> dict[str, Any]:
     """Returns a deep copy of a ds_config as plain dicts and lists.
@@ -94,11 +96,13 @@ def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"ds_config {key!r}: is within itself, or more than {MAX_DEPTH} deep, or one of more than {MAX_VALUES} "
                 "values; write less"
             )
-        if isinstance(given, Mapping):
-            return items(given, depth)
         if isinstance(given, (list, tuple)):
             return [value(item, key, depth + 1) for item in given]
         _check_number(given, repr(key))
+        if type(given) in _PLAIN:  # most are: Mapping looks at each class for long
+            return given
+        if isinstance(given, Mapping):
+            return items(given, depth)
         try:
             return copy.deepcopy(given)
         except (TypeError, RecursionError) as error:
