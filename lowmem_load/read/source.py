@@ -104,7 +104,7 @@ class LocalFile:
         self._drops_behind = drops_behind and hasattr(os, "posix_fadvise")
         self._lock = threading.Lock()
         self._descriptor = -1
-        with _our_errors(path):
+        with _OurErrors(path):
             self._descriptor, found = self._retrying(_open_regular, path)
         self.nbytes, self._opened_version = found.st_size, file_version(found)
         self._is_on_disk = os.major(found.st_dev) != 0  # as file systems of memory and of the network have it
@@ -112,20 +112,20 @@ class LocalFile:
     @property
     def version(self) -> str:
         """Device, inode, size and time of change of the open file."""
-        with _our_errors(self.path):
+        with _OurErrors(self.path):
             return file_version(self._retrying(os.fstat, self._descriptor))
 
     @property
     def hole_bytes(self) -> int:
         """Bytes that were never written, as far as the file system tells: preallocated, or skipped over."""
-        with _our_errors(self.path):
+        with _OurErrors(self.path):
             return self._retrying(_hole_bytes, self._descriptor, self.nbytes)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""
         left = [buffer for buffer in buffers if buffer.nbytes]
         start, opens_until = offset, offset + 2 * OPENING_BYTES * self._is_on_disk
-        with _our_errors(self.path):
+        with _OurErrors(self.path):
             while left:
                 if offset < opens_until and left[0].nbytes > OPENING_BYTES:
                     asked = [left[0][:OPENING_BYTES]]
@@ -139,10 +139,7 @@ class LocalFile:
                     short = sum(buffer.nbytes for buffer in left)
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")
                 offset += num_bytes
-                if num_bytes < left[0].nbytes:
-                    left[0] = left[0][num_bytes:]
-                else:
-                    left = _after(left, num_bytes)
+                left = _after(left, num_bytes)
         if self._drops_behind:
             with contextlib.suppress(OSError):  # advice
                 os.posix_fadvise(self._descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
@@ -285,8 +282,8 @@ def _after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
-class _our_errors:  # noqa: N801  a context, of a class since those of generators take three times as long
-    """Makes errors of the operating system ours."""
+class _OurErrors:
+    """Makes errors of the operating system ours. A class, since a context of a generator takes three times as long."""
 
     __slots__ = ("_path",)
 

@@ -132,16 +132,16 @@ class Load:
         report = LoadReport(call.name, start_memory=memory, peak_memory=memory, start_device=device_memory())
         report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
         random_state = torch.get_rng_state().numpy().tobytes() if report.rank == 0 else None
-        is_left_alone = False
+        left_alone = False
 
         def exchange(said: T) -> list[T]:
-            nonlocal is_left_alone
-            is_left_alone, heard = self._checked(call, said)
+            nonlocal left_alone
+            left_alone, heard = self._checked(call, said)
             return heard
 
         with contextlib.ExitStack() as stack:
             shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state, exchange))
-            if is_left_alone:
+            if left_alone:
                 return None
             set_aside = stack.enter_context(heap_set_aside())
             around = stack.enter_context(zero_init.set_aside())
