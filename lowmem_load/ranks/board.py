@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.group import RankGroup, StoppedError
 from lowmem_load.ranks.life import started
 from lowmem_load.ranks.nodes import Nodes, meet
 from lowmem_load.ranks.shared_memory import make_memory, new_name, open_memory
@@ -120,16 +120,24 @@ class Board:
     def _awaited(self, key: str) -> bytes:
         """Return the content of a record; nothing if it does not come any more."""
         num_looks, check = 0, self._ranks.watch()
+        stopped: StoppedError | None = None
         while key not in self._places:
             if self._stage in self._places or _NO_MORE in self._places:
                 return b""
             self._look()
             if not self._places.keys().isdisjoint((key, self._stage, _NO_MORE)):
                 continue
+            if stopped is not None:
+                raise stopped
             num_looks += 1
             if num_looks % LOOKS_PER_CHECK == 0 and self._has_ended():
                 return b""
-            check()
+            try:
+                check()
+            except StoppedError as error:
+                # A first rank that fails ends its stage before it tells of that: this one is to fail alike then.
+                stopped = error
+                continue
             time.sleep(min(LOOK_EVERY_S, num_looks * LOOK_FIRST_S))
         offset, nbytes = self._places[key]
         return _read(self._descriptor, offset, nbytes)

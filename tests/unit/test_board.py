@@ -116,6 +116,20 @@ def test_waiting_ends_when_another_rank_is_in_trouble(made: Callable[..., Board]
         found(second, "a", "own")
 
 
+def test_a_first_rank_that_has_failed_is_no_reason_to_stop(made: Callable[..., Board]) -> None:
+    """It ends its stage before it tells of its failure, which is that of the others, too, or else an error."""
+    first = made(1)
+
+    def trouble() -> None:
+        with first.stage():  # between two looks
+            pass
+        raise StoppedError("stopped because of rank(s) 1")
+
+    second = made(2, check=trouble)
+    with second.stage():
+        assert found(second, "a", "own") == "own"
+
+
 def test_half_a_record_is_not_taken(made: Callable[..., Board]) -> None:
     second = made(2)
     record = _SIZES.pack(3, 4) + b"1 a" + b"half"
