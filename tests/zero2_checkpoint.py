@@ -21,7 +21,7 @@ def save_zero2(
     alignment: int = 1,
     frozen: dict[str, torch.Tensor] | None = None,
     moments: dict[str, dict[str, torch.Tensor]] | None = None,
-    stage: int | None = 2,
+    stage: Any = 2,
 ) -> Path:
     """Write the files of all ranks; return the folder of the tag.
 
@@ -32,7 +32,7 @@ def save_zero2(
         alignment: elements, of which each parameter but the first begins at a multiple.
         frozen: values by name.
         moments: values by key of the optimizer's state and name.
-        stage: that is named; None for the optimizer that names none.
+        stage: that is named, or a member of an enumeration; None for the optimizer that names none.
     """
     frozen, moments = frozen or {}, moments or {}
     place = folder / "global_step3"

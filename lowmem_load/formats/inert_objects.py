@@ -31,6 +31,11 @@ class Foreign:
     state: Any = None
 
 
+_GETATTR = ("__builtin__.getattr", "builtins.getattr")
+"""What gives a member of an enumeration in pickles of Python 3.11.2, of Debian 12. 3.11.7 and others call the class
+with its value (`enum.py`, `__reduce_ex__`)."""
+
+
 def objects(pickled: bytes, path: str) -> Any:
     """Return the tree that a pickle describes: dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
 
@@ -53,6 +58,9 @@ class _AnyObject(Dialect):
             function, _, arguments, state = arguments
             made = super().result(function, arguments)
             return replace(made, attributes=state) if isinstance(made, Tensor) and isinstance(state, dict) else made
+        match arguments:
+            case (Global(owner), str(member)) if function.name in _GETATTR:
+                return Foreign(f"{owner}.{member}", ())
         return super().result(function, arguments) if function.name in CALLS else Foreign(function.name, arguments)
 
     def set_attributes(self, owner: Any, attributes: Any) -> None:

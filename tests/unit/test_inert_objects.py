@@ -91,6 +91,14 @@ def test_objects_are_named_and_nothing_is_run(tmp_path: Any) -> None:
     assert not mark.exists()
 
 
+def test_members_of_enumerations_are_named_however_they_were_pickled() -> None:
+    assert objects(saved(Call(getattr, Mine, "value")), "x.pt").name == f"{__name__}.Mine.value"
+    number = objects(saved(Call(getattr, Mine, 3)), "x.pt")
+    assert number.name == "__builtin__.getattr" and number.arguments[1] == 3
+    with pytest.raises(CheckpointError, match=r"own code can make: state \(.*Mine.value\)"):
+        made(Call(getattr, Mine, "value"))
+
+
 @pytest.mark.parametrize("kind", ["O8", "V8", "S3", "i8,f8"])
 def test_what_is_no_plain_number_of_numpy_is_refused(kind: str) -> None:
     with pytest.raises(CheckpointError, match=r"state is a malformed numpy.dtype"):

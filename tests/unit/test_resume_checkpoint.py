@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange
@@ -38,6 +40,31 @@ def edited(place: Path, kind: str, edit: Callable[[Any], None]) -> None:
         state = torch.load(path, weights_only=False)
         edit(state)
         torch.save(state, path)
+
+
+class ByName:
+    """A member of an enumeration, as Python 3.11.2 pickles it."""
+
+    def __init__(self, member: Enum) -> None:
+        self._member = member
+
+    def __reduce__(self) -> Any:
+        return getattr, (type(self._member), self._member.name)
+
+
+@pytest.mark.parametrize("spelled", [int, lambda stage: stage, ByName])
+def test_the_stage_is_told_however_python_pickles_it(tmp_path: Path, spelled: Callable[[Any], Any]) -> None:
+    def edit(state: Any) -> None:
+        state["optimizer_state_dict"]["zero_stage"] = spelled(ZeroStageEnum.weights)
+
+    edited(place := save_zero3(tmp_path / "3", VALUES, world_size=2), "optim", edit)
+    with Executor() as executor:
+        assert open_checkpoint(str(place), executor).world_size == 2
+        place = save_zero2(tmp_path / "2", VALUES, world_size=2, stage=spelled(ZeroStageEnum.gradients))
+        assert open_checkpoint(str(place), executor).world_size == 2
+        place = save_zero2(tmp_path / "0", VALUES, world_size=2, stage=spelled(ZeroStageEnum.disabled))
+        with pytest.raises(UnsupportedError, match=r"saved under ZeRO stage .*, expected 1, 2 or 3"):
+            open_checkpoint(str(place), executor)
 
 
 def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
