@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @contextlib.contextmanager
 def hub(folder: Path, model: str, commit: str = COMMIT) -> Iterator[list[str]]:
     """Let huggingface_hub ask a server of this process that has one model; yields what it is asked, "HEAD config.json".
+
+    The default cache is empty then, whatever this machine has in it.
 
     Args:
         folder: what the model's only commit holds.
@@ -61,7 +64,10 @@ def hub(folder: Path, model: str, commit: str = COMMIT) -> Iterator[list[str]]:
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with _pointed_at(f"http://127.0.0.1:{server.server_port}"):
+        with (
+            tempfile.TemporaryDirectory() as cache,
+            _pointed_at(f"http://127.0.0.1:{server.server_port}", cache),
+        ):
             yield asked
     finally:
         server.shutdown()
@@ -84,11 +90,12 @@ def _etag(content: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _pointed_at(endpoint: str) -> Iterator[None]:
+def _pointed_at(endpoint: str, cache: str) -> Iterator[None]:
     from huggingface_hub import constants
 
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    wanted = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+    wanted: dict[str, Any] = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+    wanted |= {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": cache}
     before = {name: getattr(constants, name) for name in wanted}
     for name, value in wanted.items():
         setattr(constants, name, value)

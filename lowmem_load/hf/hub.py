@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
 
 from lowmem_load.contract import require
@@ -18,7 +19,13 @@ from lowmem_load.describe.context import Once
 from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.hf.replaced import replaced
 
-require(SUPPORTED, {"transformers.utils.hub": ("cached_files",)})
+require(
+    SUPPORTED,
+    {
+        "transformers.models.auto.auto_factory": ("find_adapter_config_file",),
+        "transformers.utils.hub": ("cached_files",),
+    },
+)
 
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})/")
 """In paths of the cache of the Hub: the commit that a file is of."""
@@ -64,4 +71,20 @@ def asked_once(once: Once) -> Iterator[None]:
         return once(key, ask, lambda _: b"asked", look)
 
     with replaced(transformers_hub, "cached_files", cached_files):
+        yield
+
+
+@contextlib.contextmanager
+def adapter_sought_in(cache_dir: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Let auto classes look for an adapter where the rest of a model is looked for, not in the default cache.
+
+    There it is known that there is none; of the default cache each rank would ask the Hub.
+    Source: transformers 5.23 `auto_factory.py`, `from_pretrained`: `cache_dir` is not handed on.
+    """
+    ordinary = auto_factory.find_adapter_config_file
+
+    def find_adapter_config_file(name: Any, **kwargs: Any) -> Any:
+        return ordinary(name, **{"cache_dir": cache_dir, **kwargs})
+
+    with replaced(auto_factory, "find_adapter_config_file", find_adapter_config_file):
         yield
