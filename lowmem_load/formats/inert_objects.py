@@ -31,11 +31,6 @@ class Foreign:
     state: Any = None
 
 
-_GETATTR = ("__builtin__.getattr", "builtins.getattr")
-"""What gives a member of an enumeration in pickles of Python 3.11.2, of Debian 12. 3.11.7 and others call the class
-with its value (`enum.py`, `__reduce_ex__`)."""
-
-
 def objects(pickled: bytes, path: str) -> Any:
     """Return the tree that a pickle describes: dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
 
@@ -58,9 +53,6 @@ class _AnyObject(Dialect):
             function, _, arguments, state = arguments
             made = super().result(function, arguments)
             return replace(made, attributes=state) if isinstance(made, Tensor) and isinstance(state, dict) else made
-        match arguments:
-            case (Global(owner), str(member)) if function.name in _GETATTR:
-                return Foreign(f"{owner}.{member}", ())
         return super().result(function, arguments) if function.name in CALLS else Foreign(function.name, arguments)
 
     def set_attributes(self, owner: Any, attributes: Any) -> None:
@@ -71,6 +63,29 @@ class _AnyObject(Dialect):
 
     def drops_items(self, owner: Any) -> bool:
         return isinstance(owner, Foreign)
+
+
+def member(value: Any, names: Mapping[str, Any]) -> Any:
+    """Return the value of an enumeration's member, or `value` where it is none that is known.
+
+    Python 3.11.2, of Debian 12, pickles it as `getattr` of the class and its name; 3.11.7 and others as the class
+    called with its value (`enum.py`, `__reduce_ex__`).
+
+    Args:
+        value: of a tree.
+        names: values of the members by name.
+    """
+    match value:
+        case Foreign("__builtin__.getattr" | "builtins.getattr", (Global(), str(name))):
+            return names.get(name, value)
+        case Foreign(_, (number,)):
+            return number
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a value of a tree for a message. Of a container all that it holds would be spelled, which may not end."""
+    return f"{value!r:.80}" if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
 
 
 def plain(tree: Any, where: str, tensor: Callable[[Tensor, str], torch.Tensor]) -> Any:
@@ -115,7 +130,10 @@ class _Plain:
         if isinstance(value, Tensor):
             return self._tensor(value, where)
         if isinstance(value, dict):
-            made = {key: self(item, f"{where}[{key!r:.60}]") for key, item in value.items()}
+            made = {
+                key: self(item, f"{where}[{(key[:60] if isinstance(key, str) else key)!r}]")
+                for key, item in value.items()
+            }
             return collections.OrderedDict(made) if isinstance(value, OrderedNames) else made
         if isinstance(value, list | tuple):
             return type(value)(self(item, f"{where}[{number}]") for number, item in enumerate(value))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.formats.inert_objects import shown
 from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.partial.checkpoint import REPLICATED_FILE
@@ -171,22 +172,32 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
     """Raise unless every file says that as many ranks have saved as there are files of each kind."""
     counts = {file.path: file.tree.get("dp_world_size") for file in models}
     for file in optims:
-        count = zero_state(file, 2 if are_whole else 3).get("partition_count")
-        # Stages 1 and 2 say it for each group.
-        counts[file.path] = count[0] if isinstance(count, list) and count and count == count[:1] * len(count) else count
+        counts[file.path] = _of_all_groups(zero_state(file, 2 if are_whole else 3).get("partition_count"))
     for file in models:
-        if any(file.tree.get(key) != models[0].tree.get(key) for key in COUNTERS):
+        if _counters(file) != _counters(models[0]):
             raise CheckpointError(
-                f"{file.path}: was saved at step {file.tree.get('global_steps')!r:.20}, "
-                f"{os.path.basename(models[0].path)} at {models[0].tree.get('global_steps')!r:.20}: a save over "
+                f"{file.path}: was saved at step {shown(file.tree.get('global_steps'))}, "
+                f"{os.path.basename(models[0].path)} at {shown(models[0].tree.get('global_steps'))}: a save over "
                 "an earlier one did not end; take another checkpoint"
             )
     for path, count in counts.items():
         if (count != len(models) and not are_whole) or count != len(optims):
             raise CheckpointError(
-                f"{path}: was saved by {count} ranks, but there are {len(models)} files of model states and "
+                f"{path}: was saved by {shown(count)} ranks, but there are {len(models)} files of model states and "
                 f"{len(optims)} of optimizer states: some are missing, or left from another save"
             )
+
+
+def _of_all_groups(count: Any) -> Any:
+    """Return the number of ranks: stages 1 and 2 say it for each group."""
+    if isinstance(count, list) and count and all(type(each) is int and each == count[0] for each in count):
+        return count[0]
+    return count
+
+
+def _counters(file: TorchObjects) -> list[int | None]:
+    found = [file.tree.get(key) for key in COUNTERS]
+    return [each if type(each) is int else None for each in found]
 
 
 # -- what the model states have ----------------------------------------------------------------------------------------

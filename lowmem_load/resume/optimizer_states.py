@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.formats.inert_objects import Foreign
+from lowmem_load.formats.inert_objects import member, shown
 from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Shape, Source
@@ -29,7 +29,7 @@ UNIVERSAL_STATE = "optimizer_state.pt"
 """File of a universal checkpoint with what the ZeRO optimizer has saved, on rank 0."""
 
 _STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
-"""By the names of DeepSpeed's `ZeroStageEnum`, which some versions of Python pickle; see `formats/inert_objects.py`."""
+"""By the names of DeepSpeed's `ZeroStageEnum`."""
 
 
 def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
@@ -46,12 +46,10 @@ def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
     is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
     state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
     found = state.get("zero_stage", 1)  # the BF16_Optimizer, which is stage 1, does not say it
-    if isinstance(found, Foreign):
-        name = found.name.rpartition(".")[2]
-        found = found.arguments[0] if found.arguments else _STAGES.get(name, name)
+    found = member(found, _STAGES)
     if found not in (1, 2, 3) or (stage is not None and (found == 3) != (stage == 3)):
         expected = "1, 2 or 3" if stage is None else "3" if stage == 3 else "1 or 2"
-        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {found!r:.20}, expected {expected}")
+        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
     if state.get("ds_zero_partition_groups") is not None:
         raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
     return state

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.formats.inert_objects import shown
 from lowmem_load.formats.pickled_tensor import Tensor
 
 FOLDER = "offloaded_tensors"
@@ -47,7 +48,9 @@ def swap_file(folder: str, rank: int, world_size: int, tensor: Tensor, what: str
     """
     name = tensor.attributes["ds_id"]
     if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,200}", name):
-        raise CheckpointError(f"{folder}: {what} was on nvme under the name {name!r:.80}, which is none of DeepSpeed's")
+        raise CheckpointError(
+            f"{folder}: {what} was on nvme under the name {shown(name)}, which is none of DeepSpeed's"
+        )
     own = os.path.join(folder, FOLDER, f"rank{rank:02d}")
     if not os.path.isdir(own):
         if world_size > 1:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.inert_objects import Foreign, objects, plain
+from lowmem_load.formats.inert_objects import Foreign, member, objects, plain, shown
 from lowmem_load.formats.pickled_tensor import Tensor
 
 
@@ -91,12 +91,18 @@ def test_objects_are_named_and_nothing_is_run(tmp_path: Any) -> None:
     assert not mark.exists()
 
 
-def test_members_of_enumerations_are_named_however_they_were_pickled() -> None:
-    assert objects(saved(Call(getattr, Mine, "value")), "x.pt").name == f"{__name__}.Mine.value"
-    number = objects(saved(Call(getattr, Mine, 3)), "x.pt")
-    assert number.name == "__builtin__.getattr" and number.arguments[1] == 3
-    with pytest.raises(CheckpointError, match=r"own code can make: state \(.*Mine.value\)"):
-        made(Call(getattr, Mine, "value"))
+def test_members_of_enumerations_are_told_however_they_were_pickled() -> None:
+    names = {"first": 1}
+    for value, found in (
+        (Call(getattr, Mine, "first"), 1),
+        (Call(Mine, 1), 1),
+        (3, 3),
+        ("first", "first"),
+    ):
+        assert member(objects(saved(value), "x.pt"), names) == found
+    for value in (Call(getattr, Mine, "other"), Call(getattr, Mine, 3), Call(getattr, [], "first"), Call(Mine)):
+        tree = objects(saved(value), "x.pt")
+        assert member(tree, names) is tree and shown(tree) == "a Foreign"
 
 
 @pytest.mark.parametrize("kind", ["O8", "V8", "S3", "i8,f8"])

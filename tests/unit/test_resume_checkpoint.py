@@ -67,6 +67,31 @@ def test_the_stage_is_told_however_python_pickles_it(tmp_path: Path, spelled: Ca
             open_checkpoint(str(place), executor)
 
 
+def deep() -> Any:
+    """Return what has a short pickle, and would take for ever to be spelled or compared."""
+    value: Any = 1
+    for _ in range(100):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("optim", "zero_stage"), ("optim", "partition_count"), ("model", "global_steps")]
+)
+def test_what_is_no_number_is_an_error_at_once(tmp_path: Path, kind: str, key: str) -> None:
+    def edit(state: Any) -> None:
+        (state["optimizer_state_dict"] if kind == "optim" else state)[key] = deep()
+
+    place = save_zero3(tmp_path, VALUES, world_size=2)
+    edited(place, kind, edit)
+    with Executor() as executor:
+        if key == "global_steps":  # which all files say alike
+            assert "global_steps" not in open_checkpoint(str(place), executor).counters
+            return
+        with pytest.raises((CheckpointError, UnsupportedError), match=r"stage a tuple|saved by a tuple ranks"):
+            open_checkpoint(str(place), executor)
+
+
 def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
     state = {"epoch": 3, "rng": torch.arange(7, dtype=torch.uint8), "best": np.float64(0.5)}
     place = save_zero3(tmp_path, VALUES, world_size=3, client_state=state, moments={"exp_avg": VALUES})
