@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def hub(folder: Path, model: str, commit: str = COMMIT) -> Iterator[list[str]]:
     """Let huggingface_hub ask a server of this process that has one model; yields what it is asked, "HEAD config.json".
 
-    The default cache is empty then, whatever this machine has in it.
+    The default cache of huggingface_hub is empty then, whatever this machine has in it.
 
     Args:
         folder: what the model's only commit holds.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,17 +75,27 @@ def asked_once(once: Once) -> Iterator[None]:
         yield
 
 
+_LOOKUP = ("cache_dir", "local_files_only")
+"""Keywords of `from_pretrained` that say where an adapter is looked for."""
+
+
 @contextlib.contextmanager
-def adapter_sought_in(cache_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Let auto classes look for an adapter where the rest of a model is looked for, not in the default cache.
+def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let an auto class look for the adapter of a model where all else of it is looked for, not in the default cache.
 
-    There it is known that there is none; of the default cache each rank would ask the Hub.
-    Source: transformers 5.23 `auto_factory.py`, `from_pretrained`: `cache_dir` is not handed on.
+    In the cache it is known that there is none; of another one each rank would ask the Hub.
+    Source: transformers 5.23 `auto_factory.py`, `from_pretrained`: these keywords are not handed on.
+
+    Args:
+        name: of the model; others' adapters are looked for as ever.
+        kwargs: of its `from_pretrained`.
     """
-    ordinary = auto_factory.find_adapter_config_file
+    ordinary, caller = auto_factory.find_adapter_config_file, threading.current_thread()
+    handed_on = {key: kwargs[key] for key in _LOOKUP if key in kwargs}
 
-    def find_adapter_config_file(name: Any, **kwargs: Any) -> Any:
-        return ordinary(name, **{"cache_dir": cache_dir, **kwargs})
+    def find_adapter_config_file(asked: Any, **keywords: Any) -> Any:
+        is_ours = asked == name and threading.current_thread() is caller
+        return ordinary(asked, **({**handed_on, **keywords} if is_ours else keywords))
 
     with replaced(auto_factory, "find_adapter_config_file", find_adapter_config_file):
         yield

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
 
-from lowmem_load.hf.hub import asked_once, commit_in, pinned_commit
+from lowmem_load.hf.hub import adapter_sought_alike, asked_once, commit_in, pinned_commit
 from lowmem_load.hf.names import commit_of
 from tests.hub import COMMIT, hub
 
@@ -80,3 +82,27 @@ def test_files_of_a_folder_are_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp
         transformers_hub.cached_files(str(tmp_path), ["config.json"], force_download=True)
         transformers_hub.cached_files("org/model", ["config.json"], force_download=True)
     assert calls == [(str(tmp_path), {"force_download": True}), ("org/model", {"force_download": is_first})]
+
+
+def test_adapters_are_looked_for_where_their_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        auto_factory, "find_adapter_config_file", lambda name, **keywords: calls.append((name, keywords))
+    )
+    with adapter_sought_alike("org/model", {"cache_dir": "/cache", "subfolder": "sub", "revision": "main"}):
+        auto_factory.find_adapter_config_file("org/model", revision=COMMIT)
+        auto_factory.find_adapter_config_file("org/model", cache_dir="/own")
+        auto_factory.find_adapter_config_file("org/other")
+        other = threading.Thread(target=auto_factory.find_adapter_config_file, args=["org/model"])
+        other.start()
+        other.join()
+    auto_factory.find_adapter_config_file("org/model")
+    in_cache = {"cache_dir": "/cache", "revision": COMMIT}
+    own = {"cache_dir": "/own"}
+    assert calls == [
+        ("org/model", in_cache),
+        ("org/model", own),
+        ("org/other", {}),
+        ("org/model", {}),
+        ("org/model", {}),
+    ]
