@@ -85,7 +85,9 @@ def member(value: Any, names: Mapping[str, Any]) -> Any:
 
 def shown(value: Any) -> str:
     """Return a value of a tree for a message. Of a container all that it holds would be spelled, which may not end."""
-    return f"{value!r:.80}" if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
+    if isinstance(value, str):
+        return repr(value[:80])  # one long text may be in many places
+    return f"{value!r:.80}" if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
 def plain(tree: Any, where: str, tensor: Callable[[Tensor, str], torch.Tensor]) -> Any:
@@ -130,10 +132,7 @@ class _Plain:
         if isinstance(value, Tensor):
             return self._tensor(value, where)
         if isinstance(value, dict):
-            made = {
-                key: self(item, f"{where}[{(key[:60] if isinstance(key, str) else key)!r}]")
-                for key, item in value.items()
-            }
+            made = {key: self(item, f"{where}[{shown(key)}]") for key, item in value.items()}
             return collections.OrderedDict(made) if isinstance(value, OrderedNames) else made
         if isinstance(value, list | tuple):
             return type(value)(self(item, f"{where}[{number}]") for number, item in enumerate(value))

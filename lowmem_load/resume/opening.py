@@ -174,7 +174,8 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
     for file in optims:
         counts[file.path] = _of_all_groups(zero_state(file, 2 if are_whole else 3).get("partition_count"))
     for file in models:
-        if _counters(file) != _counters(models[0]):
+        # As they are shown: of containers all would be compared.
+        if any(shown(file.tree.get(key)) != shown(models[0].tree.get(key)) for key in COUNTERS):
             raise CheckpointError(
                 f"{file.path}: was saved at step {shown(file.tree.get('global_steps'))}, "
                 f"{os.path.basename(models[0].path)} at {shown(models[0].tree.get('global_steps'))}: a save over "
@@ -193,11 +194,6 @@ def _of_all_groups(count: Any) -> Any:
     if isinstance(count, list) and count and all(type(each) is int and each == count[0] for each in count):
         return count[0]
     return count
-
-
-def _counters(file: TorchObjects) -> list[int | None]:
-    found = [file.tree.get(key) for key in COUNTERS]
-    return [each if type(each) is int else None for each in found]
 
 
 # -- what the model states have ----------------------------------------------------------------------------------------
