@@ -6,25 +6,41 @@ Part of the transformers seam, see `hf/loader.py`.
 configuration visible. Two threads that did so at the same time would leave each other's replacements behind for good.
 So loads take turns, and so do such blocks: `load_model` waits for its turn, and `streaming`, whose block may hold
 anything, and whose end nobody can wait for, has to be alone.
+
+transformers' own loads replace names as well, without turns: `PreTrainedModel.tie_weights` (5.23 `initialization.py`),
+`torch.linspace`, the default dtype. Those that begin while calls are intercepted wait, for `_State.loading`. Those that
+had begun before know nothing of it; a load of ours waits for their end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging as hf_logging
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.loader import Call
 
 Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
+
+LOADS = ("from_pretrained", "_from_config", "_wrapper")
+"""Functions of `modeling_utils` inside which names are replaced; the last stands around both in 4.57."""
+
+SAID_AFTER_S = 10.0
+"""Seconds of waiting for a load that had begun before, after which that is said."""
+
+logger = logging.getLogger(__name__)
 
 
 def _always() -> bool:
@@ -118,8 +134,45 @@ def _applying() -> _Interception | None:
     return next((one for one in reversed(_State.active) if one.thread in (None, thread)), None)
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hold the turn and `_State.loading`, while no other thread is inside a load that began before; see [Note: turns].
+
+    Both are let go between two looks, since such a load may make others, which ask for them.
+    """
+    began, is_said = time.monotonic(), False
+    while True:
+        with in_turn(open_ended=False), _State.loading:
+            others = _begun_before()
+            if not others:
+                yield
+                return
+        if not is_said and time.monotonic() - began > SAID_AFTER_S:
+            names = ", ".join(sorted(each.name for each in threading.enumerate() if each.ident in others))
+            logger.warning("waiting for from_pretrained in thread %s: it began before this load", names)
+            is_said = True
+        time.sleep(0.005)
+
+
+def _begun_before() -> set[int]:
+    """Return the other threads that are inside a load of transformers' own; none if this one is, which would not end.
+
+    While `_State.loading` is held and calls are intercepted, such a load began before.
+    """
+    inside = {thread for thread, frame in sys._current_frames().items() if _is_inside_load(frame)}
+    return set() if threading.get_ident() in inside else inside
+
+
+def _is_inside_load(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in LOADS and frame.f_globals is vars(modeling_utils):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _handled(one: _Interception, call: Call) -> tuple[Any, dict[str, Any]]:
-    with in_turn(open_ended=False), _State.loading:
+    with _alone():
         _State.inside.load = True
         try:
             return one.handler(call)
@@ -142,8 +195,9 @@ def _replace() -> None:
 
     def from_config(cls: type, /, config: Any, **kwargs: Any) -> Any:
         one = _applying()
-        if one is None or not one.wanted():
-            return ordinary_from_config(cls, config, **kwargs)
+        with _State.loading:
+            if one is None or not one.wanted():
+                return ordinary_from_config(cls, config, **kwargs)
         itself = functools.partial(ordinary_from_config, cls, config, **kwargs)
         with _errors_only():  # that parameters are missing is no news here
             model, _ = _handled(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface, load_model, streaming
@@ -27,7 +27,9 @@ STAGE_0 = {"zero_optimization": {"stage": 0}}
 def nothing_is_left() -> Iterator[None]:
     before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config")}
     config = integration._hf_deepspeed_config_weak_ref
+    theirs = PreTrainedModel.tie_weights, torch.linspace, torch.get_default_dtype()
     yield
+    assert (PreTrainedModel.tie_weights, torch.linspace, torch.get_default_dtype()) == theirs
     assert {name: PreTrainedModel.__dict__[name] for name in before} == before
     assert integration._hf_deepspeed_config_weak_ref is config
     assert not intercept.is_intercepted()
@@ -93,15 +95,77 @@ def test_loads_of_several_threads_are_each_exact(llama: str) -> None:
         for _ in range(3):
             models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
 
-    # transformers 4 replaces nn.Module.register_parameter while it makes a model, for all threads
-    beside = [] if hasattr(modeling_utils, "init_empty_weights") else [load_ordinarily]
-    assert in_threads(load, load, *beside) == [None] * (2 + len(beside))
+    assert in_threads(load, load, load_ordinarily) == [None] * 3
     models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
-    assert len(models) == 7 + 3 * len(beside)
+    assert len(models) == 10
     for model in models:
         for name, value in model.state_dict().items():
             assert type(value) is torch.Tensor
             assert torch.equal(value, expected[name])
+
+
+class Paused:
+    """A load by transformers itself, in a thread, which stands in the middle of making its model until `go` is set."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, inside, ordinary = threading.Event(), threading.Event(), LlamaForCausalLM.__init__
+
+        def init(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if threading.current_thread() is self.thread and not inside.is_set():
+                inside.set()
+                assert self.go.wait(60)
+                AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(name))  # as models made of models do
+            ordinary(model, *args, **kwargs)
+
+        monkeypatch.setattr(LlamaForCausalLM, "__init__", init)
+        self.thread = threading.Thread(target=AutoModelForCausalLM.from_pretrained, args=[name], name="theirs")
+        self.thread.start()
+        assert inside.wait(60)
+
+
+def test_a_load_that_began_before_in_another_thread_is_waited_for(
+    llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both replace PreTrainedModel.tie_weights; where they overlapped, no later model was tied any more."""
+    DistributedInterface()
+    monkeypatch.setattr(intercept, "SAID_AFTER_S", 0.0)
+    theirs = Paused(llama, monkeypatch)
+    loaded: list[nn.Module] = []
+    ours = threading.Thread(target=lambda: loaded.append(load_model(llama, STAGE_0)))
+    ours.start()
+    while "waiting for from_pretrained in thread theirs" not in caplog.text:
+        assert theirs.thread.is_alive()
+        ours.join(0.01)
+        assert ours.is_alive()
+    assert not loaded
+    theirs.go.set()
+    for thread in (theirs.thread, ours):
+        thread.join(60)
+        assert not thread.is_alive(), "two threads wait for each other"
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("ordinarily", ["from_pretrained", "from_config"])
+def test_a_load_that_begins_meanwhile_in_another_thread_waits(llama: str, ordinarily: str) -> None:
+    ended: list[str] = []
+
+    def theirs() -> None:
+        name = llama if ordinarily == "from_pretrained" else LlamaConfig.from_pretrained(llama)
+        getattr(AutoModelForCausalLM, ordinarily)(name)
+        ended.append("theirs")
+
+    def handle(call: Any) -> tuple[nn.Module, dict[str, Any]]:
+        thread.start()
+        thread.join(0.3)  # seconds; it takes some 10 ms where it does not wait
+        found = call.run()
+        ended.append("ours")
+        return found
+
+    thread = threading.Thread(target=theirs)
+    with intercept.intercepted(handle, any_thread=False):
+        AutoModelForCausalLM.from_pretrained(llama)
+    thread.join(60)
+    assert ended == ["ours", "theirs"]
 
 
 def test_a_load_of_another_thread_is_refused_inside_streaming(llama: str) -> None:
