@@ -57,7 +57,7 @@ def asked_once(once: Once) -> Iterator[None]:
     Of a commit, transformers 5 asks the Hub for nothing that the cache knows, not even for what it knows not to be
     there. So what one rank has asked for needs no second request.
     """
-    ordinary = transformers_hub.cached_files
+    ordinary, caller = transformers_hub.cached_files, threading.current_thread()
 
     def cached_files(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
         def ask() -> Any:
@@ -66,7 +66,7 @@ def asked_once(once: Once) -> Iterator[None]:
         def look(_: bytes) -> Any:
             return ordinary(path_or_repo_id, filenames, *args, **{**kwargs, "force_download": False})
 
-        if os.path.isdir(path_or_repo_id):
+        if os.path.isdir(path_or_repo_id) or threading.current_thread() is not caller:  # of no load, then
             return ask()
         key = f"hub {path_or_repo_id} {kwargs.get('subfolder') or ''} {filenames}"
         return once(key, ask, lambda _: b"asked", look)

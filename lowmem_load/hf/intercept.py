@@ -8,8 +8,9 @@ So loads take turns, and so do such blocks: `load_model` waits for its turn, and
 anything, and whose end nobody can wait for, has to be alone.
 
 transformers' own loads replace names as well, without turns: `PreTrainedModel.tie_weights` (5.23 `initialization.py`),
-`torch.linspace`, the default dtype. Those that begin while calls are intercepted wait, for `_State.loading`. Those that
-had begun before know nothing of it; a load of ours waits for their end.
+`torch.linspace`, the default dtype. Those that begin while calls are intercepted wait, for `_State.loading`; where the
+function was looked up before, the making of the model does. Those that had begun before are waited for. Calls that they
+make are part of them, and never wait for the turn, so that whoever has it may wait for them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lowmem_load.hf.loader import Call
 Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
 
 LOADS = ("from_pretrained", "_from_config", "_wrapper")
-"""Functions of `modeling_utils` inside which names are replaced; the last stands around both in 4.57."""
+"""Functions of `modeling_utils` inside which names are replaced; the last stands around both before 5."""
 
 SAID_AFTER_S = 10.0
 """Seconds of waiting for a load that had begun before, after which that is said."""
@@ -49,11 +50,15 @@ def _always() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Interception:
-    """Somebody who asked for loads; `thread` is None where those of any thread are meant."""
+    """Somebody who asked for loads; `thread` is None where those of any thread are meant.
+
+    `inside` is the thread that asked for them inside a load of transformers' own, as a model's code may, else None.
+    """
 
     handler: Handler
     wanted: Callable[[], bool]
     thread: int | None
+    inside: int | None
 
 
 class _State:
@@ -61,6 +66,8 @@ class _State:
 
     active: ClassVar[list[_Interception]] = []
     ordinary: ClassVar[dict[str, Any]] = {}  # what was replaced: class methods by name
+    num_blocks: ClassVar[int] = 0  # that need it replaced
+    counting: ClassVar[threading.Lock] = threading.Lock()
     inside: ClassVar[threading.local] = threading.local()  # whether this thread runs a handler
     loading: ClassVar[threading.RLock] = threading.RLock()  # type: ignore[valid-type]  # a function before Python 3.13
     turn: ClassVar[threading.RLock] = threading.RLock()  # type: ignore[valid-type]
@@ -75,10 +82,11 @@ def in_turn(*, open_ended: bool) -> Iterator[None]:
         open_ended: whether the block runs code of the caller's.
 
     Raises:
-        ConfigError: another thread has an open-ended turn, or this one would have to wait for its own.
+        ConfigError: another thread has an open-ended turn, or this one would have to wait for its own; or another one
+            has the turn and may wait for a load that this one is inside.
     """
     if not _State.turn.acquire(blocking=False):
-        if open_ended or _State.is_open_ended:
+        if open_ended or _State.is_open_ended or _is_inside_load(sys._getframe()):
             raise ConfigError(
                 "another thread of this process is loading, or is inside streaming(), and loads replace names of "
                 "transformers that all threads share; load in one thread, or with load_model, which waits"
@@ -105,16 +113,15 @@ def intercepted(handler: Handler, wanted: Callable[[], bool] = _always, *, any_t
         wanted: asked at each call.
         any_thread: whether calls of all threads are meant, or only those of this one.
     """
-    mine = _Interception(handler, wanted, None if any_thread else threading.get_ident())
-    if not _State.active:
-        _replace()
-    _State.active.append(mine)
-    try:
-        yield
-    finally:
-        _State.active.remove(mine)
-        if not _State.active:
-            _restore()
+    thread = threading.get_ident()
+    inside = thread if _is_inside_load(sys._getframe()) else None
+    mine = _Interception(handler, wanted, None if any_thread else thread, inside)
+    with _replaced():
+        _State.active.append(mine)
+        try:
+            yield
+        finally:
+            _State.active.remove(mine)
 
 
 def is_intercepted() -> bool:
@@ -127,31 +134,31 @@ def innermost() -> object:
     return _State.active[-1] if _State.active else None
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Hold the turn while no load runs in another thread, neither ours nor transformers' own; see [Note: turns]."""
+    with in_turn(open_ended=False), _replaced():
+        began, is_said = time.monotonic(), False
+        while True:
+            with _State.loading:  # let go between two looks, since a load that began before may make others
+                others = _begun_before()
+                if not others:
+                    yield
+                    return
+            if not is_said and time.monotonic() - began > SAID_AFTER_S:
+                names = ", ".join(sorted(each.name for each in threading.enumerate() if each.ident in others))
+                logger.warning("waiting for from_pretrained in thread %s: it began before this load", names)
+                is_said = True
+            time.sleep(0.005)
+
+
 def _applying() -> _Interception | None:
     if getattr(_State.inside, "load", False):  # a call that the model's own code makes is part of its load
         return None
     thread = threading.get_ident()
-    return next((one for one in reversed(_State.active) if one.thread in (None, thread)), None)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Hold the turn and `_State.loading`, while no other thread is inside a load that began before; see [Note: turns].
-
-    Both are let go between two looks, since such a load may make others, which ask for them.
-    """
-    began, is_said = time.monotonic(), False
-    while True:
-        with in_turn(open_ended=False), _State.loading:
-            others = _begun_before()
-            if not others:
-                yield
-                return
-        if not is_said and time.monotonic() - began > SAID_AFTER_S:
-            names = ", ".join(sorted(each.name for each in threading.enumerate() if each.ident in others))
-            logger.warning("waiting for from_pretrained in thread %s: it began before this load", names)
-            is_said = True
-        time.sleep(0.005)
+    inside = thread if _is_inside_load(sys._getframe()) else None
+    wanted = (one for one in reversed(_State.active) if one.thread in (None, thread))
+    return next((one for one in wanted if inside in (None, one.inside)), None)
 
 
 def _begun_before() -> set[int]:
@@ -159,7 +166,8 @@ def _begun_before() -> set[int]:
 
     While `_State.loading` is held and calls are intercepted, such a load began before.
     """
-    inside = {thread for thread, frame in sys._current_frames().items() if _is_inside_load(frame)}
+    looks = 2  # a generator that is left while its thread is looked at hides what called it
+    inside = {each for _ in range(looks) for each, frame in sys._current_frames().items() if _is_inside_load(frame)}
     return set() if threading.get_ident() in inside else inside
 
 
@@ -172,7 +180,7 @@ def _is_inside_load(frame: FrameType | None) -> bool:
 
 
 def _handled(one: _Interception, call: Call) -> tuple[Any, dict[str, Any]]:
-    with _alone():
+    with alone():
         _State.inside.load = True
         try:
             return one.handler(call)
@@ -180,9 +188,26 @@ def _handled(one: _Interception, call: Call) -> tuple[Any, dict[str, Any]]:
             _State.inside.load = False
 
 
+@contextlib.contextmanager
+def _replaced() -> Iterator[None]:
+    """Inside, loads of all threads go through what `_replace` puts in place."""
+    with _State.counting:
+        _State.num_blocks += 1
+        if _State.num_blocks == 1:
+            _replace()
+    try:
+        yield
+    finally:
+        with _State.counting:
+            _State.num_blocks -= 1
+            if not _State.num_blocks:
+                _restore()
+
+
 def _replace() -> None:
-    replaced = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config")}
-    ordinary, ordinary_from_config = (method.__func__ for method in replaced.values())
+    names = ("from_pretrained", "_from_config", "get_init_context")
+    replaced = {name: PreTrainedModel.__dict__[name] for name in names}
+    ordinary, ordinary_from_config, ordinary_contexts = (method.__func__ for method in replaced.values())
 
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         one = _applying()
@@ -199,17 +224,22 @@ def _replace() -> None:
             if one is None or not one.wanted():
                 return ordinary_from_config(cls, config, **kwargs)
         itself = functools.partial(ordinary_from_config, cls, config, **kwargs)
-        with _errors_only():  # that parameters are missing is no news here
+        with alone(), _errors_only():  # that parameters are missing is no news here
             model, _ = _handled(
                 one, Call(ordinary, cls, (None,), {"config": config, "state_dict": {}, **kwargs}, itself)
             )
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 
+    def get_init_context(cls: type, *args: Any, **kwargs: Any) -> list[Any]:
+        """Of a load whose function was looked up before it was replaced: that comes before its arguments are made."""
+        return [_State.loading, *ordinary_contexts(cls, *args, **kwargs)]
+
     _State.ordinary = replaced
-    for name, function in (("from_pretrained", from_pretrained), ("_from_config", from_config)):
+    functions: tuple[Callable[..., Any], ...] = (from_pretrained, from_config, get_init_context)
+    for name, function in zip(names, functions, strict=True):
         functools.update_wrapper(function, replaced[name].__func__)
-        setattr(PreTrainedModel, name, classmethod(function))  # type: ignore[arg-type]  # a function of two kinds
+        setattr(PreTrainedModel, name, classmethod(function))
     _State.ordinary["ours"] = {name: PreTrainedModel.__dict__[name] for name in replaced}
 
 

@@ -62,7 +62,8 @@ def _check_contract() -> None:
         SUPPORTED,
         {
             "transformers:PreTrainedModel": (
-                *("from_pretrained.__func__", "_from_config.__func__"),  # class methods, which are replaced by such
+                # class methods, which are replaced by such
+                *("from_pretrained.__func__", "_from_config.__func__", "get_init_context.__func__"),
                 *(_INITIALISES, "load_adapter"),
             ),
             "transformers.integrations.deepspeed": (

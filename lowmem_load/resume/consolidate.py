@@ -119,7 +119,7 @@ def _describe(
     sources = {name: Source("", name, 0, each.shape, each.dtype) for name, each in tensors.items()}
     if config is None or config is False:
         return describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
-    with intercept.in_turn(open_ended=False):
+    with intercept.alone():
         model = model_of(config)
         held = _matched(model, sources, config)
         _check_ties(model, checkpoint, config)

@@ -71,7 +71,9 @@ def test_an_adapter_has_no_commit_for_its_base_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_files_of_a_folder_are_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_first: bool) -> None:
+def test_files_of_a_folder_and_of_other_threads_are_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_first: bool
+) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(transformers_hub, "cached_files", lambda name, files, **kwargs: calls.append((name, kwargs)))
 
@@ -81,7 +83,11 @@ def test_files_of_a_folder_are_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp
     with asked_once(once):
         transformers_hub.cached_files(str(tmp_path), ["config.json"], force_download=True)
         transformers_hub.cached_files("org/model", ["config.json"], force_download=True)
-    assert calls == [(str(tmp_path), {"force_download": True}), ("org/model", {"force_download": is_first})]
+        asked = {"force_download": True}
+        others = threading.Thread(target=transformers_hub.cached_files, args=["org/tokenizer", ["a"]], kwargs=asked)
+        others.start()
+        others.join()
+    assert calls == [(str(tmp_path), asked), ("org/model", {"force_download": is_first}), ("org/tokenizer", asked)]
 
 
 def test_adapters_are_looked_for_where_their_model_is(monkeypatch: pytest.MonkeyPatch) -> None:

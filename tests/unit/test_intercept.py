@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed as integration
+from transformers.utils import logging as hf_logging
 
-from lowmem_load import DistributedInterface, load_model, streaming
-from lowmem_load.errors import ConfigError
+from lowmem_load import DistributedInterface, ModelEngine, load_model, streaming
+from lowmem_load.errors import ConfigError, ModelBuildError
 from lowmem_load.hf import intercept
 from tests import builders
 
@@ -25,7 +27,8 @@ STAGE_0 = {"zero_optimization": {"stage": 0}}
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config")}
+    names = ("from_pretrained", "_from_config", "get_init_context")
+    before = {name: PreTrainedModel.__dict__[name] for name in names}
     config = integration._hf_deepspeed_config_weak_ref
     theirs = PreTrainedModel.tie_weights, torch.linspace, torch.get_default_dtype()
     yield
@@ -105,53 +108,97 @@ def test_loads_of_several_threads_are_each_exact(llama: str) -> None:
 
 
 class Paused:
-    """A load by transformers itself, in a thread, which stands in the middle of making its model until `go` is set."""
+    """A load by transformers itself, in a thread, which stands in the middle of making its model until `go` is set.
 
-    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Then it calls `act`.
+    """
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         self.go, inside, ordinary = threading.Event(), threading.Event(), LlamaForCausalLM.__init__
+        self.error: BaseException | None = None
 
         def init(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             if threading.current_thread() is self.thread and not inside.is_set():
                 inside.set()
                 assert self.go.wait(60)
-                AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(name))  # as models made of models do
+                act()
             ordinary(model, *args, **kwargs)
 
+        def load() -> None:
+            try:
+                AutoModelForCausalLM.from_pretrained(name)
+            except BaseException as error:
+                self.error = error
+
         monkeypatch.setattr(LlamaForCausalLM, "__init__", init)
-        self.thread = threading.Thread(target=AutoModelForCausalLM.from_pretrained, args=[name], name="theirs")
+        self.thread = threading.Thread(target=load, name="theirs", daemon=True)
         self.thread.start()
         assert inside.wait(60)
 
+    def end(self) -> None:
+        self.go.set()
+        self.thread.join(60)
+        assert not self.thread.is_alive(), "two threads wait for each other"
 
+
+@pytest.mark.parametrize("is_installed", [False, True])
 def test_a_load_that_began_before_in_another_thread_is_waited_for(
-    llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_installed: bool
 ) -> None:
     """Both replace PreTrainedModel.tie_weights; where they overlapped, no later model was tied any more."""
     DistributedInterface()
     monkeypatch.setattr(intercept, "SAID_AFTER_S", 0.0)
-    theirs = Paused(llama, monkeypatch)
+    # As models that are made of models do; it is part of their load, even if somebody asked for all since.
+    theirs = Paused(llama, monkeypatch, lambda: AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(llama)))
     loaded: list[nn.Module] = []
-    ours = threading.Thread(target=lambda: loaded.append(load_model(llama, STAGE_0)))
-    ours.start()
-    while "waiting for from_pretrained in thread theirs" not in caplog.text:
-        assert theirs.thread.is_alive()
-        ours.join(0.01)
-        assert ours.is_alive()
-    assert not loaded
-    theirs.go.set()
-    for thread in (theirs.thread, ours):
-        thread.join(60)
-        assert not thread.is_alive(), "two threads wait for each other"
-    assert len(loaded) == 1
+    calls: list[str] = []
+    ours = threading.Thread(target=lambda: loaded.append(load_model(llama, STAGE_0)), daemon=True)
+    with intercept.intercepted(handler("installed", calls)) if is_installed else contextlib.nullcontext():
+        ours.start()
+        while "waiting for from_pretrained in thread theirs" not in caplog.text:
+            assert theirs.thread.is_alive()
+            ours.join(0.01)
+            assert ours.is_alive()
+        assert not loaded
+        theirs.end()
+        ours.join(60)
+    assert not ours.is_alive(), "two threads wait for each other"
+    assert (len(loaded), calls, theirs.error) == (1, [], None)
 
 
-@pytest.mark.parametrize("ordinarily", ["from_pretrained", "from_config"])
+def test_a_load_does_not_wait_for_a_turn_inside_another_one(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the turn may wait for that one."""
+    theirs = Paused(llama, monkeypatch, lambda: load_model(llama, STAGE_0))
+    with intercept.in_turn(open_ended=False):
+        theirs.end()
+    assert isinstance(theirs.error, ModelBuildError | ConfigError)
+    assert "another thread of this process is loading" in str(theirs.error)
+
+
+def test_a_load_inside_another_one_is_handled(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def inner() -> None:
+        with intercept.intercepted(handler("inner", calls)):
+            AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(llama))
+
+    theirs = Paused(llama, monkeypatch, inner)
+    theirs.end()
+    assert (calls, theirs.error) == (["inner"], None)
+
+
+@pytest.mark.parametrize("ordinarily", ["from_pretrained", "looked up before", "from_config"])
 def test_a_load_that_begins_meanwhile_in_another_thread_waits(llama: str, ordinarily: str) -> None:
     ended: list[str] = []
+    config, from_pretrained = LlamaConfig.from_pretrained(llama), LlamaForCausalLM.from_pretrained
+    loads: dict[str, Callable[[], object]] = {
+        "from_pretrained": lambda: AutoModelForCausalLM.from_pretrained(llama),
+        "looked up before": lambda: from_pretrained(llama),  # as before its arguments are made
+        "from_config": lambda: AutoModelForCausalLM.from_config(config),
+    }
 
     def theirs() -> None:
-        name = llama if ordinarily == "from_pretrained" else LlamaConfig.from_pretrained(llama)
-        getattr(AutoModelForCausalLM, ordinarily)(name)
+        loads[ordinarily]()
         ended.append("theirs")
 
     def handle(call: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -161,11 +208,38 @@ def test_a_load_that_begins_meanwhile_in_another_thread_waits(llama: str, ordina
         ended.append("ours")
         return found
 
-    thread = threading.Thread(target=theirs)
+    thread = threading.Thread(target=theirs, daemon=True)
     with intercept.intercepted(handle, any_thread=False):
         AutoModelForCausalLM.from_pretrained(llama)
     thread.join(60)
     assert ended == ["ours", "theirs"]
+
+
+def test_others_hear_warnings_while_a_load_from_a_configuration_waits(llama: str) -> None:
+    calls: list[str] = []
+    before, config = hf_logging.get_verbosity(), LlamaConfig.from_pretrained(llama)
+    thread = threading.Thread(target=AutoModelForCausalLM.from_config, args=[config], daemon=True)
+    with intercept.intercepted(handler("any", calls)):
+        with intercept.alone():
+            thread.start()
+            thread.join(0.1)
+            assert (calls, hf_logging.get_verbosity()) == ([], before)
+        thread.join(60)
+    assert (calls, hf_logging.get_verbosity()) == (["any"], before)
+
+
+def test_an_engine_shows_its_configuration_in_its_turn_alone(llama: str) -> None:
+    engine = ModelEngine({"model": llama}, {"config_file": STAGE_0})
+
+    def show() -> None:
+        with engine.deepspeed_visible():
+            pass
+
+    show()
+    with streaming(STAGE_0):
+        show()
+        errors = in_threads(show, lambda: ModelEngine({"model": llama}, {"config_file": STAGE_0}))
+    assert all("another thread of this process is loading" in str(error) for error in errors)
 
 
 def test_a_load_of_another_thread_is_refused_inside_streaming(llama: str) -> None:
