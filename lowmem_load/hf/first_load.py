@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 ENTRIES = ("from_pretrained", "_from_config")
-"""The class methods of `PreTrainedModel` that every load goes through; `intercept.py` replaces the same."""
+"""The class methods of `PreTrainedModel` that every load goes through; `intercept.py` replaces them, too."""
 
 
 def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from lowmem_load.errors import ConfigError
@@ -35,8 +35,11 @@ from lowmem_load.hf.loader import Call
 
 Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
 
-LOADS = ("from_pretrained", "_from_config", "_wrapper")
-"""Functions of `modeling_utils` inside which names are replaced; the last stands around both before 5."""
+LOADS = ("from_pretrained", "_from_config")
+"""Functions of `LOADERS` inside which names are replaced."""
+
+LOADERS = ("transformers.modeling_utils", "transformers.modeling_layers")
+"""Modules that define them; the second (5.23) for `MtpModel`."""
 
 SAID_AFTER_S = 10.0
 """Seconds of waiting for a load that had begun before, after which that is said."""
@@ -68,10 +71,10 @@ class _State:
     ordinary: ClassVar[dict[str, Any]] = {}  # what was replaced: class methods by name
     num_blocks: ClassVar[int] = 0  # that need it replaced
     counting: ClassVar[threading.Lock] = threading.Lock()
-    inside: ClassVar[threading.local] = threading.local()  # whether this thread runs a handler
+    inside: ClassVar[threading.local] = threading.local()  # whether this thread runs a handler, and is `alone`
     loading: ClassVar[threading.RLock] = threading.RLock()  # type: ignore[valid-type]  # a function before Python 3.13
     turn: ClassVar[threading.RLock] = threading.RLock()  # type: ignore[valid-type]
-    is_open_ended: ClassVar[bool] = False  # whether whoever has the turn may keep it for ever
+    num_open_ended: ClassVar[int] = 0  # blocks of whoever has the turn which may keep it for ever
 
 
 @contextlib.contextmanager
@@ -86,17 +89,18 @@ def in_turn(*, open_ended: bool) -> Iterator[None]:
             has the turn and may wait for a load that this one is inside.
     """
     if not _State.turn.acquire(blocking=False):
-        if open_ended or _State.is_open_ended or _is_inside_load(sys._getframe()):
+        if open_ended or _State.num_open_ended or _is_inside_load(sys._getframe()):
             raise ConfigError(
-                "another thread of this process is loading, or is inside streaming(), and loads replace names of "
-                "transformers that all threads share; load in one thread, or with load_model, which waits"
+                "another thread of this process is loading, or is inside streaming() or deepspeed_visible(), and loads "
+                "replace names of transformers that all threads share; load in one thread, or with load_model, which "
+                "waits"
             )
         _State.turn.acquire()
-    before, _State.is_open_ended = _State.is_open_ended, _State.is_open_ended or open_ended
+    _State.num_open_ended += open_ended
     try:
         yield
     finally:
-        _State.is_open_ended = before
+        _State.num_open_ended -= open_ended
         _State.turn.release()
 
 
@@ -137,13 +141,20 @@ def innermost() -> object:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Hold the turn while no load runs in another thread, neither ours nor transformers' own; see [Note: turns]."""
+    if getattr(_State.inside, "alone", False):  # nobody else goes on, so there is nobody to wait for
+        yield
+        return
     with in_turn(open_ended=False), _replaced():
         began, is_said = time.monotonic(), False
         while True:
             with _State.loading:  # let go between two looks, since a load that began before may make others
                 others = _begun_before()
                 if not others:
-                    yield
+                    _State.inside.alone = True
+                    try:
+                        yield
+                    finally:
+                        _State.inside.alone = False
                     return
             if not is_said and time.monotonic() - began > SAID_AFTER_S:
                 names = ", ".join(sorted(each.name for each in threading.enumerate() if each.ident in others))
@@ -173,7 +184,7 @@ def _begun_before() -> set[int]:
 
 def _is_inside_load(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in LOADS and frame.f_globals is vars(modeling_utils):
+        if frame.f_code.co_name in LOADS and frame.f_globals.get("__name__") in LOADERS:
             return True
         frame = frame.f_back
     return False
@@ -192,9 +203,9 @@ def _handled(one: _Interception, call: Call) -> tuple[Any, dict[str, Any]]:
 def _replaced() -> Iterator[None]:
     """Inside, loads of all threads go through what `_replace` puts in place."""
     with _State.counting:
-        _State.num_blocks += 1
-        if _State.num_blocks == 1:
+        if not _State.num_blocks:
             _replace()
+        _State.num_blocks += 1
     try:
         yield
     finally:
@@ -233,7 +244,8 @@ def _replace() -> None:
 
     def get_init_context(cls: type, *args: Any, **kwargs: Any) -> list[Any]:
         """Of a load whose function was looked up before it was replaced: that comes before its arguments are made."""
-        return [_State.loading, *ordinary_contexts(cls, *args, **kwargs)]
+        with _State.loading:
+            return [_State.loading, *ordinary_contexts(cls, *args, **kwargs)]
 
     _State.ordinary = replaced
     functions: tuple[Callable[..., Any], ...] = (from_pretrained, from_config, get_init_context)
@@ -246,7 +258,9 @@ def _replace() -> None:
 def _restore() -> None:
     ours = _State.ordinary.pop("ours")
     for name, method in _State.ordinary.items():
-        if PreTrainedModel.__dict__[name] is ours[name]:  # else somebody wrapped it since; what is left there is inert
+        if (
+            PreTrainedModel.__dict__[name] is ours[name]
+        ):  # else somebody wrapped it since; what is left there does no harm
             setattr(PreTrainedModel, name, method)
     _State.ordinary = {}
 

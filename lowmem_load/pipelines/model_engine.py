@@ -95,7 +95,7 @@ class ModelEngine:
         or `from_pretrained` of a further model.
 
         Raises:
-            ConfigError: another thread is loading.
+            ConfigError: another thread is loading, or is inside such a block or `streaming`.
         """
         with intercept.in_turn(open_ended=True), active.deepspeed_config(self.hf_deepspeed_config):
             yield

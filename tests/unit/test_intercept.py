@@ -228,6 +228,46 @@ def test_others_hear_warnings_while_a_load_from_a_configuration_waits(llama: str
     assert (calls, hf_logging.get_verbosity()) == (["any"], before)
 
 
+def test_a_thread_that_is_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with intercept.alone():
+        monkeypatch.setattr(intercept, "_begun_before", lambda: {1})  # it came between, and stands where it must wait
+        with intercept.alone():
+            pass
+
+
+def test_a_function_that_cannot_be_replaced_leaves_others_to_be(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "from_pretrained", print)
+        with pytest.raises(AttributeError), intercept.intercepted(handler("", calls)):
+            pass
+    with intercept.intercepted(handler("later", calls)):
+        AutoModelForCausalLM.from_pretrained(llama)
+    assert calls == ["later"]
+
+
+def test_open_ended_turns_end_in_any_order() -> None:
+    first, second = (intercept.in_turn(open_ended=True) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    with intercept.in_turn(open_ended=False):
+
+        def wait() -> None:
+            waits.set()
+            with intercept.in_turn(open_ended=False):
+                pass
+
+        waits, found = threading.Event(), list[BaseException | None]()
+        thread = threading.Thread(target=lambda: found.extend(in_threads(wait)), daemon=True)
+        thread.start()
+        assert waits.wait(60)
+        thread.join(0.1)
+    thread.join(60)
+    assert found == [None]
+
+
 def test_an_engine_shows_its_configuration_in_its_turn_alone(llama: str) -> None:
     engine = ModelEngine({"model": llama}, {"config_file": STAGE_0})
 
