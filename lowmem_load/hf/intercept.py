@@ -89,7 +89,7 @@ def in_turn(*, open_ended: bool) -> Iterator[None]:
             has the turn and may wait for a load that this one is inside.
     """
     if not _State.turn.acquire(blocking=False):
-        if open_ended or _State.num_open_ended or _is_inside_load(sys._getframe()):
+        if open_ended or _State.num_open_ended or _loading_thread() is not None:
             raise ConfigError(
                 "another thread of this process is loading, or is inside streaming() or deepspeed_visible(), and loads "
                 "replace names of transformers that all threads share; load in one thread, or with load_model, which "
@@ -117,9 +117,7 @@ def intercepted(handler: Handler, wanted: Callable[[], bool] = _always, *, any_t
         wanted: asked at each call.
         any_thread: whether calls of all threads are meant, or only those of this one.
     """
-    thread = threading.get_ident()
-    inside = thread if _is_inside_load(sys._getframe()) else None
-    mine = _Interception(handler, wanted, None if any_thread else thread, inside)
+    mine = _Interception(handler, wanted, None if any_thread else threading.get_ident(), _loading_thread())
     with _replaced():
         _State.active.append(mine)
         try:
@@ -166,10 +164,9 @@ def alone() -> Iterator[None]:
 def _applying() -> _Interception | None:
     if getattr(_State.inside, "load", False):  # a call that the model's own code makes is part of its load
         return None
-    thread = threading.get_ident()
-    inside = thread if _is_inside_load(sys._getframe()) else None
-    wanted = (one for one in reversed(_State.active) if one.thread in (None, thread))
-    return next((one for one in wanted if inside in (None, one.inside)), None)
+    thread, inside = threading.get_ident(), _loading_thread()
+    mine = (one for one in reversed(_State.active) if one.thread in (None, thread))
+    return next((one for one in mine if inside in (None, one.inside)), None)
 
 
 def _begun_before() -> set[int]:
@@ -182,6 +179,11 @@ def _begun_before() -> set[int]:
     return set() if threading.get_ident() in inside else inside
 
 
+def _loading_thread() -> int | None:
+    """Return this thread if it is inside a load of transformers' own, else None."""
+    return threading.get_ident() if _is_inside_load(sys._getframe()) else None
+
+
 def _is_inside_load(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_name in LOADS and frame.f_globals.get("__name__") in LOADERS:
@@ -191,12 +193,11 @@ def _is_inside_load(frame: FrameType | None) -> bool:
 
 
 def _handled(one: _Interception, call: Call) -> tuple[Any, dict[str, Any]]:
-    with alone():
-        _State.inside.load = True
-        try:
-            return one.handler(call)
-        finally:
-            _State.inside.load = False
+    _State.inside.load = True
+    try:
+        return one.handler(call)
+    finally:
+        _State.inside.load = False
 
 
 @contextlib.contextmanager
@@ -226,7 +227,8 @@ def _replace() -> None:
             if one is None or not one.wanted():
                 return ordinary(cls, *args, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = _handled(one, Call(ordinary, cls, args, kwargs))
+        with alone():
+            model, info = _handled(one, Call(ordinary, cls, args, kwargs))
         return (model, info) if wants_info else model
 
     def from_config(cls: type, /, config: Any, **kwargs: Any) -> Any:
@@ -258,9 +260,8 @@ def _replace() -> None:
 def _restore() -> None:
     ours = _State.ordinary.pop("ours")
     for name, method in _State.ordinary.items():
-        if (
-            PreTrainedModel.__dict__[name] is ours[name]
-        ):  # else somebody wrapped it since; what is left there does no harm
+        # Else somebody wrapped it since; what is left there does no harm.
+        if PreTrainedModel.__dict__[name] is ours[name]:
             setattr(PreTrainedModel, name, method)
     _State.ordinary = {}
 
