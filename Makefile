@@ -35,7 +35,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 
 .DEFAULT_GOAL := help
 .PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines frameworks compat
-.PHONY: compat-here zoo fuzz faults clean gpu-check docs release-check
+.PHONY: compat-here zoo fuzz faults clean gpu-check docs release release-check
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -56,6 +56,7 @@ help:
 	@echo "make modes   compare each ZeRO-3 mode with stock"
 	@echo "make pipelines  compare Trainer, accelerate, TRL and LLaMA-Factory-style scripts with stock"
 	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others stock and with lowmem-load run (an hour, 8 GB)"
+	@echo "make release  run all of the above that a release must pass on one commit, into docs/evidence.md (hours)"
 	@echo "make release-check  build wheel and sdist, check both, run the examples from the wheel in a fresh environment"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
 
@@ -175,10 +176,14 @@ compat: $(STAMP)
 compat-here: $(STAMP)
 	cd $(ROOT) && $(RUN) -m tests.compat --here --again --environments oldest llamafactory-0.9.5 --groups seams parity
 
+# The parts of tests/release_parts.py, each once for a commit; ARGS="--only zoo faults" runs some, --again repeats them.
+release: $(EXTENSIONS)
+	cd $(ROOT) && $(RUN) -m tests.release_run $(ARGS)
+
 # What goes to an index is built from the sdist, in a folder of its own. The examples run in an environment that has
 # nothing but the wheel and its requirements: ARGS="first_load rlhf" runs some of them. What DeepSpeed compiles there
 # names the headers of that environment, so it has a folder of its own: in a common one each would compile it anew.
-RELEASE := $(ROOT)/.cache/release
+RELEASE := $(ROOT)/.cache/release-check
 DIST := $(ROOT)/dist
 release-check: export TORCH_EXTENSIONS_DIR := $(RELEASE)/torch_extensions
 release-check:
