@@ -23,7 +23,7 @@ def doctor(
 
     Exits with 1 if there is a problem.
 
-    Releases beside the tested ones, memory, limits, huge pages, DeepSpeed's compiled ops, libaio, the file system of
+    Releases beside the tested ones, memory, limits, DeepSpeed's compiled ops, libaio, the file system of
     FOLDER and how fast it reads, the launcher's variables, devices and pinned memory. Run it where the job will run.
 
     \b

@@ -1,4 +1,4 @@
-"""The machine: memory, limits, huge pages, shared memory, tools that compile."""
+"""The machine: memory, limits, shared memory, tools that compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ PROC, SYS = Path("/proc"), Path("/sys")
 def check_host() -> Iterator[Finding]:
     """Yield what is to be said of the machine. What cannot be found out here is left out."""
     yield from _memory()
-    yield from _huge_pages()
     yield from _limits()
     yield from _shared_memory()
     yield from _tools()
@@ -54,18 +53,6 @@ def _cgroup_limit() -> int | None:
         if text.isdigit():
             return int(text)
     return None
-
-
-def _huge_pages() -> Iterator[Finding]:
-    setting = _text(SYS / "kernel/mm/transparent_hugepage/enabled")
-    chosen = setting.partition("[")[2].partition("]")[0]
-    if not chosen:
-        return
-    if chosen == "never":
-        advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: partitions in host memory are made faster"
-        yield Finding("huge pages", NOTE, "the kernel gives none", advice)
-    else:
-        yield Finding("huge pages", OK, f"the kernel gives them ({chosen})")
 
 
 def _limits() -> Iterator[Finding]:

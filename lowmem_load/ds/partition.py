@@ -27,7 +27,6 @@ from torch import nn
 
 from lowmem_load.contract import require, require_attributes
 from lowmem_load.ds import swapping
-from lowmem_load.ds.arena import Arena, arena_for
 from lowmem_load.ds.pinning import new_pinned
 from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
@@ -150,7 +149,6 @@ class Partitioner:
             )
         _check_made(self._init)
         self._ranges: dict[int, list[FlatRange]] = {}
-        self._arena: Arena | None = None
         self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
@@ -191,11 +189,6 @@ class Partitioner:
                     ids[id(parameter)] = Init.param_id
                     Init.param_id += 1
         return ids
-
-    def reserve_memory(self, sizes: Iterable[int]) -> None:
-        """Let partitions of these sizes, bytes, lie in huge pages where they will be in ordinary host memory."""
-        if self._device == "cpu" and not self._init.pin_memory and self._swapping is None:
-            self._arena = arena_for(sizes)
 
     def ranges(self, numel: int) -> list[FlatRange]:
         """Return the flat ranges that this rank holds of a parameter of `numel` elements, without padding.
@@ -287,8 +280,6 @@ class Partitioner:
         device = self._device
         if device == "cpu" and self._init.pin_memory:
             partition = new_pinned(numel, dtype)
-        elif self._arena is not None and self._arena.has_room(numel, dtype):
-            partition = self._arena.empty(numel, dtype)
         else:
             partition = torch.empty(numel, dtype=dtype, device=device)
         return _described(partition, numel, None)

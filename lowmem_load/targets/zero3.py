@@ -99,10 +99,7 @@ class Zero3:
             )
         self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
         self.device = partitioner.device
-        modules = [model.get_submodule(name) for name in self._modules]
-        layouts = [self.layout(*named) for module in modules for named in module.named_parameters()]
-        partitioner.reserve_memory(numel * layout.dtype.itemsize for layout in layouts for numel in layout.numels)
-        mark(modules)
+        mark(model.get_submodule(name) for name in self._modules)
 
     def files(self, plans: Sequence[TargetPlan]) -> Mapping[str, int]:
         """See `Target`: those of the swapper, under offload_param to nvme."""

@@ -57,9 +57,7 @@ def compare_modes(path: str, names: list[str], folder: str) -> None:
     from benchmarks.train import training_losses
     from benchmarks.worker import digest_partitions
     from lowmem_load import DistributedInterface, load_report
-    from lowmem_load.ds import arena
 
-    arena.MIN_CAPACITY = 0  # these models are small
     group = DistributedInterface()
     gc.freeze()  # what is imported need not be looked through after each model
     for name in names:

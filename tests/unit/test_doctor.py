@@ -43,7 +43,6 @@ def test_a_poor_host_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for path, text in (
         ("proc/meminfo", "MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\nCached: 1024 kB\n"),
         ("sys/fs/cgroup/memory.max", f"{100 << 20}\n"),
-        ("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n"),
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -57,7 +56,7 @@ def test_a_poor_host_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LD_LIBRARY_PATH", "")
     findings = list(host.check_host())
     assert about(findings, "1.00 GiB of 2.00 GiB are free; 1.00 MiB cache files") == [OK]
-    for text in ("this container may use 100.0 MiB", "gives none", "open 256 files", "lock 64.0 KiB", "64.0 MiB free"):
+    for text in ("this container may use 100.0 MiB", "open 256 files", "lock 64.0 KiB", "64.0 MiB free"):
         assert about(findings, text) == [NOTE]
     assert about(findings, "addresses are limited") == [PROBLEM]
     assert about(findings, "g++ and ninja cannot be found") == [NOTE]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lowmem_load import DistributedInterface
-from lowmem_load.ds import arena
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.expression import held
 from lowmem_load.planning.load_plan import Destination, TargetPlan
@@ -163,17 +162,3 @@ def test_the_modules_that_are_partitioned_are_marked(lone_process: None) -> None
     model = nn.ModuleDict({"a": nn.Linear(1, 1, device="meta"), "b": nn.Linear(1, 1, device="meta")})
     Zero3(settings(1), 0, CPU, None, ("b",)).prepare(model)
     assert [MARK in vars(module) for module in (model, model["a"], model["b"])] == [False, False, True]
-
-
-def test_partitions_lie_side_by_side(lone_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "MIN_CAPACITY", 0)
-    monkeypatch.setattr(arena, "has_huge_pages", lambda: True)
-    model = nn.Sequential(nn.Linear(50, 2, device="meta"), nn.Linear(1, 2, device="meta"))
-    target = Zero3(settings(1), 0, CPU)
-    target.prepare(model)
-    addresses = []
-    for parameter in model.parameters():
-        _, (memory,) = target.make(plan_of(parameter, FlatRange(0, parameter.numel())), parameter, lambda: None)
-        assert memory.untyped_storage().nbytes() == 4 * parameter.numel()
-        addresses.append(memory.data_ptr())
-    assert [address - addresses[0] for address in addresses] == [0, 448, 512, 576]  # of 400, 8, 8 and 8 bytes
