@@ -109,9 +109,7 @@ class LoadReport(Phases):
         plan_cache: by path, what was done with each file in the folder `LOWMEM_LOAD_PLAN_CACHE`: "read" where the model
             was described from it, "written", or why not; by the path of the folder, why nothing was kept.
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
-        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read; and
-            turn before read, this rank's wait until fewer than `readers` others read.
-        readers: how many ranks read at a time, at most; 0 for no limit.
+        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read.
         files: what was read of each file, by its path.
         read_cost: what a read was taken to cost, by which reads were planned, and where that comes from.
         shared: what came of reading together with other ranks of the node, or of the job; None where this rank read
@@ -156,7 +154,6 @@ class LoadReport(Phases):
     headers_from: int = 0
     plan_cache: Mapping[str, str] = field(default_factory=dict)
     num_retries: int = 0
-    readers: int = 0
     files: Mapping[str, FileReads] = field(default_factory=dict)
     read_cost: ReadCost = field(default_factory=ReadCost)
     shared: Shared | None = None

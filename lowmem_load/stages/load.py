@@ -45,7 +45,7 @@ from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
 from lowmem_load.stages.plan_cache import PLAN_CACHE
-from lowmem_load.stages.read_cost import READERS, SHARE_READS, drops_behind, read_cost, readers, sharing
+from lowmem_load.stages.read_cost import SHARE_READS, drops_behind, read_cost, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import Opened, agree_on_bytes, opened
 from lowmem_load.stages.sharing import shared_reads
@@ -56,7 +56,6 @@ from lowmem_load.stages.streamable import (
     may_work_in_stock,
     refuse_device_map,
 )
-from lowmem_load.stages.turns import READING, turn
 from lowmem_load.targets.make import TargetMaker
 
 logger = logging.getLogger(__name__)
@@ -261,10 +260,8 @@ class Load:
             which = sharing() if shares else Sharing.OFF
             planned = make_plan(described, self.ranks.rank, read_cost(described.paths), which)
             give_back_freed()
-            report.readers = readers()
             over_network = f", {SHARE_READS}={which.value}" * (which is Sharing.JOB)
-            in_turns = f", {READERS}={report.readers}" * bool(report.readers)
-            digest.append(planned.plan.fingerprint + over_network + in_turns)
+            digest.append(planned.plan.fingerprint + over_network)
             aside.said = opened(described.files), bool(planned.shared)
         return planned, aside.heard
 
@@ -315,9 +312,9 @@ class Load:
             update(num_bytes)
             stop_if_troubled()
 
-        reading = self.ranks.agreed(READING, name=described.name, progress=progress)
+        reading = self.ranks.agreed("reading", name=described.name, progress=progress)
         bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
-        with turn(self.ranks, report), reading, report.phase("read"), bar as update:
+        with reading, report.phase("read"), bar as update:
             stop_if_troubled, executor.on_bytes = self.ranks.stopper(), on_bytes
             if self.ranks.rank == 0 and not self.verify:  # the others hold the same bytes
                 warn_of_holes(described.name, described.files, executor.sources)

@@ -1,4 +1,4 @@
-"""What reading costs where this process runs, and who reads: the defaults, or what its environment says."""
+"""What reading costs where this process runs: the defaults, or what its environment says."""
 
 from __future__ import annotations
 
@@ -66,34 +66,16 @@ def drops_behind() -> bool:
 
 
 def sharing() -> Sharing:
-    """Return which reads ranks do together; none where they take turns.
+    """Return which reads ranks do together.
 
     Raises:
-        ConfigError: the variable of the environment holds something else, or "on" or "job" where ranks take turns.
+        ConfigError: the variable of the environment holds something else.
     """
     text = os.environ.get(SHARE_READS) or Sharing.AUTO.value
     try:
-        found = Sharing(text)
+        return Sharing(text)
     except ValueError:
         raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto, off, on or job") from None
-    if found in (Sharing.ON, Sharing.JOB) and readers():
-        raise ConfigError(
-            f"{SHARE_READS}={found.value}: ranks that read together cannot take turns; unset it, or {READERS}"
-        )
-    return Sharing.OFF if readers() else found
-
-
-READERS = "LOWMEM_LOAD_READERS"
-"""Variable of the environment: how many ranks of a load read at a time, at most; see `stages/turns.py`."""
-
-
-def readers() -> int:
-    """Return how many ranks of a load read at a time, at most; 0 for all.
-
-    Raises:
-        ConfigError: the variable of the environment is no positive whole number.
-    """
-    return _positive_integer(READERS, "ranks")
 
 
 def _positive_integer(name: str, unit: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,6 @@ def load_together(path: str, others: list[str]) -> tuple[int, int]:
         report = assert_loads_alike(others[0], BF16, None, torch.bfloat16)
         load_over_network([path, others[0]])
     assert (report.shared is not None) is (report.world_size > 1), report.not_shared
-    load_in_turns(path)
     return alone.read_bytes, together.read_bytes
 
 
@@ -94,38 +92,6 @@ def load_over_network(paths: list[str]) -> None:
             patch.setenv("LOWMEM_LOAD_SHARE_READS", "job" if rank else "auto")
             with pytest.raises(RankError, match=r"holds? digest .*, LOWMEM_LOAD_SHARE_READS=job"):
                 load_model(paths[0], BF16)
-
-
-def load_in_turns(path: str) -> None:
-    """One rank after the other reads; one that was told another number, or that fails in its turn, is named by all."""
-    from lowmem_load import RankError, load_model
-    from lowmem_load.read.executor import Executor
-
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    os.environ["LOWMEM_LOAD_READERS"] = "1"
-    report = assert_loads_alike(path, BF16, None, torch.bfloat16)
-    assert ("turn" in report.seconds) is (world_size > 1)
-    reads: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(reads, [(file.begin_s, file.end_s) for file in report.files.values()])
-    for before, after in itertools.pairwise(reads):
-        assert max(end for _, end in before) <= min(begin for begin, _ in after)
-    if world_size > 1:
-        last = world_size - 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LOWMEM_LOAD_READERS", str(1 + (rank == last)))
-            with pytest.raises(RankError, match=f"rank {last}: holds digest .*, LOWMEM_LOAD_READERS=2, where"):
-                load_model(path, BF16)
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 0:
-                patch.setattr(Executor, "check_unchanged", fail)
-            with pytest.raises(RankError, match=r"reading failed on 1 .*\nrank 0: OSError: the server is gone"):
-                load_model(path, BF16)
-    del os.environ["LOWMEM_LOAD_READERS"]
-
-
-def fail(_: Any) -> None:
-    """Stands for a method."""
-    raise OSError("the server is gone")
 
 
 def load_alone_and_together(cases: dict[str, Any], transposed: str, others: list[str]) -> tuple[int, int]:

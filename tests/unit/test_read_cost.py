@@ -11,7 +11,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.reads import ReadCost
 from lowmem_load.read import mounts
-from lowmem_load.stages.read_cost import drops_behind, read_cost, readers, sharing, stated_block_bytes
+from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing, stated_block_bytes
 from tests import builders
 from tests.parity import BF16
 
@@ -61,25 +61,6 @@ def test_who_reads_together_is_said_in_one_of_four_words(monkeypatch: pytest.Mon
         ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off, on or"
     ):
         sharing()
-
-
-def test_ranks_that_take_turns_do_not_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert readers() == 0
-    monkeypatch.setenv("LOWMEM_LOAD_READERS", "3")
-    assert (readers(), sharing()) == (3, Sharing.OFF)
-    for word in ("on", "job"):
-        monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", word)
-        with pytest.raises(
-            ConfigError, match=f"LOWMEM_LOAD_SHARE_READS={word}: .*take turns; unset it, or LOWMEM_LOAD_READERS"
-        ):
-            sharing()
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "2.5", "all", "9999999999"])
-def test_a_number_of_readers_is_positive_and_whole(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWMEM_LOAD_READERS", text)
-    with pytest.raises(ConfigError, match=f"LOWMEM_LOAD_READERS: the environment has '{text}', expected a positive"):
-        readers()
 
 
 def test_blocks_are_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
