@@ -32,7 +32,6 @@ WAYS: dict[str, dict[str, str]] = {
     "local costs": {"LOWMEM_LOAD_READ_CALL_US": "25", "LOWMEM_LOAD_READ_MB_PER_S": "5000"},
     "alone": {"LOWMEM_LOAD_SHARE_READS": "off"},
     "shared": {"LOWMEM_LOAD_SHARE_READS": "on"},
-    "over the network": {"LOWMEM_LOAD_SHARE_READS": "job"},
 }
 """Settings of the environment by the name of the row."""
 

@@ -21,7 +21,7 @@ NODE_COLUMNS = (
 )  # fmt: skip
 
 NODE_DEFINITIONS = """\
-Simulated: the plans of neighbouring ranks of one world, taken for those of one node or group, from sparse checkpoints.
+Simulated: the plans of neighbouring ranks of one world, taken for those of one node, from sparse checkpoints.
 how        alone: each rank as its plan says; together: what `planning/cooperative.py` chooses is read in bands.
 reads      of the rank with the most of them; median: bytes of a read, of all ranks. read/needed: of all ranks.
 pages      of 4 KiB that each rank touches, over the needed bytes of all ranks; blocks of ranks: the same of 1 MiB, as

@@ -8,8 +8,7 @@ version of the package takes stands above each row.
 With `--figure` it draws what models cost against the size of the world and against the number of tensors, too.
 `python -m benchmarks.scale_table FILE` prints what `--json FILE` has written as a table for the documentation.
 
-With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and together: as a node, or,
-with `--share job`, as a group that reads together over the network.
+With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and as a node together.
 """
 
 from __future__ import annotations
@@ -186,8 +185,6 @@ def node_table(row: Row, size: int, folder: Path, sharing: str, block_bytes: int
 
     found = []
     model, first, world_size = row.model, row.rank, row.world_size
-    if sharing == Sharing.JOB.value:
-        os.environ["LOWMEM_LOAD_BLOCK_BYTES"] = str(block_bytes)  # which reads are shared depends on it
     planned = {"world_size": world_size, "device": torch.device("cpu"), **keywords_of(model)}
     for rank in range(first, first + size, 8):  # described once for so many, whose plans are held
         ranks = range(rank, min(rank + 8, first + size))
@@ -345,7 +342,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw cost against world size and tensors")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
     parser.add_argument("--node", type=int, metavar="N", help="what the ranks R to R + N - 1 read")
-    parser.add_argument("--share", choices=["auto", "off", "on", "job"], default="auto", help="with --node")
+    parser.add_argument("--share", choices=["auto", "off", "on"], default="auto", help="with --node")
     parser.add_argument("--block-bytes", type=int, default=4096, help="with --node: of the file system (st_blksize)")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None):

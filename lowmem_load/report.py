@@ -112,8 +112,7 @@ class LoadReport(Phases):
         seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read.
         files: what was read of each file, by its path.
         read_cost: what a read was taken to cost, by which reads were planned, and where that comes from.
-        shared: what came of reading together with other ranks of the node, or of the job; None where this rank read
-            alone.
+        shared: what came of reading together with other ranks of the node; None where this rank read alone.
         not_shared: why it did, where it had reads to share.
         start_device, peak_device_bytes: accelerator memory of this process's tensors before the load, and the most
             during it; 0 on the CPU. The most is exact where it is more than ever before in the process, else the most
@@ -244,12 +243,10 @@ class LoadReport(Phases):
         if self.shared is None:
             return f"not, though some could be: {self.not_shared}" if self.not_shared else ""
         of = self.shared
-        who = f"{of.num_ranks} ranks " + ("over the network" if of.over_network else "of this node")
         return (
-            f"by {who} {size(of.node_bytes)} instead of {size(of.wanted_bytes)}, of it {size(of.read_bytes)} here in "
-            f"{of.num_rounds} rounds; {size(of.exchanged_bytes)} taken from the others"
-            + f", {size(of.sent_bytes)} sent to them"
-            * of.over_network
+            f"by {of.num_ranks} ranks of this node {size(of.node_bytes)} instead of {size(of.wanted_bytes)}, "
+            f"of it {size(of.read_bytes)} here in {of.num_rounds} rounds; "
+            f"{size(of.exchanged_bytes)} taken from the others"
         )
 
     def figures(self) -> dict[str, str]:

@@ -19,7 +19,6 @@ from lowmem_load.hf.names import model_config
 from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.load.plan import plan_ranks
 from lowmem_load.phases import host_memory
-from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.rate import read_rate
 from lowmem_load.remote.checkpoint import OpenCheckpoint
@@ -169,7 +168,7 @@ def _together(
 ) -> NodeReads | None:
     """Return what the ranks of a node read together: of that whose rank reads most, which is planned whole for it."""
     which, most = sharing(), max(plans, key=lambda plan: plan.read_bytes)
-    if settings.offload_device == "nvme" or which is Sharing.JOB or not most.shareable_bytes:
+    if settings.offload_device == "nvme" or not most.shareable_bytes:
         return None
     first = most.rank // in_node * in_node
     of_node = range(first, min(first + in_node, most.world_size))

@@ -32,9 +32,6 @@ MIN_SPARED_S = 0.05
 MIN_ADVANTAGE = 1.5
 """A read is shared if it costs so many times as much alone: ranks wait for each other in every round."""
 
-MIN_ADVANTAGE_OVER_NETWORK = 1.1
-"""The same where the job is told to share over the network: what that costs is not counted, only what is read."""
-
 MEMORY_BYTES_PER_S = ReadCost().bytes_per_s
 """At which bytes are moved through shared memory, whatever storage they come from."""
 
@@ -43,15 +40,11 @@ _PLACE_ALIGNMENT = 64
 
 
 class Sharing(Enum):
-    """Which reads ranks do together: the ranks of a node those that are cheaper so, none, or all.
-
-    JOB: the ranks of a job, over the network, those of which the storage reads more if each rank reads alone.
-    """
+    """Which reads the ranks of a node do together: those that are cheaper so, none, or all."""
 
     AUTO = "auto"
     OFF = "off"
     ON = "on"
-    JOB = "job"
 
 
 class Wanted(NamedTuple):
@@ -118,10 +111,8 @@ class Shared:
         wanted_bytes: that all of them would have read alone, of what was shared.
         node_bytes: that they have read of it instead.
         read_bytes: of these, by this rank.
-        exchanged_bytes: that this rank took from others: from their windows, or as they sent them.
+        exchanged_bytes: that this rank took from the windows of others.
         num_rounds: bands that each has read.
-        sent_bytes: that this rank has read for others and sent to them; 0 on a node, where they take it from windows.
-        over_network: whether they sent it, instead of sharing memory.
     """
 
     num_ranks: int
@@ -129,13 +120,11 @@ class Shared:
     node_bytes: int
     read_bytes: int
     exchanged_bytes: int
-    num_rounds: int = 0
-    sent_bytes: int = 0
-    over_network: bool = False
+    num_rounds: int
 
 
 def shared_steps(plan: LoadPlan, sharing: Sharing) -> tuple[Step, ...]:
-    """Return the steps of a plan whose reads are to be done together with other ranks of the node, or of the job.
+    """Return the steps of a plan whose reads are to be done together with other ranks of the node.
 
     None where the ranks of a node spare less than `MIN_SPARED_S` by all of them together, unless told to share.
     """
@@ -154,10 +143,6 @@ def shared_steps(plan: LoadPlan, sharing: Sharing) -> tuple[Step, ...]:
         found = [step for step, (alone_s, shared_s) in zip(found, costs, strict=True) if _pays(alone_s, shared_s)]
         if sum(alone_s - shared_s for alone_s, shared_s in costs if _pays(alone_s, shared_s)) < MIN_SPARED_S:
             return ()
-    if sharing is Sharing.JOB:
-        costs = [_seconds(reads_of(step), plan.read_cost, times_moved=0) for step in found]
-        pays = [alone_s > MIN_ADVANTAGE_OVER_NETWORK * shared_s for alone_s, shared_s in costs]
-        found = [step for step, does in zip(found, pays, strict=True) if does]
     return tuple(_that_fit(found))
 
 
@@ -213,7 +198,9 @@ def schedule(wanted_by_rank: Sequence[Sequence[Wanted]], block_bytes: int, band_
         band_bytes: of the largest band.
     """
     union = merged(each for ranges in wanted_by_rank for each in ranges)
-    return schedule_of(union, len(wanted_by_rank), sum(map(nbytes_of, wanted_by_rank)), block_bytes, band_bytes)
+    num_ranks, wanted_bytes = len(wanted_by_rank), sum(map(nbytes_of, wanted_by_rank))
+    share = -(-nbytes_of(union) // num_ranks) + block_bytes + _PLACE_ALIGNMENT
+    return Schedule(num_ranks, tuple(_bands(union, min(band_bytes, share), block_bytes)), wanted_bytes)
 
 
 def node_schedule(
@@ -231,14 +218,6 @@ def node_schedule(
     found = schedule(wanted_by_rank, block_bytes, band_bytes)
     alone = sum(touched_bytes(ranges, counted_bytes) for ranges in wanted_by_rank)
     return found if is_forced or alone > MIN_ADVANTAGE * found.touched_bytes(counted_bytes) else None
-
-
-def schedule_of(
-    union: Sequence[Wanted], num_ranks: int, wanted_bytes: int, block_bytes: int, band_bytes: int = BAND_BYTES
-) -> Schedule:
-    """Return who reads what of the union of what some ranks want, which is `wanted_bytes`; see `schedule`."""
-    share = -(-nbytes_of(union) // num_ranks) + block_bytes + _PLACE_ALIGNMENT
-    return Schedule(num_ranks, tuple(_bands(union, min(band_bytes, share), block_bytes)), wanted_bytes)
 
 
 def pieces_of(band: Band, num_threads: int, block_bytes: int) -> Iterator[Segment]:
@@ -341,16 +320,16 @@ def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
     )
 
 
-def _seconds(reads: Sequence[Read], cost: ReadCost, times_moved: int = 1) -> tuple[float, float]:
+def _seconds(reads: Sequence[Read], cost: ReadCost) -> tuple[float, float]:
     """Return what reads cost this rank alone, and about what they cost if every needed byte is read once in bands.
 
-    Alone it reads whole blocks. Each needed byte is read by somebody and moved `times_moved` through shared memory.
+    Alone it reads whole blocks. Together each needed byte is read by one rank and moved once through shared memory.
     """
     nbytes = sum(_block_bytes(read, cost.block_bytes) for read in reads)
     alone_s = sum(read.num_reads for read in reads) * cost.call_s + nbytes / cost.bytes_per_s
     needed = sum(read.needed_bytes_each * read.num_reads for read in reads)
     read_s = math.ceil(needed / BAND_BYTES) * cost.call_s + needed / cost.bytes_per_s
-    return alone_s, read_s + times_moved * needed / MEMORY_BYTES_PER_S
+    return alone_s, read_s + needed / MEMORY_BYTES_PER_S
 
 
 def _block_bytes(read: Read, block_bytes: int) -> int:
@@ -372,7 +351,7 @@ def _pays(alone_s: float, shared_s: float) -> bool:
     return alone_s > MIN_ADVANTAGE * shared_s
 
 
-def open_bytes(step: Apply, piece: Piece) -> int:
+def _open_bytes(step: Apply, piece: Piece) -> int:
     """Return the bytes of the inputs and of the result of a piece."""
     return piece.numel * (step.dtype.itemsize + sum(fill.dtype.itemsize for fill in piece.inputs))
 
@@ -386,7 +365,7 @@ def _that_fit(steps: Sequence[Step]) -> Iterator[Step]:
         for piece in step.pieces:
             ranges = wanted(read for fill in piece.inputs for read in fill.steps if isinstance(read, Read))
             if ranges:
-                size = open_bytes(step, piece)
+                size = _open_bytes(step, piece)
                 edges += [
                     ((ranges[0].path, ranges[0].start), size, number),
                     ((ranges[-1].path, ranges[-1].end), -size, number),

@@ -93,8 +93,7 @@ class SharedReads(ReadTogether):
                 self._stopping.set()
             read_bytes = reading.result()
         return Shared(
-            *(found.num_ranks, found.wanted_bytes, found.read_bytes, read_bytes, exchanged_bytes),
-            num_rounds=found.num_rounds,
+            *(found.num_ranks, found.wanted_bytes, found.read_bytes, read_bytes, exchanged_bytes, found.num_rounds)
         )
 
     def _agreed_schedule(self, reads: Iterable[Read]) -> Schedule | None:

@@ -45,7 +45,7 @@ from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
 from lowmem_load.stages.plan_cache import PLAN_CACHE
-from lowmem_load.stages.read_cost import SHARE_READS, drops_behind, read_cost, sharing
+from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import Opened, agree_on_bytes, opened
 from lowmem_load.stages.sharing import shared_reads
@@ -260,8 +260,7 @@ class Load:
             which = sharing() if shares else Sharing.OFF
             planned = make_plan(described, self.ranks.rank, read_cost(described.paths), which)
             give_back_freed()
-            over_network = f", {SHARE_READS}={which.value}" * (which is Sharing.JOB)
-            digest.append(planned.plan.fingerprint + over_network)
+            digest.append(planned.plan.fingerprint)
             aside.said = opened(described.files), bool(planned.shared)
         return planned, aside.heard
 

@@ -46,7 +46,7 @@ def stated_block_bytes() -> int:
 
 
 SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
-"""Variable of the environment: whether ranks read together, "auto", "off", "on" or "job"; see `Sharing`."""
+"""Variable of the environment: whether ranks read together, "auto", "off" or "on"; see `Sharing`."""
 
 
 DROP_BEHIND = "LOWMEM_LOAD_DROP_BEHIND"
@@ -75,7 +75,7 @@ def sharing() -> Sharing:
     try:
         return Sharing(text)
     except ValueError:
-        raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto, off, on or job") from None
+        raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto, off or on") from None
 
 
 def _positive_integer(name: str, unit: str) -> int:

@@ -1,4 +1,4 @@
-"""Before reading: whether ranks read together, and the shared memory, or the connections, for it."""
+"""Before reading: whether the ranks of a node read together, and the shared memory for it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ import os
 from collections.abc import Iterator, Sequence
 
 from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
-from lowmem_load.planning.exchange import group_of
-from lowmem_load.planning.load_plan import in_common_order
-from lowmem_load.ranks.connections import connections
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.nodes import Nodes
 from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
-from lowmem_load.read.exchange import ExchangedReads
 from lowmem_load.read.together import ReadTogether
 from lowmem_load.stages.plan import Planned
 from lowmem_load.stages.read_cost import sharing, stated_block_bytes
 
 ALONE = "no other rank of this node has reads to share"
-ALONE_IN_GROUP = "no other rank of the group has reads to share"
 
 
 def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
@@ -38,43 +33,13 @@ def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
     return {node: members for node, members in found.items() if len(members) > 1}
 
 
-def connected_ranks(rank: int, offers: Sequence[bool]) -> list[int]:
-    """Return the ranks that a rank reads together with over the network, itself included; none if it does not.
-
-    Args:
-        rank: whose group is asked for.
-        offers: by rank, whether it has reads to share.
-    """
-    found = [member for member in group_of(rank, len(offers)) if offers[member]]
-    return found if len(found) > 1 and rank in found else []
-
-
-@contextlib.contextmanager
-def exchanged_reads(
-    ranks: RankGroup, offers: Sequence[bool], planned: Planned
-) -> Iterator[tuple[ReadTogether | None, str]]:
-    """Do what `shared_reads` does, over the network.
-
-    Collective: see `connections`; nothing where no group has two ranks with reads to share.
-    """
-    if not any(connected_ranks(rank, offers) for rank in range(len(offers))):
-        yield None, ALONE_IN_GROUP if offers[ranks.rank] else ""
-        return
-    with connections(ranks, connected_ranks(ranks.rank, offers)) as (streams, why):
-        found = None
-        if streams is not None:
-            paths = [file.path for file in in_common_order(planned.plan.files)]
-            found = ExchangedReads(planned.shared, paths, streams, _bands_end_at(planned), check=ranks.watch())
-        yield found, why or (ALONE_IN_GROUP if found is None and offers[ranks.rank] else "")
-
-
 @contextlib.contextmanager
 def shared_reads(
     ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], planned: Planned
 ) -> Iterator[tuple[ReadTogether | None, str]]:
     """Yield what carries out shared steps, and else why there is nothing: "" where this rank has no such steps.
 
-    Collective: see `shared_windows`, and `exchanged_reads` where the setting, which all have agreed on, says so.
+    Collective: see `shared_windows`.
 
     Args:
         ranks: that load together.
@@ -82,17 +47,12 @@ def shared_reads(
         offers: by rank, whether it has steps to share.
         planned: has this rank's steps, and the files that are read: bands end where blocks of their file system do.
     """
-    which = sharing()
-    if which is Sharing.JOB:
-        with exchanged_reads(ranks, offers, planned) as found:
-            yield found
-        return
     with shared_windows(ranks, nodes, offers) as (windows, why):
         together = None
         if windows is not None:
             together = SharedReads(
                 *(planned.shared, windows, _bands_end_at(planned)),
-                is_forced=which is Sharing.ON,
+                is_forced=sharing() is Sharing.ON,
                 check=ranks.watch(),
                 counted_bytes=planned.plan.read_cost.block_bytes,
             )

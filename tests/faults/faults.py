@@ -412,5 +412,3 @@ def _cases(rank: int, world_size: int) -> Iterator[Case]:
         yield from at(fault, ARGUMENTS, job="train")
         if (fault, rank) != (STOP, 0):  # when it goes on it waits in a broadcast, until the group's timeout
             yield from at(replace(fault, needs_signs=True), MAKING_ENGINE, job="train")
-    for fault in (READ_FAULTS[1], DEATHS[0], STOP, HANG):
-        yield from at(fault, FIRST, MIDDLE, LAST, job="exchange")

@@ -109,21 +109,7 @@ def share(ds_config: Any = "ds.json") -> Any:
         del os.environ["LOWMEM_LOAD_SHARE_READS"]
 
 
-def exchange(ds_config: Any = "ds.json") -> Any:
-    """Loads with small reads shared over the network, as from slow storage of larger blocks."""
-    told = {"SHARE_READS": "job", "BLOCK_BYTES": "4096", "READ_MB_PER_S": "50"}
-    names = {f"LOWMEM_LOAD_{name}": value for name, value in told.items()}
-    os.environ.update(names)
-    try:
-        return load(ds_config)
-    finally:
-        for name in names:
-            del os.environ[name]
-
-
-JOBS: dict[str, Callable[..., Any]] = {
-    "load": load, "stream": stream, "train": train, "share": share, "exchange": exchange
-}  # fmt: skip
+JOBS: dict[str, Callable[..., Any]] = {"load": load, "stream": stream, "train": train, "share": share}
 
 
 def digest_of(model: Any) -> str:

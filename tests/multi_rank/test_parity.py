@@ -66,32 +66,8 @@ def load_together(path: str, others: list[str]) -> tuple[int, int]:
         patch.setenv("LOWMEM_LOAD_BLOCK_BYTES", "1048576")
         patch.setenv("LOWMEM_LOAD_READ_MB_PER_S", "50")
         report = assert_loads_alike(others[0], BF16, None, torch.bfloat16)
-        load_over_network([path, others[0]])
     assert (report.shared is not None) is (report.world_size > 1), report.not_shared
     return alone.read_bytes, together.read_bytes
-
-
-def load_over_network(paths: list[str]) -> None:
-    """The ranks send each other what they read; one that was not told to is named by all."""
-    from lowmem_load import RankError, load_model
-
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWMEM_LOAD_SHARE_READS", "job")
-        patch.setenv("LOWMEM_LOAD_BLOCK_BYTES", "4096")
-        for path in paths:
-            report = assert_loads_alike(path, BF16, None, torch.bfloat16)
-            shared = report.shared
-            assert (shared is not None) is (world_size > 1), report.not_shared
-            if shared is not None:
-                assert shared.over_network and shared.num_ranks == world_size
-                assert shared.exchanged_bytes + shared.sent_bytes > 0
-                assert "ranks over the network" in str(report)
-        assert report.read_bytes < report.file_bytes
-        if world_size > 1:
-            patch.setenv("LOWMEM_LOAD_SHARE_READS", "job" if rank else "auto")
-            with pytest.raises(RankError, match=r"holds? digest .*, LOWMEM_LOAD_SHARE_READS=job"):
-                load_model(paths[0], BF16)
 
 
 def load_alone_and_together(cases: dict[str, Any], transposed: str, others: list[str]) -> tuple[int, int]:

@@ -51,14 +51,14 @@ def test_what_is_no_positive_number_is_refused(text: str, monkeypatch: pytest.Mo
         read_cost()
 
 
-def test_who_reads_together_is_said_in_one_of_four_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_together_is_said_in_one_of_three_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharing() is Sharing.AUTO
     for word in Sharing:
         monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", word.value)
         assert sharing() is word
     monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "yes")
     with pytest.raises(
-        ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off, on or"
+        ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'yes', expected auto, off or on"
     ):
         sharing()
 
