@@ -9,7 +9,7 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 
-pytest.register_assert_rewrite("lowmem_load.testing", "tests.multimodal", "tests.parity")  # their asserts fail in tests
+pytest.register_assert_rewrite("tests.kits", "tests.multimodal", "tests.parity")  # their asserts fail in tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

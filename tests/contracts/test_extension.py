@@ -26,9 +26,9 @@ from lowmem_load.stages.load import Load
 from lowmem_load.stages.plan import make_plan
 from lowmem_load.targets.make import target_maker
 from lowmem_load.targets.target import Layout, Target
-from lowmem_load.testing.source import SourceContract
-from lowmem_load.testing.target import TargetContract
 from tests import builders
+from tests.kits.source import SourceContract
+from tests.kits.target import TargetContract
 
 CPU = torch.device("cpu")
 KEY = 0x5A

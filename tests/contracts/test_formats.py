@@ -11,7 +11,7 @@ import torch
 from lowmem_load.formats.format import CheckpointFormat
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.testing.format import FormatContract
+from tests.kits.format import FormatContract
 
 
 class TestSafetensors(FormatContract):

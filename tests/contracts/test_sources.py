@@ -9,8 +9,8 @@ import pytest
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.read.source import ByteSource, LocalFile
-from lowmem_load.testing.memory import MemorySource
-from lowmem_load.testing.source import SourceContract
+from tests.kits.memory import MemorySource
+from tests.kits.source import SourceContract
 
 
 class TestLocalFile(SourceContract):

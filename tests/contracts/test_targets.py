@@ -14,7 +14,7 @@ from lowmem_load.targets.partial import Partial
 from lowmem_load.targets.target import Target
 from lowmem_load.targets.whole import Whole
 from lowmem_load.targets.zero3 import Zero3
-from lowmem_load.testing.target import TargetContract
+from tests.kits.target import TargetContract
 
 CPU = torch.device("cpu")
 

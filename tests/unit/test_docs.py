@@ -17,6 +17,7 @@ from lowmem_load.errors import LowMemLoadError
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lowmem_load"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+OF_TODAY = [document for document in DOCUMENTS if document.name != "CHANGELOG.md"]  # which names what is gone, too
 README = ROOT / "README.md"
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -148,7 +149,7 @@ def test_links_resolve(document: Path) -> None:
     assert _dead_links(document) == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", OF_TODAY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_are_public_or_modules(document: Path) -> None:
     assert {name for name in _private_names(_text(document)) if not _is_module(name)} == set()
 

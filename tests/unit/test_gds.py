@@ -13,7 +13,7 @@ import torch
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError
 from lowmem_load.read.gds import VARIABLE, GdsFile, chosen_source
 from lowmem_load.read.source import ByteSource, LocalFile
-from lowmem_load.testing.source import SourceContract
+from tests.kits.source import SourceContract
 from tests.kvikio import CuFile, stand_in
 
 DATA = bytes(range(256)) * 64

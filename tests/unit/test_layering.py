@@ -26,7 +26,7 @@ reports
 stages
 load saving
 inspection partial
-bench doctor forecast resume testing
+bench doctor forecast resume
 pipelines
 startup
 cli

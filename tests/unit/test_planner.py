@@ -23,7 +23,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Rectangle, partition_range
 from lowmem_load.planning.reads import Apply, Move, Read, ReadLimits
 from lowmem_load.read.executor import Executor
-from lowmem_load.testing.memory import MemorySource
+from tests.kits.memory import MemorySource
 from tests.unit.test_copies import expressions, value_of
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
