@@ -12,7 +12,6 @@ from lowmem_load.hf import intercept, names
 from lowmem_load.load.request import Request, spelled
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.read.gds import chosen_source
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.settings.settings import Partition, Settings, read_settings
 from lowmem_load.stages.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
@@ -118,7 +117,7 @@ def load_on(
     """Return what loads on these ranks as the settings say, onto the device of each. See `Load`."""
     device = DistributedInterface().device
     make_target = target_maker(ranks.rank, device, ranks.group)
-    return Load(settings, ranks, make_target, progress, verify, on_load, is_lenient, chosen_source())
+    return Load(settings, ranks, make_target, progress, verify, on_load, is_lenient)
 
 
 def load_report(model: Any) -> LoadReport:

@@ -22,14 +22,13 @@ from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
 from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch, Run
-from lowmem_load.read.gds import GdsFile
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import scatter_elements
-from lowmem_load.read.source import ByteSource, LocalFile, Opener
+from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.read.stats import ReadStats
 from lowmem_load.read.tasks import Task, Tasks
 from lowmem_load.read.temporaries import Take, Temporaries, compute_into
-from lowmem_load.read.uploads import Put, Spans, Uploads, is_run, move_tasks, work_before
+from lowmem_load.read.uploads import Put, Spans, Uploads, move_tasks
 
 MIN_STAGING_BYTES = 1 << 20
 """Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
@@ -64,7 +63,6 @@ class Executor:
 
     def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
         self.sources = OpenSources(open_source)
-        self._reads_to_device = open_source is GdsFile
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = int
         self.num_threads = num_threads
@@ -256,32 +254,18 @@ class Executor:
     def _device_tasks(
         self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
     ) -> Iterator[Task]:
-        """Yield what fills device memory: through the ring, but for what a source brings there by itself."""
+        """Yield what fills device memory, through the ring."""
         put = self._put_into(destination)
-        wait = work_before(destination) if self._reads_to_device else None
         for step in steps:
             if isinstance(step, Read):
                 for first, shift in step.each():
                     scatter = replace(step.scatter, destination_start=step.scatter.destination_start + shift)
-                    if wait is not None and is_run(scatter, step.numel, step.tensor.dtype, destination):
-                        yield self._straight_task(
-                            step, first, destination.narrow(0, scatter.destination_start, step.numel), wait
-                        )
-                    else:
-                        yield self._device_read_task(step, first, scatter, put)
+                    yield self._device_read_task(step, first, scatter, put)
             elif isinstance(step, Move):
                 yield from move_tasks(step.scatter, known[step.value], put)
             else:
                 for piece in step.pieces:
                     yield self._device_apply_task(step, piece, put, known, material)
-
-    def _straight_task(self, step: Read, first: int, memory: torch.Tensor, wait: Callable[[], None]) -> Task:
-        def task() -> None:
-            wait()  # what reads does not know of streams
-            self._read(step.tensor, first, memory)
-            self.on_bytes(step.needed_bytes_each)
-
-        return task
 
     def _device_read_task(self, step: Read, first: int, scatter: Scatter, put: Put) -> Task:
         def task() -> None:
@@ -300,31 +284,25 @@ class Executor:
         return lambda: put(piece.scatter, piece.numel, step.dtype, write)
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
-        """Fill contiguous memory with the elements of `tensor` from `first` on; a device's, if its source can."""
+        """Fill contiguous host memory with the elements of `tensor` from `first` on."""
         self._read_bytes(tensor, tensor.start + first * tensor.dtype.itemsize, _bytes_of(memory), 0)
 
-    def _read_bytes(self, tensor: Source, start: int, content: memoryview | torch.Tensor, needed_bytes: int) -> None:
+    def _read_bytes(self, tensor: Source, start: int, content: memoryview, needed_bytes: int) -> None:
         """Fill memory with the bytes of the tensor's file from `start` on; tell that so many of them were needed."""
         path, begin = tensor.path, time.perf_counter()
         self.stats.path = path
         try:
             with self.sources.reading(path) as source:
                 for done in range(0, content.nbytes, PART_BYTES):
-                    self._read_part(source, start + done, content[done : done + PART_BYTES])
+                    part = content[done : done + PART_BYTES]
+                    source.read_into(start + done, (part,))
+                    with self._lock:
+                        self.stats.read_bytes += part.nbytes
         except CheckpointError as error:
             raise _explained(error, repr(tensor.name)) from error
         self._count(path, 1, content.nbytes, begin)
         if needed_bytes:
             self.on_bytes(needed_bytes)
-
-    def _read_part(self, source: ByteSource, start: int, part: memoryview | torch.Tensor) -> None:
-        if isinstance(part, torch.Tensor):
-            assert isinstance(source, GdsFile)  # so it was asked for in __init__
-            source.read_to_device(start, part)
-        else:
-            source.read_into(start, (part,))
-        with self._lock:
-            self.stats.read_bytes += part.nbytes
 
     def _read_runs(self, path: str, runs: Sequence[Run]) -> None:
         """Fill the memory of small reads of one file."""
@@ -368,10 +346,9 @@ class Executor:
         self._tasks.finish()
 
 
-def _bytes_of(memory: torch.Tensor) -> memoryview | torch.Tensor:
-    """Return contiguous memory as bytes: of the host as what system calls fill, of a device as a tensor."""
-    flat = memory.view(torch.uint8)
-    return flat.numpy().data if flat.is_cpu else flat
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    """Return contiguous host memory as what system calls fill."""
+    return memory.view(torch.uint8).numpy().data
 
 
 def _explained(error: CheckpointError, what: str) -> CheckpointError:

@@ -170,19 +170,6 @@ class Uploads:
         return lane
 
 
-def work_before(destination: torch.Tensor) -> Callable[[], None]:
-    """Return what waits for the work that the calling thread has given the device before; see [Note: order on ...]."""
-    ready = torch.Event(device=destination.device)
-    ready.record(torch.accelerator.current_stream(destination.device))
-    return ready.synchronize
-
-
-def is_run(scatter: Scatter, numel: int, dtype: torch.dtype, destination: torch.Tensor) -> bool:
-    """Return whether `numel` elements of `dtype` go to the destination as they lie."""
-    lie_alike = scatter.source_start == 0 and scatter.loops == (Loop(numel, 1, 1),)
-    return lie_alike and dtype == destination.dtype and not scatter.casts
-
-
 def move_tasks(scatter: Scatter, values: torch.Tensor, put: Put) -> Iterator[Callable[[], None]]:
     """Yield tasks that move values in host memory to a device: gathered on the host, cast and scattered there."""
     for part in split(scatter, SLOT_BYTES // values.element_size()):
@@ -197,7 +184,8 @@ def move_tasks(scatter: Scatter, values: torch.Tensor, put: Put) -> Iterator[Cal
 def _copy(scatter: Scatter, staged: torch.Tensor, destination: torch.Tensor) -> None:
     """Enqueue one copy; where values are cast or rearranged, a copy of the bytes and what does that on the device."""
     numel = staged.numel()
-    if is_run(scatter, numel, staged.dtype, destination):
+    lie_alike = scatter.source_start == 0 and scatter.loops == (Loop(numel, 1, 1),)
+    if lie_alike and staged.dtype == destination.dtype and not scatter.casts:
         destination.narrow(0, scatter.destination_start, numel).copy_(staged, non_blocking=True)
     else:
         raw = torch.empty_like(staged, device=destination.device)

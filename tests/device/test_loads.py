@@ -6,7 +6,6 @@ import contextlib
 import gc
 import mmap
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,26 +251,3 @@ def run_out_of_memory(path: str) -> None:
 
 def test_a_rank_without_memory_fails_on_all(path: str) -> None:
     run_ranks(run_out_of_memory, path, env=SIMULATED)
-
-
-def load_by_direct_storage(path: str) -> tuple[int, int]:
-    """Rank function: bytes that the stand-in for kvikio read, and bytes of pinned copies, in a load that is right."""
-    from tests.device.simulated import counters
-    from tests.kvikio import CuFile, stand_in
-
-    made = stand_in()
-    sys.modules |= {"kvikio": made, "kvikio.cufile_driver": made.cufile_driver}
-    os.environ |= {"LOWMEM_LOAD_GDS": "1", "KVIKIO_COMPAT_MODE": "OFF"}
-    for ds_config, dtype in ((FP32, torch.float32), (BF16, torch.bfloat16)):
-        CuFile.preads.clear()
-        model = loaded(path, ds_config)  # the first is cast, so it comes through the ring
-        counted = counters()
-        assert differences(model, ordinary(path, dtype)) == []
-    assert CuFile.num_open == 0
-    return sum(CuFile.preads), counted.get("to device, pinned", (0, 0))[1]
-
-
-def test_direct_storage_brings_what_goes_as_it_lies_past_the_ring(path: str) -> None:
-    (direct, copied), _ = run_ranks(load_by_direct_storage, path, env=SIMULATED)
-    assert direct > 2 << 20, "the partitions"
-    assert copied < 1 << 12, "buffers, which are no tensors of the file"

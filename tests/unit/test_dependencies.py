@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-OPTIONAL = {"kvikio": "kvikio-cu12", "matplotlib": "matplotlib"}
+OPTIONAL = {"matplotlib": "matplotlib"}
 """What is imported only where it is asked for, and the package of an extra that has it."""
 
 ALREADY_THERE = {"peft"}

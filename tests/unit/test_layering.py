@@ -40,7 +40,6 @@ ONLY = {
     "deepspeed": "ds",
     "deepspeed.accelerator": "ranks",
     "deepspeed.comm": "partial",
-    "kvikio": "read",
     "pickle": "ranks",
     "socket": "bench partial ranks",
     "subprocess": "bench",
