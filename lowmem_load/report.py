@@ -106,8 +106,6 @@ class LoadReport(Phases):
         num_opens: how often this rank opened a shard file, to read its header, its data, or both.
         headers_from: the rank that asked the Hub and read the index and the headers for this one: itself, or the first
             of its node.
-        plan_cache: by path, what was done with each file in the folder `LOWMEM_LOAD_PLAN_CACHE`: "read" where the model
-            was described from it, "written", or why not; by the path of the folder, why nothing was kept.
         num_retries: attempts that followed a transient fault (EINTR, EAGAIN, EIO, ESTALE) of the storage.
         seconds, spans, start_memory, peak_memory: see `Phases`; the phases are describe, plan, compare, read.
         files: what was read of each file, by its path.
@@ -151,7 +149,6 @@ class LoadReport(Phases):
     num_reads: int = 0
     num_opens: int = 0
     headers_from: int = 0
-    plan_cache: Mapping[str, str] = field(default_factory=dict)
     num_retries: int = 0
     files: Mapping[str, FileReads] = field(default_factory=dict)
     read_cost: ReadCost = field(default_factory=ReadCost)
@@ -222,9 +219,6 @@ class LoadReport(Phases):
     def _by(self, rank: int) -> str:
         return "this rank" if rank == self.rank else f"rank {rank}, of the same node"
 
-    def _cache_text(self) -> str:
-        return "; ".join(f"{path}: {done}" for path, done in self.plan_cache.items())
-
     def _cost_text(self) -> str:
         cost = self.read_cost
         taken_as = f"taken as {cost.call_s * 1e6:g} us and {cost.bytes_per_s / 1e6:g} MB/s: {cost.origin}"
@@ -267,7 +261,6 @@ class LoadReport(Phases):
             * bool(self.num_quantized),
             "read": f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, "
             f"{size(self.needed_bytes)} needed; {self.num_reads:,} reads{retries}",
-            "plan cache": self._cache_text(),
             "cost of a read": self._cost_text(),
             "read together": self._sharing_text(),
             "host memory": f"{size(grown)} above the start at the most",
@@ -310,8 +303,6 @@ class LoadReport(Phases):
             f"  peak {grown:.1f} MiB above the start" + self._device_text(),
             "  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]
-        if self.plan_cache:
-            lines.insert(5, f"  plan cache: {self._cache_text()}")
         if self._sharing_text():
             lines.insert(4, f"  read together: {self._sharing_text()}")
         if self._cost_text():

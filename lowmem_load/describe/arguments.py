@@ -42,7 +42,7 @@ class Template:
     def __init__(self, tree: Any, kind: type = torch.Tensor) -> None:
         self._tree = tree_map(lambda value: _PLACE if isinstance(value, kind) else value, tree)
 
-    def filled(self, tensors: Iterable[Any]) -> Any:
+    def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
         """Return the tree with tensors in the places, in order."""
         supply = iter(tensors)
         return tree_map(lambda value: next(supply) if value is _PLACE else value, self._tree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from lowmem_load.describe.initialise import Initialiser, ReadNow
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
-from lowmem_load.formats.packed import pack, unpack
+from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.read.source import ByteSource
 
@@ -44,29 +46,6 @@ def by_itself(key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpac
 
 
 @dataclass(slots=True)
-class PlanCache:
-    """Where a load keeps how tensors of the files become parameters, for those to come; and what came of that.
-
-    Attributes:
-        folder: of its files; made where there is none.
-        writes: whether this rank writes what was not there.
-        bytes_read: called for the bytes of files that were read so far while the model is described.
-        files: by path, what was done with each: "read", "written", or why not; why nothing was kept, by the folder's.
-        contents: digests of what ranks must have alike, be it read or found out.
-    """
-
-    folder: str
-    writes: bool
-    bytes_read: Callable[[], int]
-    files: dict[str, str] = field(default_factory=dict)
-    contents: list[str] = field(default_factory=list)
-
-    def keep_nothing(self, reason: str) -> None:
-        """Say why what was described is not kept."""
-        self.files[self.folder] = f"nothing kept: {reason}"
-
-
-@dataclass(slots=True)
 class Context:
     """What describing one model needs.
 
@@ -78,7 +57,6 @@ class Context:
         reading: gives the open source of a file of the checkpoint, which is not closed here.
         once: how what all ranks of a node need is found out.
         files: those described so far, by path.
-        plan_cache: None where nothing is kept.
     """
 
     read_now: ReadNow
@@ -88,7 +66,6 @@ class Context:
     reading: Callable[[str], AbstractContextManager[ByteSource]]
     once: Once = by_itself
     files: dict[str, CheckpointFile] = field(default_factory=dict)
-    plan_cache: PlanCache | None = None
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file; each is read once, by one rank of those that share what they find.
@@ -105,3 +82,30 @@ class Context:
             key = f"file {os.path.abspath(path)}"
             self.files[path] = self.once(key, find, pack, functools.partial(unpack, path))
         return self.files[path]
+
+
+def pack(file: CheckpointFile) -> bytes:
+    """Return a description as bytes, for the other ranks of the node.
+
+    Nothing is returned for a file with names that share a tensor, views, or dtypes that torch lacks: each rank reads
+    the header of such a file itself.
+    """
+    tensors: list[tuple[str, int, tuple[int, ...], str]] = []
+    for name in file.names:
+        try:
+            source = file.expression(name)
+        except UnsupportedError:  # it is an error only for a model that uses this tensor
+            return b""
+        if not isinstance(source, Source) or source.name != name:
+            return b""
+        tensors.append((name, source.start, source.shape, str(source.dtype).removeprefix("torch.")))
+    return json.dumps([file.nbytes, file.digest, file.version, file.metadata, tensors]).encode()
+
+
+def unpack(path: str, content: bytes) -> CheckpointFile:
+    """Return the description of the file at `path` that `pack` has made bytes of."""
+    nbytes, digest, version, metadata, tensors = json.loads(content)
+    sources = {
+        name: Source(path, name, start, tuple(shape), getattr(torch, dtype)) for name, start, shape, dtype in tensors
+    }
+    return CheckpointFile(path, nbytes, digest, version, tuple(sources), metadata, sources.__getitem__)

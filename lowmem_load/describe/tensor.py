@@ -24,7 +24,6 @@ import torch
 from lowmem_load.describe.arguments import Template, tree_map, values_of
 from lowmem_load.describe.initialise import ReadNow, SharedValue, with_random_state
 from lowmem_load.describe.operations import describe, is_described
-from lowmem_load.describe.pointwise import pointwise
 from lowmem_load.describe.twins import Twins
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
@@ -222,11 +221,23 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: A
     # a scalar tensor takes part in type promotion in another way than a flat range of it would
     if any(tensor.dim() == 0 for tensor in tensors):
         return None
-    shape = tuple(twin.shape)
+    shape, call = tuple(twin.shape), Template((args, kwargs))
     uncast = [without_casts(expression_of(tensor)) for tensor in tensors]
-    compute = pointwise(func, Template((args, kwargs)), [casts for _, casts in uncast])
+
+    def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        real_args, real_kwargs = call.filled(map(_cast, values, dtypes))
+        result: torch.Tensor = func(*real_args, **real_kwargs)
+        return result
+
+    dtypes = [casts for _, casts in uncast]
     parts = tuple(expand(part, shape) for part, _ in uncast)
     return Elementwise(str(func), compute, parts, shape, twin.dtype)
+
+
+def _cast(value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    for dtype in dtypes:
+        value = value.to(dtype)
+    return value
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:

@@ -40,7 +40,6 @@ from lowmem_load.hf.collecting import described_collecting, make_table
 from lowmem_load.hf.hub import asked_once
 from lowmem_load.hf.meta_init import skipped_on_meta
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
-from lowmem_load.hf.plan_cache import kept_outcomes
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.hf.replaced import replaced
@@ -152,7 +151,6 @@ class Call:
             hooks.enter_context(collector_off())
             hooks.enter_context(described_collecting())
             hooks.enter_context(_symbolic_files(context))
-            hooks.enter_context(kept_outcomes(context, self.kwargs, is_cut_up=is_cut_up))
             keeps_names = self.kwargs.get("device_map") is not None
             hooks.enter_context(_checked_indexes(context.once, keeps_names=keeps_names))
             hooks.enter_context(asked_once(context.once))

@@ -29,50 +29,13 @@ from lowmem_load.planning.expression import Elementwise, Expression, expand, hel
 MODULE = "transformers.integrations.mxfp4"
 NUM_CODES = 16
 
-NUM_PARTS = 3
-"""Of which weights are made: packed bytes, scales, shifts."""
-
 LOOKED_UP = 1 << 16
 """Elements that are looked up at a time: their indexes stay in the processor's cache."""
 
-HALVES = held(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
+_HALVES = held(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
 """By how many bits a byte is shifted right for the first and for the second of its two codes."""
 
 Convert = Callable[..., torch.Tensor]
-
-
-class LookUp:
-    """Dequantizes a range of weights, given its packed bytes, scales and shifts.
-
-    Args:
-        table: transformers' value of each scale and code. See [Note: a table of values].
-    """
-
-    __slots__ = ("table",)
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table
-
-    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the values."""
-        packed, scales, shifts = parts
-        values = torch.empty(packed.numel(), dtype=self.table.dtype, device=packed.device)
-        for start in range(0, packed.numel(), LOOKED_UP):
-            some = slice(start, start + LOOKED_UP)
-            codes = (packed[some] >> shifts[some]).bitwise_and_(NUM_CODES - 1)
-            indexes = codes.int().add_(scales[some], alpha=NUM_CODES)
-            torch.index_select(self.table, 0, indexes, out=values[some])
-        return values
-
-
-def look_up_of(dtype: torch.dtype, read_now: ReadNow) -> LookUp:
-    """Return what weights of a dtype are dequantized by, with the installed transformers.
-
-    Raises:
-        IncompatibleVersionError: transformers does it in another way.
-    """
-    require(SUPPORTED, {MODULE: ("convert_moe_packed_tensors",)})
-    return LookUp(_checked_table(importlib.import_module(MODULE).convert_moe_packed_tensors, dtype, read_now))
 
 
 def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -84,20 +47,20 @@ def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     require(SUPPORTED, {MODULE: ("convert_moe_packed_tensors",)})
     module = importlib.import_module(MODULE)
     ordinary: Convert = module.convert_moe_packed_tensors
-    look_up = functools.cache(lambda dtype, read_now: LookUp(_checked_table(ordinary, dtype, read_now)))
+    table_of = functools.cache(functools.partial(_checked_table, ordinary))
 
     def convert(blocks: Any, scales: Any, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> torch.Tensor:
         symbolic = isinstance(blocks, SymbolicTensor) and isinstance(scales, SymbolicTensor)
         fits = blocks.dim() == 4 and blocks.shape[:-1] == scales.shape and blocks.dtype == scales.dtype == torch.uint8
         if not (symbolic and fits):
             return ordinary(blocks, scales, dtype=dtype, **kwargs)
-        described = _described(blocks.expression, scales.expression, look_up(dtype, blocks.read_now))
-        return SymbolicTensor(described, blocks.read_now)
+        table = table_of(dtype, blocks.read_now)
+        return SymbolicTensor(_described(blocks.expression, scales.expression, table), blocks.read_now)
 
     return [(module, "convert_moe_packed_tensors", convert)]
 
 
-def _described(blocks: Expression, scales: Expression, look_up: LookUp) -> Expression:
+def _described(blocks: Expression, scales: Expression, table: torch.Tensor) -> Expression:
     """Return the weights (experts, columns, rows) of blocks (experts, rows, groups, bytes)."""
     experts, rows, groups, nbytes = blocks.shape
     num_bytes, columns = groups * nbytes, groups * nbytes * 2
@@ -105,14 +68,25 @@ def _described(blocks: Expression, scales: Expression, look_up: LookUp) -> Expre
     parts = (
         _repeated(reshape(blocks, (experts, rows, num_bytes, 1)), (experts, rows, num_bytes, 2), every),
         _repeated(reshape(scales, (experts, rows, groups, 1)), (experts, rows, groups, 2 * nbytes), every),
-        _repeated(reshape(HALVES, (1, 1, 1, 2)), (experts, rows, num_bytes, 2), every),
+        _repeated(reshape(_HALVES, (1, 1, 1, 2)), (experts, rows, num_bytes, 2), every),
     )
-    values = Elementwise("mxfp4 dequantization", look_up, parts, every, look_up.table.dtype)
+    values = Elementwise("mxfp4 dequantization", functools.partial(_look_up, table), parts, every, table.dtype)
     return permute(values, (0, 2, 1))
 
 
 def _repeated(part: Expression, shape: tuple[int, ...], flat: tuple[int, ...]) -> Expression:
     return reshape(expand(part, shape), flat)
+
+
+def _look_up(table: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    packed, scales, shifts = parts
+    values = torch.empty(packed.numel(), dtype=table.dtype, device=packed.device)
+    for start in range(0, packed.numel(), LOOKED_UP):
+        some = slice(start, start + LOOKED_UP)
+        codes = (packed[some] >> shifts[some]).bitwise_and_(NUM_CODES - 1)
+        indexes = codes.int().add_(scales[some], alpha=NUM_CODES)
+        torch.index_select(table, 0, indexes, out=values[some])
+    return values
 
 
 def _checked_table(ordinary: Convert, dtype: torch.dtype, read_now: ReadNow) -> torch.Tensor:
@@ -122,7 +96,7 @@ def _checked_table(ordinary: Convert, dtype: torch.dtype, read_now: ReadNow) -> 
     table = ordinary(codes, every_scale, dtype=dtype)[0, 0::2].t().reshape(-1)
     blocks = torch.arange(2 * 3 * 5 * 4, dtype=torch.uint8, device="cpu").mul_(37).view(2, 3, 5, 4)
     scales = torch.arange(110, 140, dtype=torch.uint8, device="cpu").view(2, 3, 5)
-    ours = read_now(_described(held(blocks), held(scales), LookUp(table)), "a sample of mxfp4")
+    ours = read_now(_described(held(blocks), held(scales), table), "a sample of mxfp4")
     theirs = ordinary(blocks, scales, dtype=dtype)
     if ours.shape != theirs.shape or not torch.equal(ours, theirs):
         raise IncompatibleVersionError(

@@ -21,7 +21,7 @@ class SymbolicFile:
     """What `safetensors.safe_open` returns, with symbolic tensors."""
 
     def __init__(self, file: CheckpointFile, read_now: ReadNow) -> None:
-        self.file, self._read_now = file, read_now
+        self._file, self._read_now = file, read_now
 
     def __enter__(self) -> SymbolicFile:
         return self
@@ -31,50 +31,41 @@ class SymbolicFile:
 
     def keys(self) -> list[str]:
         """Return names of the tensors."""
-        return list(self.file.names)
+        return list(self._file.names)
 
     def metadata(self) -> Mapping[str, str] | None:
         """Return the texts in the header, such as its format."""
-        return self.file.metadata
+        return self._file.metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, symbolic."""
         return SymbolicTensor(self.expression(name), self._read_now)
 
-    def get_slice(self, name: str) -> SymbolicSlice:
+    def get_slice(self, name: str) -> _SymbolicSlice:
         """Return a tensor that may be cut before it is made."""
-        return SymbolicSlice(self, name)
+        return _SymbolicSlice(self, name)
 
     def expression(self, name: str) -> Expression:
         """Return what a tensor is made of."""
-        return self.file.expression(name)
+        return self._file.expression(name)
 
 
-class SymbolicSlice:
-    """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed. One for each tensor.
+class _SymbolicSlice:
+    """What `safe_open(...).get_slice` returns: shape and dtype at once, a tensor when indexed. One for each tensor."""
 
-    Attributes:
-        name: of the tensor in its file.
-    """
-
-    __slots__ = ("_file", "name")
+    __slots__ = ("_file", "_name")
 
     def __init__(self, file: SymbolicFile, name: str) -> None:
-        self._file, self.name = file, name  # looked up when used: torch may lack the dtype of one that nobody uses
-
-    @property
-    def file(self) -> CheckpointFile:
-        """The file that has the tensor."""
-        return self._file.file
+        self._file, self._name = file, name  # looked up when used: torch may lack the dtype of one that nobody uses
 
     def get_shape(self) -> list[int]:
         """Return its sizes."""
-        return list(self._file.expression(self.name).shape)
+        return list(self._file.expression(self._name).shape)
 
     def get_dtype(self) -> str:
         """Return the name that safetensors has for its dtype."""
-        return code_of(self._file.expression(self.name).dtype)
+        return code_of(self._file.expression(self._name).dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = self._file.get_tensor(self.name)
+        tensor = self._file.get_tensor(self._name)
         return tensor if index is Ellipsis else tensor[index]

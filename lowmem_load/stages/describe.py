@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.describe.context import Context, Keeps, Once, PlanCache, by_itself
+from lowmem_load.describe.context import Context, Keeps, Once, by_itself
 from lowmem_load.describe.initialise import Initialiser
 from lowmem_load.ds.zero_init import refuse_partitioned
 from lowmem_load.errors import ConfigError
@@ -21,7 +21,6 @@ from lowmem_load.planning.ranges import FlatRange, hull
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.whole import read_whole
 from lowmem_load.settings.settings import Settings
-from lowmem_load.stages.plan_cache import plan_cache_folder
 from lowmem_load.targets.make import TargetMaker
 from lowmem_load.targets.target import Layout, Target
 
@@ -39,7 +38,6 @@ class Described:
         files: of the checkpoint that were opened.
         read_to_describe: see `LoadPlan`.
         seconds: that it took.
-        plan_cache: what was read from it and kept there; None where there is none.
     """
 
     name: str
@@ -50,7 +48,6 @@ class Described:
     files: tuple[PlannedFile, ...]
     read_to_describe: tuple[tuple[str, int], ...]
     seconds: float
-    plan_cache: PlanCache | None = None
 
     @property
     def paths(self) -> list[str]:
@@ -66,7 +63,6 @@ def describe(
     *,
     holds_values: bool,
     once: Once = by_itself,
-    writes: bool = True,
 ) -> Described:
     """Run a `from_pretrained` on symbolic tensors. Local; reads headers, and what transformers must know at once.
 
@@ -77,7 +73,6 @@ def describe(
         executor: has the files of the checkpoint open, and reads what transformers must know at once.
         holds_values: whether missing parameters are initialised, or only noted.
         once: how what all ranks of a node need is found out.
-        writes: whether this rank puts into the plan cache what is not there.
     """
     start = time.perf_counter()
     reads = _Reads(executor)
@@ -98,16 +93,12 @@ def describe(
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
-    folder = plan_cache_folder()
-    cache = None if folder is None else PlanCache(folder, writes, lambda: sum(reads.nbytes.values()))
-    context = Context(
-        *(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once), plan_cache=cache
-    )
+    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once)
     model, info = call.describe(context, is_cut_up=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)
     seconds = time.perf_counter() - start
-    return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), seconds, cache)
+    return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), seconds)
 
 
 class _Reads:

@@ -44,7 +44,6 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.plan_cache import PLAN_CACHE
 from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import Opened, agree_on_bytes, opened
@@ -227,10 +226,7 @@ class Load:
         )
         with agreed as digest, report.phase("describe"), shared.stage():
             described = describe(
-                *(call, self.settings, self.make_target, executor),
-                holds_values=True,
-                once=shared.once,
-                writes=shared.source == report.rank,
+                *(call, self.settings, self.make_target, executor), holds_values=True, once=shared.once
             )
             report.headers_from = shared.source if shared.num_taken else report.rank
             info = sorted(described.info.items())
@@ -239,11 +235,7 @@ class Load:
             report.commits = sorted({commit_in(file.path) for file in described.files} - {""})
             of_commits = "".join(f", commit {commit}" for commit in report.commits)
             configuration = fingerprint([_config_text(described.model)])
-            kept = ""
-            if described.plan_cache is not None:
-                report.plan_cache = described.plan_cache.files
-                kept = f", {PLAN_CACHE} {fingerprint(described.plan_cache.contents)}"
-            digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}{kept}")
+            digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}")
         return described
 
     def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, list[tuple[Opened, bool]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -70,53 +69,6 @@ def load_from_hub(path: str, cache: str) -> list[list[str]]:
     return asked_by_load
 
 
-def load_from_plan_cache(path: str, folder: str) -> None:
-    """Rank function: loads with a plan cache that is empty, full, full on one node, and wrong on one node."""
-    import transformers
-
-    from lowmem_load import load_model, load_report
-    from lowmem_load.hf import plan_cache
-
-    if not hasattr(plan_cache.modeling_utils, "convert_and_load_state_dict_in_model"):
-        return
-
-    def loaded() -> list[str]:
-        model = load_model(path, FP32)
-        assert differences(model, transformers.AutoModelForCausalLM.from_pretrained(path)) == []
-        return list(load_report(model).plan_cache.values())
-
-    rank = int(os.environ["RANK"])
-    os.environ["LOWMEM_LOAD_PLAN_CACHE"] = folder
-    loaded()  # the first rank of either node may read what the other one's has just written
-    assert loaded() == ["read"]
-    (name,) = os.listdir(folder)
-    own = Path(f"{folder}-{rank // RANKS_PER_NODE}")  # of the node
-    os.environ["LOWMEM_LOAD_PLAN_CACHE"] = str(own)
-    if rank == 0:
-        shutil.copytree(folder, own)
-    done = loaded()
-    assert done == ["read"] or rank >= RANKS_PER_NODE
-    assert done == ["written"] or rank != RANKS_PER_NODE
-    if rank == RANKS_PER_NODE:
-        poison(own / name)
-    with pytest.raises(RankError, match=r"rank 2: holds digest .*LOWMEM_LOAD_PLAN_CACHE .*where rank.s. 0-1 hold"):
-        load_model(path, FP32)
-    del os.environ["LOWMEM_LOAD_PLAN_CACHE"]
-
-
-def poison(path: Path) -> None:
-    """Lets a file of a plan cache give two parameters of one shape each other's tensors, under a right digest."""
-    from lowmem_load.formats.kept import read_kept, write_kept
-
-    key = path.read_bytes()[48:80]
-    content = json.loads(read_kept(str(path), key) or b"")
-    one, other = (
-        target for target in content["targets"] if target[0].endswith(("0.mlp.up_proj.weight", "1.mlp.up_proj.weight"))
-    )
-    one[2], other[2] = other[2], one[2]
-    write_kept(str(path), key, json.dumps(content, separators=(",", ":")).encode())
-
-
 def load_on_nodes(path: str, broken: str, cache: str) -> dict[str, Any]:
     """Rank function: loads on simulated nodes; returns what this rank has opened, read and asked for."""
     import transformers
@@ -138,7 +90,6 @@ def load_on_nodes(path: str, broken: str, cache: str) -> dict[str, Any]:
     assert type(caught.value).__name__ == "HeaderError", "it failed alike on all ranks"
     asked = load_from_hub(path, cache)
     load_model(path, FP32)  # the next load is not affected
-    load_from_plan_cache(path, f"{cache}-plans")
     return {"opened": opened, "header_bytes": header_bytes, "from": report.headers_from, "asked": asked}
 
 

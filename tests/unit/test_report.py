@@ -227,13 +227,6 @@ def test_the_text_holds_the_figures() -> None:
     ]
 
 
-def test_what_was_done_with_the_plan_cache_is_told() -> None:
-    report = LoadReport("model", plan_cache={"/plans/Llama-1": "read", "/plans": "nothing kept: adapters"})
-    text = "/plans/Llama-1: read; /plans: nothing kept: adapters"
-    assert str(report).splitlines()[5] == f"  plan cache: {text}"
-    assert report.figures()["plan cache"] == text
-
-
 def test_the_text_names_at_most_five_of_a_list() -> None:
     report = LoadReport("model", whole_bytes=MIB)
     report.missing_keys = list("abcde")
