@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from lowmem_load.integrity.files import FileCheck, verify_checkpoint
-    from lowmem_load.integrity.model import ModelDigest, model_digest
+    from lowmem_load.integrity.model import model_digest
     from lowmem_load.load.model import load_model, load_report
     from lowmem_load.load.plan import plan
     from lowmem_load.load.streaming import streaming
@@ -52,7 +52,6 @@ __all__ = [
     "LowMemLoadError",
     "ModelArguments",
     "ModelBuildError",
-    "ModelDigest",
     "ModelEngine",
     "NotStreamedWarning",
     "PartialEngine",
@@ -81,7 +80,7 @@ _HOMES = {
         *("ModelBuildError", "NotStreamedWarning", "PlanError", "RankError", "UnsupportedError"),
     ),
     "integrity.files": ("FileCheck", "verify_checkpoint"),
-    "integrity.model": ("ModelDigest", "model_digest"),
+    "integrity.model": ("model_digest",),
     "load.model": ("load_model", "load_report"),
     "load.plan": ("plan",),
     "load.streaming": ("streaming",),

@@ -15,6 +15,7 @@ import torch
 
 from lowmem_load.bench.floor import Piece, read_plain
 from lowmem_load.bench.memory import MemorySampler
+from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import names
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.integrity.model import model_digest
@@ -111,7 +112,7 @@ def measure(spec: Mapping[str, Any]) -> Result:
     if spec["method"] == FLOOR:
         result.read_bytes = sum(each.numel() for each in loaded)
     else:
-        result.digest = str(model_digest(loaded))
+        result.digest = fingerprint(map(str, sorted(model_digest(loaded).items())))
     ranks.barrier()
     return result
 

@@ -6,7 +6,6 @@ import typer
 
 from lowmem_load.cli.bench import bench
 from lowmem_load.cli.consolidate import consolidate
-from lowmem_load.cli.digest import digest
 from lowmem_load.cli.doctor import doctor
 from lowmem_load.cli.inspect import inspect
 from lowmem_load.cli.plan import plan
@@ -32,7 +31,7 @@ def lowmem_load() -> None:
     """
 
 
-for command in (inspect, plan, doctor, bench, verify, digest, consolidate, report):
+for command in (inspect, plan, doctor, bench, verify, consolidate, report):
     app.command()(command)
 # Options after the command's own name are that command's.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)

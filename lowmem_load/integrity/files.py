@@ -32,7 +32,6 @@ class FileCheck:
         expected: digest that it should have, hex; None if nothing is known of it.
         found: digest that it has, hex.
         origin: where `expected` is written.
-        hole_bytes: bytes that were never written, as far as the file system tells. They read as zeros.
     """
 
     path: str
@@ -41,7 +40,6 @@ class FileCheck:
     expected: str | None
     found: str
     origin: str | None
-    hole_bytes: int
 
     @property
     def is_proven(self) -> bool:
@@ -53,11 +51,6 @@ class FileCheck:
         """What is wrong; None if nothing is, or nothing is known."""
         if self.expected is not None and not self.is_proven:
             return f"{self.path}: its {self.algorithm} is {self.found}, expected {self.expected} (from {self.origin})"
-        if self.expected is None and self.hole_bytes:
-            return (
-                f"{self.path}: {self.hole_bytes} of its {self.nbytes} bytes were never written, and there is no "
-                "checksum to show that they are meant to be zeros"
-            )
         return None
 
 
@@ -87,8 +80,7 @@ def verify_checkpoint(
         Every file of weights, and every other file of which something is known, by name.
 
     Raises:
-        CheckpointError: names the files that differ, and those with holes of which nothing is known; or there are no
-            weights, or a file cannot be read.
+        CheckpointError: names the files that differ; or there are no weights, or a file cannot be read.
     """
     folder = os.path.join(name, subfolder)
     if not os.path.isdir(name):
@@ -131,8 +123,8 @@ def check_files(
         algorithm = SHA256 if known is None else known.algorithm
         digest, origin = (None, None) if known is None else (known.digest, known.origin)
         with reading(path) as source:
-            found, hole_bytes = hash_source(source, algorithm, on_bytes), getattr(source, "hole_bytes", 0)
-            return FileCheck(path, source.nbytes, algorithm, digest, found, origin, hole_bytes)
+            found = hash_source(source, algorithm, on_bytes)
+            return FileCheck(path, source.nbytes, algorithm, digest, found, origin)
 
     with ThreadPoolExecutor(num_threads, "lowmem_load-hash") as pool:
         return list(pool.map(check, files))

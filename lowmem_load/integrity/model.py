@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -17,37 +16,15 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.ranks.group import RankGroup
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDigest:
-    """What a model holds.
+def model_digest(model: nn.Module) -> dict[str, str]:
+    """Return a digest of each parameter and persistent buffer of a model, without gathering any.
 
-    Attributes:
-        digest: of all of it, hex.
-        tensors: digest of each parameter and persistent buffer, hex, by the first of its names. It covers all of its
-            names, shape, dtype and values.
-    """
-
-    digest: str
-    tensors: dict[str, str]
-
-    def __str__(self) -> str:
-        return self.digest
-
-    def differences(self, other: ModelDigest) -> list[str]:
-        """Return the names of what differs, or is in one of the two only; sorted."""
-        both = {*self.tensors, *other.tensors}
-        return sorted(name for name in both if self.tensors.get(name) != other.tensors.get(name))
-
-
-def model_digest(model: nn.Module, *, key: str = "") -> ModelDigest:
-    """Return a digest of a model's parameters and persistent buffers, without gathering any.
-
-    It is the same for any number of ranks and any partitioning: of a model under ZeRO-3, whole or in part, with any
+    They are the same for any number of ranks and any partitioning: of a model under ZeRO-3, whole or in part, with any
     offload, of one under stages 0 to 2, and of one that an ordinary `from_pretrained` made in a plain process. So two
-    loads are equal, or a load and what was saved of it, if their digests are. Under an engine it is of the parameters,
-    not of the optimizer's copies; under hpZ of the partitions, not of the secondary ones.
+    loads are equal, or a load and what was saved of it, if their digests are. Under an engine they are of the
+    parameters, not of the optimizer's copies; under hpZ of the partitions, not of the secondary ones.
 
-    Accidents of every kind show; see [Note: sums of values] in `integrity/sums.py` for how surely, and for `key`.
+    Accidents of every kind show; see [Note: sums of values] in `integrity/sums.py` for how surely.
 
     Collective: all ranks of the partition group, where parameters are partitioned: one small exchange. Call it between
     steps: not inside `GatheredParameters`, whose changes reach the partitions at its end.
@@ -56,14 +33,16 @@ def model_digest(model: nn.Module, *, key: str = "") -> ModelDigest:
 
     Args:
         model: a transformers model or any other; engines and DDP are looked into.
-        key: text that decides how values are weighed. Digests can be compared if it is the same.
+
+    Returns:
+        Hex, by the first name of each tensor. A digest covers all names of the tensor, its shape, dtype and values.
 
     Raises:
         UnsupportedError: names a parameter or buffer that has no values here, or that nvme has no buffer for.
         RankError: another rank failed.
     """
-    parts = [Part(names, tensor) for names, tensor in distinct(unwrapped(model))]
-    keys, groups = Keys(key), list(dict.fromkeys(part.group for part in parts if part.group is not None))
+    parts = [_Part(names, tensor) for names, tensor in _distinct(unwrapped(model))]
+    keys, groups = Keys(), list(dict.fromkeys(part.group for part in parts if part.group is not None))
     with RankGroup(groups[0]).agreed("digesting the model") if groups else contextlib.nullcontext():
         for part in parts:
             part.take(keys)
@@ -72,16 +51,10 @@ def model_digest(model: nn.Module, *, key: str = "") -> ModelDigest:
         gathered = RankGroup(group).all_gather_object([part.sums for part in together])
         for part, *pieces in zip(together, *gathered, strict=True):
             part.sums = add(pieces)
-    return digest_of(parts)
+    return {part.names[0]: part.hexdigest() for part in parts}
 
 
-def digest_of(parts: Sequence[Part]) -> ModelDigest:
-    """Return the digest of a model, given its parameters and persistent buffers, whose sums are those of the whole."""
-    tensors = {part.names[0]: part.hexdigest() for part in parts}
-    return ModelDigest(_hex(f"{name} {tensors[name]}" for name in sorted(tensors)), tensors)
-
-
-class Part:
+class _Part:
     """A parameter or buffer. Its sums are first those of what this rank holds, then of the whole.
 
     Attributes:
@@ -116,14 +89,8 @@ class Part:
     def hexdigest(self) -> str:
         """Return the digest of names, shape, dtype and sums."""
         head = (*sorted(self.names), str(self._shape), str(self._tensor.dtype))
-        return _hex((*head, *(f"{lane:016x}" for lane in self.sums)))
-
-
-def _hex(lines: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()
+        lines = (*head, *(f"{lane:016x}" for lane in self.sums))
+        return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -133,7 +100,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def distinct(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
+def _distinct(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Yield each parameter and each persistent buffer once, with all of its names in order."""
     persistent = model.state_dict(keep_vars=True)
     buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent]

@@ -13,9 +13,9 @@ What it proves: two tensors that differ, and were not made with the keys in view
 below 2**-200 over the choice of the keys. (In a block that differs, at most one value in 2**27 of some k[j] makes the
 inner sums equal; where they differ, u[b] hides it with at most 2**-36. So it is below 2**-26 for each of 8 independent
 lanes.) No kind of damage is likelier to pass than another: flipped bits, swapped stretches, a shift, bytes of another
-tensor. The keys are expanded from a text by SHAKE-256 and Philox, taken to be as good as drawn. That text is public
-unless the caller gives one, so that somebody who chooses the weights can make two tensors of equal sums: it is a check
-against accidents. Against forgery there is `verify_checkpoint`, or a text drawn after the weights were fixed.
+tensor. The keys are expanded from a constant by SHAKE-256 and Philox, taken to be as good as drawn. They are public, so
+somebody who chooses the weights can make two tensors of equal sums: it is a check against accidents. Against forgery
+there is `verify_checkpoint`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,11 @@ _VERSION = b"lowmem_load model_digest 1\n"
 
 
 class Keys:
-    """The keys of all lanes, expanded from a text.
+    """The keys of all lanes."""
 
-    Args:
-        text: any; equal texts give equal sums.
-    """
-
-    def __init__(self, text: str = "") -> None:
+    def __init__(self) -> None:
         nbytes = BLOCK_UNITS * LANES * 4
-        drawn = hashlib.shake_256(_VERSION + text.encode()).digest(nbytes + 16)
+        drawn = hashlib.shake_256(_VERSION).digest(nbytes + 16)
         inner = np.frombuffer(drawn, "<u4", BLOCK_UNITS * LANES) >> (32 - _KEY_BITS)
         self.inner = torch.from_numpy(inner.astype(np.float64)).view(BLOCK_UNITS, LANES)
         self._outer = np.frombuffer(drawn, "<u8", 2, nbytes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from lowmem_load.errors import ConfigError
-from lowmem_load.hf import loader
-from lowmem_load.load.instead import instead_of_loading
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.hf import intercept, loader
 from lowmem_load.load.request import Request, spelled
 from lowmem_load.planning.alike import Alike
 from lowmem_load.planning.load_plan import LoadPlan
@@ -98,15 +98,32 @@ def plan_ranks(
         dtype: as for `plan`.
         partition: as for `plan`.
         **from_pretrained_kwargs: as for `plan`.
+
+    Raises:
+        UnsupportedError: the class does not load by transformers' own `from_pretrained`.
     """
     request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs)
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     checked = request.checked(settings)
 
-    def planned(call: loader.Call) -> list[LoadPlan]:
-        return plan_only(call, checked.settings, lambda rank: target_maker(rank, device), ranks, open_source, alike)
+    def handler(call: loader.Call) -> NoReturn:
+        make_target = functools.partial(target_maker, device=device)
+        raise _Planned(plan_only(call, checked.settings, make_target, ranks, open_source, alike))
 
-    return instead_of_loading(checked, planned)
+    with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
+        try:
+            checked.from_pretrained()
+        except _Planned as planned:
+            return planned.plans
+    raise UnsupportedError(f"{checked.cls.__name__} does not load through transformers' from_pretrained")
+
+
+class _Planned(BaseException):
+    """Carries plans out of a `from_pretrained`, past overrides that would go on to use the model."""
+
+    def __init__(self, plans: list[LoadPlan]) -> None:
+        super().__init__()
+        self.plans = plans
 
 
 def _accelerator() -> torch.device:

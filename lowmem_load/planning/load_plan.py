@@ -373,7 +373,6 @@ class LoadPlan:
             "uninitialised_parameters": [target.name for target in self.targets if target.is_uninitialised],
             "recast_parameters": [target.name for target in self.targets if target.is_recast],
             "slow_paths": [[path.name, path.reason, path.extra_bytes] for path in self.slow_paths],
-            "fingerprint": self.fingerprint,
             "seconds": dict(self.seconds),
         }
 

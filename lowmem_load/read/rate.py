@@ -17,7 +17,7 @@ MAX_SECONDS = 2.0
 
 
 def read_rate(paths: Sequence[str], *, num_threads: int) -> float | None:
-    """Return the bytes a second that threads together read from files; None if these are too small or have holes.
+    """Return the bytes a second that threads together read from files; None if these are too small.
 
     What is in the page cache comes from there. Reads at most `MAX_BYTES`, for about `MAX_SECONDS`.
 
@@ -30,8 +30,6 @@ def read_rate(paths: Sequence[str], *, num_threads: int) -> float | None:
     """
     files = [LocalFile(path) for path in paths]
     try:
-        if any(file.hole_bytes for file in files):
-            return None
         blocks = [(file, at) for file in files for at in range(0, file.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)]
         step = max(1, len(blocks) * BLOCK_BYTES // MAX_BYTES)
         chosen = iter(blocks[::step])

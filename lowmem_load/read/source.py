@@ -39,16 +39,12 @@ begins its readahead anew, in single pages, and as far as the call asks for; fro
 pages become larger as it is used up (6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`). Single pages
 go to the disk in small requests, and cost more each: so it is asked for little, until the window is under way."""
 
-MAX_HOLES = 10_000
-"""Holes of a file that are counted: a hostile one may have as many as it has pages."""
-
 
 class ByteSource(Protocol):
     """Bytes that can be read by position, from several threads at a time.
 
-    A source that reads again after transient faults may count that, as `num_retries`; one that knows of bytes that were
-    never written, as `hole_bytes`. One that is far away may fetch many small ranges at a time, which are read later, by
-    `prefetch`, given (offset, bytes) of each in ascending order.
+    A source that reads again after transient faults may count that, as `num_retries`. One that is far away may fetch
+    many small ranges at a time, which are read later, by `prefetch`, given (offset, bytes) of each in ascending order.
     """
 
     @property
@@ -114,12 +110,6 @@ class LocalFile:
         """Device, inode, size and time of change of the open file."""
         with _OurErrors(self.path):
             return file_version(self._retrying(os.fstat, self._descriptor))
-
-    @property
-    def hole_bytes(self) -> int:
-        """Bytes that were never written, as far as the file system tells: preallocated, or skipped over."""
-        with _OurErrors(self.path):
-            return self._retrying(_hole_bytes, self._descriptor, self.nbytes)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""
@@ -200,25 +190,6 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
         os.close(descriptor)
         raise
     return descriptor, found
-
-
-def _hole_bytes(descriptor: int, nbytes: int) -> int:
-    found = position = num_holes = 0
-    while position < nbytes and num_holes < MAX_HOLES:
-        hole = _seek(descriptor, position, os.SEEK_HOLE, nbytes)  # systems that cannot tell say: where the file ends
-        position = _seek(descriptor, hole, os.SEEK_DATA, nbytes) if hole < nbytes else nbytes
-        found += max(0, position - hole)
-        num_holes += 1
-    return found
-
-
-def _seek(descriptor: int, position: int, what: int, nbytes: int) -> int:
-    try:
-        return os.lseek(descriptor, position, what)
-    except OSError as error:
-        if error.errno in TRANSIENT:
-            raise
-        return nbytes  # there is no more of it, or the system does not know the question
 
 
 def file_version(found: os.stat_result) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import warnings
 from collections.abc import Sequence
 
 from lowmem_load.errors import CheckpointError
@@ -72,26 +71,6 @@ def agree_on_checksums(
         problems = [check.problem for check in checks if check.problem is not None]
     gathered = ranks.all_gather_object(problems)
     refuse([f"rank {rank}: {problem}" for rank, found in enumerate(gathered) for problem in found])
-
-
-def warn_of_holes(name: str, files: Sequence[PlannedFile], sources: OpenSources) -> None:
-    """Warn of files with bytes that were never written: of a copy or a download that was cut off, as a rule.
-
-    File systems that cannot tell say nothing, and a tensor of zeros may be a hole by right: so it is no error. Local.
-    """
-    found = []
-    for file in files:
-        with sources.reading(file.path) as source:
-            hole_bytes = getattr(source, "hole_bytes", 0)
-        if hole_bytes:
-            found.append(f"{file.path}: {hole_bytes} of {file.nbytes} bytes")
-    if found:
-        warnings.warn(
-            f"{name}: bytes of {len(found)} file(s) were never written, so they read as zeros "
-            f"({'; '.join(found[:FILES_SHOWN])}). Unless they are meant to be zeros, a copy or download was cut off: "
-            "lowmem_load.verify_checkpoint compares the files with their checksums",
-            stacklevel=5,  # the caller of from_pretrained
-        )
 
 
 def shares(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:

@@ -39,7 +39,7 @@ from lowmem_load.read.together import ReadTogether
 from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory
 from lowmem_load.reports.file import write_report
 from lowmem_load.settings.settings import Settings
-from lowmem_load.stages.checksums import agree_on_checksums, warn_of_holes
+from lowmem_load.stages.checksums import agree_on_checksums
 from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
@@ -307,8 +307,6 @@ class Load:
         bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
         with reading, report.phase("read"), bar as update:
             stop_if_troubled, executor.on_bytes = self.ranks.stopper(), on_bytes
-            if self.ranks.rank == 0 and not self.verify:  # the others hold the same bytes
-                warn_of_holes(described.name, described.files, executor.sources)
             report.shared = execute(planned, described.target, executor, on_parameter, together)
             if together is not None and report.shared is None:
                 report.not_shared = together.why_alone

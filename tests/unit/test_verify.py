@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 from pathlib import Path
 
@@ -184,26 +183,6 @@ def test_all_files_that_differ_are_named(folder: Path) -> None:
     message = str(caught.value)
     assert message.startswith("12 file(s) are not what they should be")
     assert message.count(f"its sha256 is {SHA}, expected {OTHER}") == 10 and message.endswith("\n...")
-
-
-# -- holes -----------------------------------------------------------------------------------------------------------
-
-
-def hollow(path: Path) -> int:
-    """Makes the second half of a file a hole; returns its bytes."""
-    nbytes = 1 << 20
-    path.write_bytes(os.urandom(nbytes // 2))
-    os.truncate(path, nbytes)
-    return nbytes // 2
-
-
-def test_bytes_that_were_never_written_need_proof(folder: Path) -> None:
-    missing = hollow(folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match=f"{WEIGHTS}: {missing} of its {2 * missing} bytes were never written"):
-        verify_checkpoint(folder)
-    (folder / "SHA256SUMS").write_text(sha256sum(folder, WEIGHTS))
-    (check,) = verify_checkpoint(folder)
-    assert (check.is_proven, check.hole_bytes) == (True, missing)
 
 
 # -- what is no checkpoint -------------------------------------------------------------------------------------------
