@@ -122,7 +122,7 @@ def loads(
                     json.loads(text) for text in run_processes("benchmarks.load_worker", spec, Path(out), 2, False)
                 ]
         for stated, report in zip(found["ranks"], reports, strict=True):
-            peak = sum(report["peak_memory"].values()) - sum(report["start_memory"].values())
+            peak = sum(report["peak_memory"].values())
             difference = stated["host_peak_bytes"] - peak
             pairs = [(report[key], stated[key]) for key in ("read_bytes", "num_reads")]
             is_off = abs(difference) > MAX_PEAK_DIFFERENCE or any(one != other for one, other in pairs)

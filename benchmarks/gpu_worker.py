@@ -240,7 +240,7 @@ class Checks:
         report = load_report(model)
         held = [parameter.ds_tensor for parameter in model.parameters()] + list(model.buffers())
         held_bytes = sum(-(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for tensor in held)
-        above = report.peak_device_bytes - report.start_device.allocated_bytes - held_bytes
+        above = report.peak_device_bytes - held_bytes
         spans = report.overlap
         self.result.loads[name] = {
             "seconds": sum(report.seconds.values()),

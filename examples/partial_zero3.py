@@ -120,7 +120,7 @@ def main() -> None:
     whole = sum(load_report(encoder).whole_bytes for encoder in (picture, sound))
     line = (
         f"rank {ranks.rank}: language model {report.partition_bytes / MIB:.1f} MiB of "
-        f"{report.total_partition_bytes / MIB:.1f}, encoders {whole / MIB:.1f} MiB whole"
+        f"{report.partition_bytes * report.world_size / MIB:.1f}, encoders {whole / MIB:.1f} MiB whole"
     )
     lines = ranks.all_gather_object(line)
     if ranks.rank == 0:

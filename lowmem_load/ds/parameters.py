@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.contract import require, require_attributes
+from lowmem_load.contract import require
 from lowmem_load.ds.releases import KEEPS_FP32, SUPPORTED, has, refuse_absent_fp32
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
@@ -25,7 +25,6 @@ def _check_contract() -> None:
         SUPPORTED,
         {
             **({KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")} if has(KEEPS_FP32) else {}),
-            "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
             "deepspeed.runtime.zero.partition_parameters": (
                 *("GatheredParameters", "PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
             ),
@@ -42,7 +41,6 @@ def _check_contract() -> None:
 _check_contract()
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
     GatheredParameters,
     PartitionedParamStatus,
@@ -207,25 +205,3 @@ def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[to
 
     pattern = keep_in_fp32_pattern(module, setting, dtype)
     return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
-
-
-def persistent(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
-    """Return the parameters, by name, that an engine will keep whole on every rank between steps, with their elements.
-
-    Source: deepspeed 0.19.8 `parameter_offload.py`, `mark_persistent_parameters`.
-
-    Args:
-        ds_config: resolved.
-        module: those of its parameters count that are ZeRO-3 parameters.
-    """
-    config = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
-    require_attributes(SUPPORTED, config, ("model_persistence_threshold", "param_persistence_threshold"))
-    kept: dict[str, int] = {}
-    elements = 0
-    for name, parameter in module.named_parameters():
-        size = parameter.ds_numel if is_zero_param(parameter) else None
-        if size is None or size > config.param_persistence_threshold:
-            continue
-        if elements + size <= config.model_persistence_threshold:
-            kept[name], elements = size, elements + size
-    return kept

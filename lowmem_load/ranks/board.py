@@ -51,12 +51,10 @@ class Board:
 
     Attributes:
         source: the rank that finds things out for this one: itself, or the first one of its node.
-        num_taken: records of that rank which this one has used.
     """
 
     def __init__(self, ranks: RankGroup, nodes: Nodes, descriptor: int = -1, pid: int = 0) -> None:
         self.source = nodes.first if descriptor >= 0 else nodes.rank
-        self.num_taken = 0
         self._ranks, self._descriptor = ranks, descriptor
         self._writes = self.source == nodes.rank and descriptor >= 0
         self._pid, self._started = pid, started(pid)
@@ -98,7 +96,6 @@ class Board:
         content = self._awaited(key)
         if not content:
             return find()
-        self.num_taken += 1
         return unpack(content)
 
     def close(self) -> None:

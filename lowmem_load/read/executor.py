@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.phases import EPOCH_S, FileReads
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.planner import Material
@@ -25,7 +23,6 @@ from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch, Run
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import scatter_elements
 from lowmem_load.read.source import LocalFile, Opener
-from lowmem_load.read.stats import ReadStats
 from lowmem_load.read.tasks import Task, Tasks
 from lowmem_load.read.temporaries import Take, Temporaries, compute_into
 from lowmem_load.read.uploads import Put, Spans, Uploads, move_tasks
@@ -40,6 +37,21 @@ MIN_DEVICE_THREADS = 2
 """Threads that read for a device: they wait most of the time, for the storage or for a copy."""
 
 _CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What was read so far.
+
+    Attributes:
+        read_bytes: bytes fetched from files, over-read included; counted while a read goes on.
+        num_reads: reads that have ended.
+        path: of the file that the latest read is from, whether it has ended or not.
+    """
+
+    read_bytes: int = 0
+    num_reads: int = 0
+    path: str = ""
 
 
 class Executor:
@@ -289,8 +301,7 @@ class Executor:
 
     def _read_bytes(self, tensor: Source, start: int, content: memoryview, needed_bytes: int) -> None:
         """Fill memory with the bytes of the tensor's file from `start` on; tell that so many of them were needed."""
-        path, begin = tensor.path, time.perf_counter()
-        self.stats.path = path
+        path = self.stats.path = tensor.path
         try:
             with self.sources.reading(path) as source:
                 for done in range(0, content.nbytes, PART_BYTES):
@@ -300,33 +311,24 @@ class Executor:
                         self.stats.read_bytes += part.nbytes
         except CheckpointError as error:
             raise _explained(error, repr(tensor.name)) from error
-        self._count(path, 1, content.nbytes, begin)
+        with self._lock:
+            self.stats.num_reads += 1
         if needed_bytes:
             self.on_bytes(needed_bytes)
 
     def _read_runs(self, path: str, runs: Sequence[Run]) -> None:
         """Fill the memory of small reads of one file."""
-        run, begin = runs[0], time.perf_counter()
+        run = runs[0]
         self.stats.path = path
         try:
             with self.sources.reading(path) as source:
                 for run in runs:
                     source.read_into(run.start, run.buffers)
-                    begin = self._count(path, run.num_reads, run.nbytes, begin)
                     with self._lock:
                         self.stats.read_bytes += run.nbytes
+                        self.stats.num_reads += run.num_reads
         except CheckpointError as error:
             raise _explained(error, run.what) from error
-
-    def _count(self, path: str, num_reads: int, nbytes: int, begin: float) -> float:
-        """Count reads that are one to their file, began at `begin` (`time.perf_counter`) and end now; return when."""
-        end = time.perf_counter()
-        with self._lock:
-            if (file := self.stats.files.get(path)) is None:
-                file = self.stats.files[path] = FileReads()
-            file.add(nbytes, EPOCH_S + begin, EPOCH_S + end)
-            self.stats.num_reads += num_reads
-        return end
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)

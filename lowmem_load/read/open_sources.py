@@ -47,12 +47,10 @@ class OpenSources:
 
     Attributes:
         num_retries: of all sources, as far as they count them.
-        num_opens: how often one was opened.
     """
 
     def __init__(self, open_source: Opener) -> None:
         self.num_retries = 0
-        self.num_opens = 0
         self._open = open_source
         self._versions: dict[str, str] = {}
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
@@ -129,8 +127,6 @@ class OpenSources:
 
     def _opened(self, path: str) -> ByteSource:
         source = self._open(path)
-        with self._lock:
-            self.num_opens += 1
         try:
             self._check_source(source)
         except CheckpointError:

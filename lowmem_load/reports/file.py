@@ -19,14 +19,13 @@ from lowmem_load.report import LoadReport
 REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
 """Variable of the environment: a folder, made if it is not there, that every rank writes its reports into."""
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; raised when what they hold changes its meaning."""
 
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("load", "rank", "world_size", "read_bytes", "num_reads"), int),
     **dict.fromkeys(("name", "host"), str),
-    **dict.fromkeys(("seconds", "files", "start_memory", "peak_memory"), dict),
-    "spans": list,
+    **dict.fromkeys(("seconds", "peak_memory"), dict),
 }
 """What joining takes of a report."""
 
@@ -58,37 +57,18 @@ def write_report(report: LoadReport) -> Path | None:
 
 
 def as_dict(report: LoadReport, number: int) -> dict[str, Any]:
-    """Return a report as what JSON has, with the number of the load in its process, host and process."""
-    return {
-        "format": FORMAT,
-        "load": number,
-        "host": platform.node(),
-        "pid": os.getpid(),
-        **asdict(report),
-    }
+    """Return a report as what JSON has, with the number of the load in its process and the host."""
+    fields = {name: value for name, value in asdict(report).items() if not name.startswith("_")}
+    return {"format": FORMAT, "load": number, "host": platform.node(), **fields}
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a value to a file as JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        Path(path).write_text(json.dumps(value) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be written: {error}") from error
-
-
-def read_reports(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+def read_reports(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return what reports say, given files or folders of them.
 
     Raises:
         ConfigError: a file is not there, or is no report that this release can read; or there is none.
     """
-    files: list[Path] = []
-    for each in map(Path, paths):
-        files += sorted(each.glob("*.json")) if each.is_dir() else [each]
+    files = [file for each in paths for file in (sorted(each.glob("*.json")) if each.is_dir() else [each])]
     if not files:
         raise ConfigError(f"no reports: set {REPORT_DIR} for a job, and name that folder")
     return [_read(path) for path in files]
@@ -99,9 +79,9 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a report: {error}") from error
-    if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(f"{path}: is no report of a load, or one of another release (format {FORMAT} is expected)")
     for key, kind in _KINDS.items():
         if not isinstance(found.get(key), kind):
             raise ConfigError(f"{path}: is no whole report: {key} is {found.get(key)!r:.80}")
-    return dict(found)
+    return found

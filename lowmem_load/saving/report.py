@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lowmem_load.phases import Memory, Phases, host_memory
+from lowmem_load.phases import Phases
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class SaveReport(Phases):
         num_merged: weights into which adapters were merged; see `save_model`.
         adapter_bytes: bytes of the adapters that this rank held whole to merge them row by row.
         gathered: weights that had to be whole to merge an adapter into them, one after the other: bytes, by name.
-        seconds, spans, start_memory, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
+        seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
     """
 
     folder: str
@@ -40,12 +40,10 @@ class SaveReport(Phases):
     num_merged: int = 0
     adapter_bytes: int = 0
     gathered: dict[str, int] = field(default_factory=dict)
-    start_memory: Memory = field(default_factory=host_memory, kw_only=True)
-    peak_memory: Memory = field(default_factory=host_memory, kw_only=True)
 
     def __str__(self) -> str:
         mib = float(1 << 20)
-        grown = (self.peak_memory.total_bytes - self.start_memory.total_bytes) / mib
+        grown = self.peak_memory.total_bytes / mib
         lines = [
             f"{self.folder}: {len(self.files)} files of weights, {sum(self.files.values()) / mib:.1f} MiB; rank "
             f"{self.rank} of {self.world_size}",

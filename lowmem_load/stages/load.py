@@ -25,7 +25,6 @@ from lowmem_load.errors import (
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.hub import commit_in
-from lowmem_load.phases import host_memory
 from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.progress import progress_bar
 from lowmem_load.quantities import share
@@ -36,7 +35,7 @@ from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.read.together import ReadTogether
-from lowmem_load.report import LoadReport, OnLoad, Overlap, device_memory
+from lowmem_load.report import LoadReport, OnLoad, Overlap
 from lowmem_load.reports.file import write_report
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.checksums import agree_on_checksums
@@ -126,9 +125,7 @@ class Load:
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Return the model and the loading info; None where this is one of the loads that transformers does itself."""
-        memory = host_memory()
-        report = LoadReport(call.name, start_memory=memory, peak_memory=memory, start_device=device_memory())
-        report.rank, report.world_size = self.ranks.rank, self.ranks.world_size
+        report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
         random_state = torch.get_rng_state().numpy().tobytes() if report.rank == 0 else None
         left_alone = False
 
@@ -146,7 +143,6 @@ class Load:
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(random_states[0]))
             executor = stack.enter_context(self._executor())
-            report.num_nodes = nodes.num_nodes
             with self._streamable():
                 described = self._describe(call, executor, shared, report)
                 planned, told = self._plan(described, around, report)
@@ -156,24 +152,23 @@ class Load:
             self._check_files(described, executor, [opened for opened, _ in told], report)
             offers = [offer for _, offer in told]
             set_aside()  # description and plan: of thousands of parameters they are as large as all that was imported
-            with shared_reads(self.ranks, nodes, offers, planned) as (together, report.not_shared):
+            with shared_reads(self.ranks, nodes, offers, planned) as (together, why_alone):
                 self._execute(planned, described, executor, together, report)
-            stats = executor.stats
-            report.read_bytes, report.num_reads = stats.read_bytes, stats.num_reads
-            report.num_retries, report.num_opens = executor.sources.num_retries, executor.sources.num_opens
-            report.files = stats.files
+            if together is not None and report.shared is None:
+                why_alone = together.why_alone
+            if why_alone:
+                report.notes.append(f"no reads were shared with other ranks: {why_alone}")
+            if executor.sources.num_retries:
+                report.notes.append(f"{executor.sources.num_retries} reads again after a fault of the storage")
+            report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
             if executor.spans is not None:
                 report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
-        kept = described.target.gathered_for_good(described.model)
-        report.persistent_parameters, report.persistent_elements = len(kept), sum(kept.values())
-        if report.uninitialised_parameters and report.rank == 0:
-            warnings.warn(
-                f"{call.name}: not in the files, and left uninitialised by transformers: "
-                f"{', '.join(report.uninitialised_parameters)}; they are zero",
-                stacklevel=4,
-            )
+        if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
+            report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
+            if report.rank == 0:
+                warnings.warn(f"{call.name}: {report.notes[-1]}", stacklevel=4)
         setattr(described.model, REPORT_ATTRIBUTE, report)
-        logger.info("%s", report.savings())
+        logger.info("%s", report.summary())
         write_report(report)
         if self.on_load is not None:
             self.on_load(report)
@@ -228,12 +223,11 @@ class Load:
             described = describe(
                 *(call, self.settings, self.make_target, executor), holds_values=True, once=shared.once
             )
-            report.headers_from = shared.source if shared.num_taken else report.rank
             info = sorted(described.info.items())
             topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
             # What is computed with equal weights may differ: the base of rotary embeddings, say.
-            report.commits = sorted({commit_in(file.path) for file in described.files} - {""})
-            of_commits = "".join(f", commit {commit}" for commit in report.commits)
+            commits = sorted({commit_in(file.path) for file in described.files} - {""})
+            of_commits = "".join(f", commit {commit}" for commit in commits)
             configuration = fingerprint([_config_text(described.model)])
             digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}")
         return described
@@ -308,8 +302,6 @@ class Load:
         with reading, report.phase("read"), bar as update:
             stop_if_troubled, executor.on_bytes = self.ranks.stopper(), on_bytes
             report.shared = execute(planned, described.target, executor, on_parameter, together)
-            if together is not None and report.shared is None:
-                report.not_shared = together.why_alone
 
     def _executor(self) -> Executor:
         cores = environment.cores(environment.local_world_size(self.ranks.world_size))

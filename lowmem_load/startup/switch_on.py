@@ -17,7 +17,7 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def switch_on() -> None:
-    """Call `install`; say so on rank 0, and there at the end of each load what was saved.
+    """Call `install`; say so on rank 0, and there at the end of each load what it read and held.
 
     Raises:
         LowMemLoadError: `install` cannot be called here, or the environment asks for what it does not know. No
@@ -29,7 +29,7 @@ def switch_on() -> None:
     try:
         from lowmem_load.pipelines.install import install
 
-        install(strict=asked == STRICT, on_load=_say_saved)
+        install(strict=asked == STRICT, on_load=_say_done)
     except (ImportError, LowMemLoadError) as error:
         raise LowMemLoadError(
             f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"
@@ -39,9 +39,9 @@ def switch_on() -> None:
         _say("on: models that are loaded while ZeRO-3 is active go straight into its partitions")
 
 
-def _say_saved(report: LoadReport) -> None:
+def _say_done(report: LoadReport) -> None:
     if report.rank == 0:
-        _say(report.savings())
+        _say(report.summary())
 
 
 def _say(text: str) -> None:

@@ -67,9 +67,5 @@ class Partial:
         self._inside.finish()
         self._outside.finish()
 
-    def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
-        """See `Target`."""
-        return self._inside.gathered_for_good(model)
-
     def _of(self, name: str) -> Target:
         return self._inside if is_below(name, self._chosen) else self._outside

@@ -83,6 +83,3 @@ class Target(Protocol):
         Raises:
             LowMemLoadError: it could not be brought to where it stays.
         """
-
-    def gathered_for_good(self, model: nn.Module, /) -> Mapping[str, int]:
-        """Return the parameters, by name, that an engine will keep whole between steps, with their elements."""

@@ -56,7 +56,3 @@ class Whole:
 
     def finish(self) -> None:
         """Do nothing."""
-
-    def gathered_for_good(self, _: nn.Module, /) -> Mapping[str, int]:
-        """Return none: nothing is gathered."""
-        return {}

@@ -134,12 +134,6 @@ class Zero3:
         if self._partitioner is not None:
             self._partitioner.finish_swapping()
 
-    def gathered_for_good(self, model: nn.Module) -> Mapping[str, int]:
-        """See `Target`: those that are at most stage3_param_persistence_threshold elements large."""
-        from lowmem_load.ds.parameters import persistent
-
-        return persistent(self._settings.ds_config, model)
-
 
 def _names_fp32(module: nn.Module) -> bool:
     own, cls = vars(module), type(module)  # what is neither, `nn.Module.__getattr__` looks for in vain

@@ -145,9 +145,6 @@ class ColumnShards:
     def finish(self) -> None:
         pass
 
-    def gathered_for_good(self, _: nn.Module, /) -> Mapping[str, int]:
-        return {}
-
 
 def bands_of(cls: Any, path: Path, rank: int, world_size: int) -> tuple[nn.Module, LoadPlan]:
     """Loads what one rank holds; no other rank is there."""

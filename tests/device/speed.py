@@ -151,7 +151,7 @@ def load(path: str, machine: Machine, has_ring: bool, num_threads: int) -> Resul
         overlap=report.overlap,
         pageable_copies=sum(times for kind, (times, _) in counted.items() if "pageable" in kind),
         waits=counted.get("stream synchronised", (0, 0))[0],
-        staging_bytes=report.peak_device_bytes - report.start_device.allocated_bytes - held_bytes,
+        staging_bytes=report.peak_device_bytes - held_bytes,
         is_right=all(
             torch.equal(ours.ds_tensor.cpu(), theirs.flatten())
             for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True)

@@ -46,7 +46,7 @@ def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype
     for name, case in cases.items():
         report = assert_loads_alike(*case)
         assert report.read_bytes == report.needed_bytes, name
-        assert sorted(path.name for path in report.slow_paths) == report.missing_keys, name
+        assert sorted(path.name for path in report.slow_paths) == report.loading_info["missing_keys"], name
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -135,7 +135,7 @@ def executed_plans(loads: dict[str, Case]) -> dict[str, LoadPlan]:
             assert described or report.num_reads == of_plan.num_reads, name
             assert report.needed_bytes == of_plan.needed_bytes, name
             assert report.partition_bytes == of_plan.partition_bytes, name
-            assert report.whole_bytes == of_plan.replicated_bytes, name
+            assert report.whole_bytes == of_plan.replicated_bytes + of_plan.companion_bytes, name
             assert report.slow_paths == of_plan.slow_paths, name
     return found
 

@@ -15,7 +15,6 @@ from lowmem_load.ds.parameters import (
     is_partitioned,
     partition_in_memory,
     partition_of,
-    persistent,
     whole_numel,
 )
 from lowmem_load.ds.releases import KEEPS_FP32, has
@@ -136,32 +135,3 @@ def test_a_release_that_keeps_no_buffers_is_not_asked_for_any(monkeypatch: pytes
     assert fp32_buffers(model(), [], torch.bfloat16) == []
     with pytest.raises(UnsupportedError, match=r"data_types\.keep_in_fp32_modules: deepspeed \d\S+ would ignore it"):
         fp32_buffers(model(), ["score_bias"], torch.bfloat16)
-
-
-# -- parameters that are kept whole ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("each", "in_all", "expected"),
-    [
-        (10, 1000, {"a": 4, "b": 10, "d": 3}),  # at most 10 elements each
-        (9, 1000, {"a": 4, "d": 3}),
-        (100, 14, {"a": 4, "b": 10}),  # 4 + 10 is as much as there may be
-        (100, 13, {"a": 4, "d": 3}),  # b does not fit, d behind it does
-        (0, 1000, {}),
-    ],
-)
-def test_small_parameters_are_kept_as_long_as_there_is_room(each: int, in_all: int, expected: dict[str, int]) -> None:
-    made = nn.ParameterDict({"a": partitioned(4), "b": partitioned(10), "c": partitioned(11), "d": partitioned(3)})
-    config = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": each,
-        "stage3_model_persistence_threshold": in_all,
-    }
-    assert persistent({"zero_optimization": config}, made) == expected
-
-
-def test_parameters_that_are_not_partitioned_do_not_count() -> None:
-    made = nn.ParameterDict({"whole": nn.Parameter(torch.ones(2)), "cut": partitioned(3)})
-    config = {"stage": 3, "stage3_param_persistence_threshold": 10, "stage3_model_persistence_threshold": 3}
-    assert persistent({"zero_optimization": config}, made) == {"cut": 3}

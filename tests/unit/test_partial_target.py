@@ -43,9 +43,6 @@ class Noting:
     def finish(self) -> None:
         self.calls.append("finish")
 
-    def gathered_for_good(self, _: nn.Module, /) -> Mapping[str, int]:
-        return {self.kind: 1}
-
 
 def model(*, tied: bool = False) -> nn.Module:
     made = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2), "norm": nn.BatchNorm1d(2)})
@@ -84,10 +81,9 @@ def test_both_are_prepared_and_finished_and_make_their_own() -> None:
     assert outside.calls == ["prepare", "make ab.weight", "finish"]
 
 
-def test_buffers_and_what_is_gathered_are_the_engines() -> None:
+def test_buffers_are_the_engines() -> None:
     target, whole = Partial(("a",), Noting("in"), Noting("out")), model()
     assert len(target.fp32_buffers(whole)) == len(list(whole.buffers()))
-    assert target.gathered_for_good(whole) == {"in": 1}
 
 
 def test_a_tie_across_the_border_is_refused_before_memory_is_made() -> None:

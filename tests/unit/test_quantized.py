@@ -107,9 +107,10 @@ def test_it_is_restored_with_what_was_read(file: Path) -> None:
 
 def test_the_report_says_so(file: Path) -> None:
     report = LoadReport("model")
-    report.take_plan(planned(file, build()), {})
-    assert (report.num_quantized, report.companion_bytes) == (1, 28)
-    assert "1 parameters are quantized; 0.0 MiB of scales whole on every rank" in str(report)
+    plan = planned(file, build())
+    report.take_plan(plan, {})
+    assert (report.num_quantized, report.whole_bytes) == (1, plan.replicated_bytes + 28)
+    assert "1 parameters are quantized" in str(report)
     plain = LoadReport("model")
     plain.take_plan(planned(file, lambda t, _: module(w=t["x"])), {})
     assert "quantized" not in str(plain)

@@ -42,7 +42,7 @@ def install(*, strict, on_load):
     print("install runs" + " strictly" * strict)
     ordinary = PreTrainedModel.__dict__["from_pretrained"].__func__
     def from_pretrained(cls, name):
-        report = type("Report", (), {"rank": int(__import__("os").environ.get("RANK", 0)), "savings": lambda: "saved"})
+        report = type("Report", (), {"rank": int(__import__("os").environ.get("RANK", 0)), "summary": lambda: "saved"})
         on_load(report)
         return "streamed " + ordinary(cls, name)
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)

@@ -42,7 +42,6 @@ def test_what_fills_the_memory_is_the_parameter(requires_grad: bool) -> None:
     assert torch.equal(made, values)
 
 
-def test_nothing_is_gathered_and_no_buffer_is_recast() -> None:
+def test_no_buffer_is_recast() -> None:
     model = nn.BatchNorm1d(3)
-    assert Whole(CPU).gathered_for_good(model) == {}
     assert Whole(CPU).fp32_buffers(model) == []

@@ -294,7 +294,7 @@ def _streamed(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[
 
     model = load_model(path, ds_config, auto_class=cls)
     report = load_report(model)
-    return model, {key: getattr(report, key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return model, report.loading_info
 
 
 def _stock(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
