@@ -6,14 +6,8 @@ are there at a time. So a copy that was dropped is handed out again, and tensors
 the loader keeps of each tensor until then, and to sort their names, is kept in less memory: of a hundred thousand
 tensors it took 130 MiB.
 
-It also compiles a regular expression for every rename of every model type that it knows, the first time that a process
-loads a model, and one for every tensor whose name stays: a thousand, of which a load uses some. So they are compiled
-when they are used, and the table of them is made when lowmem_load is imported.
-
 Source: transformers 5.0 to 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model` (which has two of the
-names from `copy` and `concurrent.futures`), `WeightTransform.__init__` (`re.compile`) and
-`WeightTransform.materialize_tensors`; `conversion_mapping.py`, `get_checkpoint_conversion_mapping`, which makes the
-table when it is first asked. 4.x has neither module.
+names from `copy` and `concurrent.futures`) and `WeightTransform.materialize_tensors`. 4.x has no such module.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,12 +23,11 @@ from typing import Any
 from lowmem_load.hf.replaced import replaced
 
 MODULE = "transformers.core_model_loading"
-TABLE = "transformers.conversion_mapping"
 
 
 @contextlib.contextmanager
 def described_collecting() -> Iterator[None]:
-    """Inside, converters are copied once for each target, patterns compiled when used; nothing is done in threads."""
+    """Inside, converters are copied once for each target, nothing is done in threads."""
     loading = importlib.import_module(MODULE) if importlib.util.find_spec(MODULE) else None
     with contextlib.ExitStack() as stack:
         if hasattr(loading, "deepcopy") and hasattr(loading, "WeightConverter"):
@@ -46,20 +38,7 @@ def described_collecting() -> Iterator[None]:
             stack.enter_context(replaced(loading, "spawn_materialize", _spawned_small(loading)))
         if loading is not None and hasattr(loading, "dot_natural_key"):
             stack.enter_context(replaced(loading, "dot_natural_key", _shared_key(loading.dot_natural_key)))
-        if getattr(loading, "re", None) is re:
-            setattr(loading, "re", _LatePatterns())  # noqa: B010  for mypy it is a module
-            stack.callback(setattr, loading, "re", re)
         yield
-
-
-def make_table() -> None:
-    """Have transformers make its table of conversions, which takes as long as describing a hundred parameters."""
-    table = importlib.import_module(TABLE) if importlib.util.find_spec(TABLE) else None
-    ask = getattr(table, "get_checkpoint_conversion_mapping", None)
-    if ask is not None:
-        # Of no model; a release that refuses that makes its table in the first load, as without this.
-        with described_collecting(), contextlib.suppress(Exception):
-            ask("")
 
 
 def _once_for_each_use(loading: Any) -> Callable[[Any], Any]:
@@ -140,34 +119,3 @@ def _shared_key(ordinary: Callable[[str], list[Any]]) -> Callable[[str], Sequenc
         return ordinary(part)[0]
 
     return lambda name: tuple(map(key_of, name.split(".")))
-
-
-class _LatePattern:
-    """A compiled regular expression, once it is used. transformers keeps some of them for as long as the process."""
-
-    __slots__ = ("_arguments", "_compiled", "search")  # the last of them is kept, for it is called for each tensor
-
-    def __init__(self, pattern: str, flags: int = 0) -> None:
-        self._arguments = pattern, flags
-        self._compiled: re.Pattern[str] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self._compiled is None:
-            self._compiled = re.compile(*self._arguments)
-            self.search = self._compiled.search
-        return getattr(self._compiled, name)
-
-    def __deepcopy__(self, _: Any) -> _LatePattern:
-        return self
-
-    def __reduce__(self) -> Any:
-        return re.compile, self._arguments
-
-
-class _LatePatterns:
-    """Stands in for the module `re`, for all threads: what a pattern does is the same."""
-
-    compile = _LatePattern
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(re, name)

@@ -27,7 +27,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from lowmem_load.contract import require
-from lowmem_load.describe.collector import collector_off
 from lowmem_load.describe.context import Context, Once
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.missing import initialise_in, uninitialised
@@ -36,9 +35,8 @@ from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.collecting import described_collecting, make_table
+from lowmem_load.hf.collecting import described_collecting
 from lowmem_load.hf.hub import asked_once
-from lowmem_load.hf.meta_init import skipped_on_meta
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.releases import SUPPORTED
@@ -89,8 +87,6 @@ from transformers import PreTrainedModel  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
-
-make_table()
 
 _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 """In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
@@ -148,7 +144,6 @@ class Call:
         # Nothing is mapped, so there is nothing to disable.
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}
         with ordinary_path(), _quiet(), contextlib.ExitStack() as hooks:
-            hooks.enter_context(collector_off())
             hooks.enter_context(described_collecting())
             hooks.enter_context(_symbolic_files(context))
             keeps_names = self.kwargs.get("device_map") is not None
@@ -228,8 +223,7 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Iterator[
     @functools.wraps(ordinary)
     def build(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         try:
-            with skipped_on_meta():
-                ordinary(model, *args, **kwargs)
+            ordinary(model, *args, **kwargs)
             check(model)
         except LowMemLoadError:
             raise

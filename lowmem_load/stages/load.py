@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lowmem_load.describe.collector import give_back_freed, heap_set_aside
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
     NotStreamedWarning,
@@ -138,7 +137,6 @@ class Load:
             shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state, exchange))
             if left_alone:
                 return None
-            set_aside = stack.enter_context(heap_set_aside())
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(random_states[0]))
@@ -151,7 +149,6 @@ class Load:
             report.take_plan(planned.plan, described.settings.ds_config)
             self._check_files(described, executor, [opened for opened, _ in told], report)
             offers = [offer for _, offer in told]
-            set_aside()  # description and plan: of thousands of parameters they are as large as all that was imported
             with shared_reads(self.ranks, nodes, offers, planned) as (together, why_alone):
                 self._execute(planned, described, executor, together, report)
             if together is not None and report.shared is None:
@@ -245,7 +242,6 @@ class Load:
             shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
             which = sharing() if shares else Sharing.OFF
             planned = make_plan(described, self.ranks.rank, read_cost(described.paths), which)
-            give_back_freed()
             digest.append(planned.plan.fingerprint)
             aside.said = opened(described.files), bool(planned.shared)
         return planned, aside.heard

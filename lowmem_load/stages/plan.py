@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.describe.collector import collector_off
 from lowmem_load.describe.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.describe.missing import initialised_part
 from lowmem_load.describe.quantized import QuantizedTensor
@@ -74,7 +73,6 @@ class Planned:
     shared: tuple[Step, ...] = ()
 
 
-@collector_off()
 def make_plan(
     described: Described,
     rank: int,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import torch
 
 from lowmem_load.describe.arguments import Template, tree_map, values_of
-from lowmem_load.describe.collector import collector_off
 
 X, Y = torch.ones(2), torch.zeros(3)
 TREE = ((X, [1, (Y, None)]), {"a": X, "b": ()})
@@ -38,13 +36,3 @@ def test_a_template_of_one_kind_leaves_others_where_they_are() -> None:
     ((kept, taken),) = [Template((X, parameter), torch.nn.Parameter).filled(["here"])]
     assert kept is X
     assert taken == "here"
-
-
-def test_the_collector_is_as_it_was_afterwards() -> None:
-    assert gc.isenabled()
-    with collector_off():
-        assert not gc.isenabled()
-        with collector_off():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()
