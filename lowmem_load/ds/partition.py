@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent, warn_of_de
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
-from lowmem_load.walk import children_first, own_parameters
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -183,8 +182,8 @@ class Partitioner:
         zero.Init converts the parameters of a module when its `__init__` returns, so children come first.
         """
         ids: dict[int, int] = {}
-        for owner in children_first(module):
-            for _, parameter in own_parameters(owner):
+        for owner in _children_first(module, set()):
+            for parameter in owner.parameters(recurse=False):
                 if id(parameter) not in ids and not is_zero_param(parameter):
                     ids[id(parameter)] = Init.param_id
                     Init.param_id += 1
@@ -299,6 +298,15 @@ class _Mpu:
 
     def get_data_parallel_world_size(self) -> int:
         return self._world_size
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the distinct modules, each behind all of its children."""
+    seen.add(id(module))
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _children_first(child, seen)
+    yield module
 
 
 def _refuse_settings(ds_config: Mapping[str, Any]) -> None:

@@ -42,7 +42,6 @@ from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
-from lowmem_load.walk import own_parameters
 
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
@@ -263,7 +262,7 @@ def _initialised_in(context: Context) -> Iterator[None]:
         replaced: dict[int, nn.Parameter] = {}
         keeps = context.keeps_of(model)
         for module in model.modules():
-            for name, parameter in own_parameters(module):
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if isinstance(parameter, SymbolicTensor):
                     initialise_in(parameter, initialiser, keeps(parameter))
                 elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):

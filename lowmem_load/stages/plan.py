@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +46,6 @@ from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
 from lowmem_load.stages.describe import Described
 from lowmem_load.targets.target import Layout
-from lowmem_load.walk import own_buffers, own_parameters
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters or buffers."""
@@ -92,8 +91,8 @@ def make_plan(
     start, cost = time.perf_counter(), cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
     model, target = described.model, described.target
-    modules = list(model.named_modules(remove_duplicate=False))
-    parameters, places, names_of = _distinct(modules, own_parameters)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters, places, names_of = _distinct(modules, model.named_parameters(remove_duplicate=False))
     layouts = {name: target.layout(name, parameter) for name, parameter in parameters.items()}
     targets = [
         _plan_target(planner, names_of[name], parameter, layouts[name])
@@ -101,7 +100,7 @@ def make_plan(
         if alike is None or not _is_left_out(alike, names_of[name], parameter, layouts[name])
     ]
     targets.sort(key=lambda plan: place_of(plan.name, plan.first_tensor))
-    buffers, buffer_places, buffer_names = _distinct(modules, own_buffers)
+    buffers, buffer_places, buffer_names = _distinct(modules, model.named_buffers(remove_duplicate=False))
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
     buffer_plans = [
@@ -133,20 +132,19 @@ def make_plan(
 
 
 def _distinct(
-    modules: Sequence[tuple[str, nn.Module]], own: Callable[[nn.Module], Iterable[tuple[str, Any]]]
+    modules: Mapping[str, nn.Module], named: Iterable[tuple[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
     """Return the distinct parameters (or buffers) by their first names, with all places and all names of each."""
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     places: dict[str, list[Place]] = {}
     all_names: dict[str, list[str]] = {}
-    for prefix, module in modules:
-        for last, tensor in own(module):
-            name = f"{prefix}.{last}" if prefix else last
-            key = first.setdefault(id(tensor), name)
-            tensors.setdefault(key, tensor)
-            places.setdefault(key, []).append((module, last))
-            all_names.setdefault(key, []).append(name)
+    for name, tensor in named:
+        prefix, _, last = name.rpartition(".")
+        key = first.setdefault(id(tensor), name)
+        tensors.setdefault(key, tensor)
+        places.setdefault(key, []).append((modules[prefix], last))
+        all_names.setdefault(key, []).append(name)
     return tensors, places, all_names
 
 

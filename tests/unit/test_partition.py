@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from torch import nn
 
 from lowmem_load.ds import partition, swapping
 from lowmem_load.ds.partition import Partitioner
@@ -154,6 +155,23 @@ def test_a_folder_is_one_live_model_s(tmp_path: Path) -> None:
     first.itself = first  # type: ignore[attr-defined]  as parameters and their methods are
     del first
     Partitioner(nvme(tmp_path))
+
+
+def test_ids_are_reserved_in_the_order_in_which_zero_init_converts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As each module's `__init__` returns: the parameters of its children come first; shared ones are counted once."""
+    monkeypatch.setattr(Init, "param_id", 5, raising=False)
+    shared = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    whole = nn.Sequential(nn.Embedding(3, 2), shared, nn.ModuleDict({"again": shared, "last": nn.Linear(2, 3)}))
+    whole[2]["last"].weight = whole[0].weight
+    whole[1].register_parameter("absent", None)
+    whole[2]["again"].register_module("nobody", None)
+    whole.register_parameter("own", nn.Parameter(torch.zeros(1)))
+    ids = Partitioner(nvme(tmp_path)).reserve_ids(whole)
+    names = ["0.weight", "1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias", "2.last.bias", "own"]
+    assert ids == {id(whole.get_parameter(name)): 5 + number for number, name in enumerate(names)}
+    assert Init.param_id == 5 + len(names)
 
 
 def swapping_into(folder: Path) -> tuple[Partitioner, Swapper]:
