@@ -15,16 +15,17 @@ Source: torch 2.13 `torch/utils/_python_dispatch.py` and the extending-torch not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from lowmem_load.describe.arguments import Template, tree_map, values_of
+from lowmem_load.describe.arguments import Template
 from lowmem_load.describe.initialise import ReadNow, SharedValue, with_random_state
 from lowmem_load.describe.operations import describe, is_described
-from lowmem_load.describe.twins import Twins
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
     Cast,
@@ -44,9 +45,6 @@ CPU = torch.device("cpu")
 
 EQUAL_NUMEL = 1 << 21
 """Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
-
-_TWINS = Twins()
-"""Shapes alone, and of any model: nothing that a load would have to forget."""
 
 _FACTORIES = {
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
@@ -101,7 +99,7 @@ class SymbolicTensor(torch.Tensor):
     ) -> SymbolicTensor:
         value = expression if isinstance(expression, SharedValue) else SharedValue(expression)
         if twin is None:
-            twin = _TWINS.of(value.expression.shape, value.expression.dtype)
+            twin = _meta(value.expression.shape, value.expression.dtype)
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU, requires_grad=False
         )
@@ -171,7 +169,8 @@ class SymbolicTensor(torch.Tensor):
         if operation in _FACTORIES:
             return func(args[0].twin, *args[1:], **{**kwargs, "device": CPU})
         try:
-            twins = _TWINS.of_call(func, args, kwargs)
+            on_meta = {name: value for name, value in kwargs.items() if name != "device"}
+            twins = func(*tree_map(_twin, args), **tree_map(_twin, on_meta))
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
             return _run_now(func, args, kwargs)
         args, kwargs = tree_map(_snapshot, (args, kwargs))
@@ -183,6 +182,23 @@ class SymbolicTensor(torch.Tensor):
         return _made(expression, args, twins)
 
 
+@functools.lru_cache(maxsize=4096)
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a contiguous meta tensor, shared by all tensors of this shape: nobody may write into it.
+
+    Not `torch.empty`: inside a zero.Init that makes tensors of another dtype.
+    """
+    made: torch.Tensor = aten.empty.memory_format(shape, dtype=dtype, device="meta")
+    return made
+
+
+def _twin(value: Any) -> Any:
+    """Return a tensor of a call on meta."""
+    if isinstance(value, SymbolicTensor):
+        return value.twin
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
 def expression_of(tensor: torch.Tensor) -> Expression:
     """Return what `tensor` is made of; a real tensor is held in memory."""
     return tensor.expression if isinstance(tensor, SymbolicTensor) else held(tensor)
@@ -190,7 +206,7 @@ def expression_of(tensor: torch.Tensor) -> Expression:
 
 def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTensor:
     """Return a new value that was computed from `args`."""
-    sources = [value for value in values_of(args) if isinstance(value, SymbolicTensor)]
+    sources = [value for value in tree_leaves(args) if isinstance(value, SymbolicTensor)]
     made = SymbolicTensor(expression, sources[0].read_now, twin)
     made.value.computed_from = next(
         (found for s in sources if (found := s.value.initialiser or s.value.computed_from)), None
@@ -209,7 +225,7 @@ def _expressed(value: Any) -> Any:
 
 
 def _reader_of(args: Any) -> ReadNow:
-    return next(value.read_now for value in values_of(args) if isinstance(value, SymbolicTensor))
+    return next(value.read_now for value in tree_leaves(args) if isinstance(value, SymbolicTensor))
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: Any) -> Expression | None:
@@ -217,7 +233,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: A
     is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     if not is_pointwise or is_described(func.overloadpacket) or not isinstance(twin, torch.Tensor):
         return None
-    tensors = [value for value in values_of((args, kwargs)) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     # a scalar tensor takes part in type promotion in another way than a flat range of it would
     if any(tensor.dim() == 0 for tensor in tensors):
         return None
@@ -273,7 +289,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place operation. See [Note: writes]."""
     positions = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
     named = [kwargs[name] for i in positions if (name := func._schema.arguments[i].name) in kwargs]
-    targets = values_of([[args[i] for i in positions if i < len(args)], named])
+    targets = tree_leaves([[args[i] for i in positions if i < len(args)], named])
     if positions and not any(isinstance(target, SymbolicTensor) for target in targets):
         return _run_now(func, args, kwargs)
     if positions != [0] or not isinstance(args[0], SymbolicTensor):
@@ -312,7 +328,7 @@ def _on_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Expression, ...], Callable[[Sequence[torch.Tensor]], Any]]:
     """Return what `func` needs, and a function that runs it once that has been read."""
-    tensors = [value for value in values_of((args, kwargs)) if isinstance(value, SymbolicTensor)]
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, SymbolicTensor)]
     strides, call = [tensor.stride() for tensor in tensors], Template((args, kwargs), SymbolicTensor)
     writes = func._schema.is_mutable
 
@@ -354,7 +370,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: An
 
     Run it now when it returns something else, or draws random numbers, which come in order.
     """
-    results = values_of(twins)
+    results = tree_leaves(twins)
     draws = torch.Tag.nondeterministic_seeded in func.tags
     if draws or not all(isinstance(result, torch.Tensor) for result in results):
         return _run_now(func, args, kwargs)
@@ -362,7 +378,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: An
 
     def node(position: int, twin: torch.Tensor) -> SymbolicTensor:
         def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            result: torch.Tensor = values_of(run(values))[position]
+            result: torch.Tensor = tree_leaves(run(values))[position]
             return result
 
         return _made(Computed(str(func), compute, inputs, tuple(twin.shape), twin.dtype), (args, kwargs), twin)

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,19 +51,10 @@ def _once_for_each_use(loading: Any) -> Callable[[Any], Any]:
         original, copied = latest.get(id(value), (None, None))
         if original is not value or copied.collected_tensors:
             copied = ordinary(value)
-            if hasattr(copied, "layer_targets"):
-                copied.layer_targets = defaultdict(_Names)
             latest[id(value)] = value, copied
         return copied
 
     return deepcopy
-
-
-class _Names(list[str]):
-    """Stands in for a set of names that each come once, in a fifth of its memory; the loader only adds to it."""
-
-    __slots__ = ()
-    add = list.append
 
 
 class _Deferring:
