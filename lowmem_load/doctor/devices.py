@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from lowmem_load.doctor.finding import NOTE, OK, PROBLEM, Finding
+from lowmem_load.ds.extensions import ops
 from lowmem_load.quantities import size
 
 PINNED_BYTES = 1 << 20
@@ -44,11 +45,11 @@ def _pinning() -> Iterator[Finding]:
 
 def _ops() -> Iterator[Finding]:
     try:
-        from lowmem_load.ds.ops import ops
+        found = ops()
     except ImportError as error:
         yield Finding("DeepSpeed's ops", PROBLEM, f"DeepSpeed cannot be imported: {error}", "install a tested release")
         return
-    for op in ops():
+    for op in found:
         if op.is_built:
             yield Finding("DeepSpeed's ops", OK, f"{op.name} is compiled, {op.use}")
         elif op.is_compatible:

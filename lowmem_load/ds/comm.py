@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from lowmem_load.contract import require
+from lowmem_load.contract import DEEPSPEED, require
 from lowmem_load.ds.extensions import load_shm_comm
-from lowmem_load.ds.releases import SUPPORTED
 
 _GROUPS = (
     *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"),
@@ -35,7 +34,7 @@ def bring_up_comm(backend: str, timeout: timedelta) -> None:
     import deepspeed
 
     require(
-        SUPPORTED,
+        DEEPSPEED,
         {
             "deepspeed.comm.comm": ("cdb",),
             "deepspeed.git_version_info": ("accelerator_name", "installed_ops"),

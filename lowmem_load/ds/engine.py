@@ -30,33 +30,33 @@ import deepspeed
 import torch
 from torch import nn
 
-from lowmem_load.contract import require, require_attributes
-from lowmem_load.ds.releases import SUPPORTED
+from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.shell import PLACEHOLDER, Shell
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError
 
+require(
+    DEEPSPEED,
+    {
+        "deepspeed.runtime.engine:DeepSpeedEngine": (
+            *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
+            *("fp16_enabled", "get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
+            *("is_gradient_accumulation_boundary", "load_checkpoint"),
+            *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "use_node_local_storage"),
+            *("zero_grad", "zero_use_cpu_optimizer"),
+        ),
+        "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
+        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
+        "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": ("reset_step",),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups", "loss_scale", "step"),
+    },
+    arguments={
+        f"deepspeed.runtime.engine:DeepSpeedEngine.{name}": ("exclude_frozen_parameters",)
+        for name in ("_zero3_consolidated_16bit_state_dict", "save_checkpoint")
+    },
+)
 
-def _check_contract() -> None:
-    """Raise IncompatibleVersionError unless DeepSpeed has what partial ZeRO-3 relies on. The rest: `_check_made`."""
-    require(
-        SUPPORTED,
-        {
-            "deepspeed.runtime.engine:DeepSpeedEngine": (
-                *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
-                *("fp16_enabled", "get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
-                *("is_gradient_accumulation_boundary", "load_checkpoint"),
-                *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "use_node_local_storage"),
-                *("zero_grad", "zero_use_cpu_optimizer"),
-            ),
-            "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
-            "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": ("reset_step",),
-            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups", "loss_scale", "step"),
-        },
-        arguments={
-            f"deepspeed.runtime.engine:DeepSpeedEngine.{name}": ("exclude_frozen_parameters",)
-            for name in ("_zero3_consolidated_16bit_state_dict", "save_checkpoint")
-        },
-    )
+from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 
 
 def _check_made(engine: Any) -> None:
@@ -67,18 +67,13 @@ def _check_made(engine: Any) -> None:
         UnsupportedError: it is a variant of ZeRO-3 whose optimizer works differently.
     """
     require_attributes(
-        SUPPORTED, engine, ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")
+        DEEPSPEED, engine, ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")
     )
     if type(engine.optimizer) is not DeepSpeedZeroOptimizer_Stage3:
         raise UnsupportedError(
             f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(engine.optimizer).__name__}"
         )
-    require_attributes(SUPPORTED, engine.optimizer, ("inf_or_nan_tracker", "overflow", "parameter_offload"))
-
-
-_check_contract()
-
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402  the contract's error is better
+    require_attributes(DEEPSPEED, engine.optimizer, ("inf_or_nan_tracker", "overflow", "parameter_offload"))
 
 
 def _scales_by_itself(optimizer: Any) -> bool:
@@ -114,7 +109,7 @@ class PartitionedPart:
         make_optimizer: makes the optimizer from the chosen part's trainable parameters; None for the ds_config's.
 
     Attributes:
-        engine: the `DeepSpeedEngine`. It has no lr scheduler; `schedulers.scheduler_of` makes one.
+        engine: the `DeepSpeedEngine`. It has no lr scheduler; `scheduler_of` makes one.
         frozen: whether the chosen part has no trainable parameter.
 
     Collective: all ranks.
@@ -328,3 +323,31 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
     found = [key for key, on in refused.items() if on]
     if found:
         raise UnsupportedError(f"partial ZeRO-3 does not support {', '.join(found)}; remove it from the ds_config")
+
+
+# -- lr schedulers -----------------------------------------------------------------------------------------------------
+
+
+def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's; None without one.
+
+    Raises:
+        ConfigError: there is no such scheduler.
+    """
+    return scheduler_class(section)(optimizer, **section.get("params", {})) if section else None
+
+
+def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the class of the lr scheduler that a ds_config's "scheduler" section names.
+
+    Source: deepspeed 0.19.8 `runtime/lr_schedules.py`; `_scheduler_from_config` of `runtime/engine.py`.
+
+    Raises:
+        ConfigError: there is no such scheduler.
+    """
+    name = section.get("type")
+    owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
+    found: Callable[..., Any] | None = getattr(owner, str(name), None)
+    if found is None:
+        raise ConfigError(f"ds_config scheduler.type: no lr scheduler {name!r} in DeepSpeed or torch")
+    return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_load.contract import require
-from lowmem_load.ds.releases import SUPPORTED
+from lowmem_load.contract import DEEPSPEED, require
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 
@@ -33,7 +32,7 @@ def model_states(
     Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `estimate_zero3_model_states_mem_needs`.
     """
     require(
-        SUPPORTED,
+        DEEPSPEED,
         {_STAGE3: ("estimate_zero3_model_states_mem_needs",)},
         arguments={
             f"{_STAGE3}:estimate_zero3_model_states_mem_needs": (

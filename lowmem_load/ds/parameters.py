@@ -13,32 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.contract import require
-from lowmem_load.ds.releases import KEEPS_FP32, SUPPORTED, has, refuse_absent_fp32
+from lowmem_load.contract import DEEPSPEED, require
+from lowmem_load.ds.releases import KEEPS_FP32, has, refuse_absent_fp32
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
 
-
-def _check_contract() -> None:
-    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on."""
-    require(
-        SUPPORTED,
-        {
-            **({KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")} if has(KEEPS_FP32) else {}),
-            "deepspeed.runtime.zero.partition_parameters": (
-                *("GatheredParameters", "PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
-            ),
-            "deepspeed.runtime.zero.utils": ("is_zero_param",),
-            "deepspeed.utils": ("safe_get_local_fp32_param",),
-            "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
-                *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
-                "synchronize_reads",
-            ),
-        },
-    )
-
-
-_check_contract()
+require(
+    DEEPSPEED,
+    {
+        **({KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")} if has(KEEPS_FP32) else {}),
+        "deepspeed.runtime.zero.partition_parameters": (
+            *("GatheredParameters", "PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
+        ),
+        "deepspeed.runtime.zero.utils": ("is_zero_param",),
+        "deepspeed.utils": ("safe_get_local_fp32_param",),
+        "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
+            *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
+            "synchronize_reads",
+        ),
+    },
+)
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402

@@ -25,10 +25,10 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from lowmem_load.contract import require, require_attributes
+from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds import swapping
 from lowmem_load.ds.pinning import new_pinned
-from lowmem_load.ds.releases import SUPPORTED, refuse_what_is_absent, warn_of_deadlocks
+from lowmem_load.ds.releases import refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
@@ -36,55 +36,25 @@ from lowmem_load.planning.ranges import FlatRange, partition_range
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
 
-def _check_contract() -> None:
-    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on. The rest: `_check_made`."""
-    require(
-        SUPPORTED,
-        {
-            f"{_ZERO}:Init": (
-                *("_aligned_size", "_convert_to_deepspeed_param", "get_partition_rank", "num_partitions", "param_id"),
-            ),
-            _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
-            "deepspeed.runtime.config": ("DeepSpeedConfig",),
-            "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
-            "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
-            "deepspeed.runtime.zero.utils": ("is_zero_param",),
-            "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
-        },
-        arguments={
-            f"{_ZERO}:Init.__init__": (
-                *("config_dict_or_path", "data_parallel_group", "module", "mpu", "zero_param_parallel_group"),
-            ),
-        },
-    )
-
-
-def _check_made(init: Any) -> None:
-    """Raise IncompatibleVersionError unless zero.Init has set what this module reads of it."""
-    require_attributes(
-        SUPPORTED,
-        init,
-        (
-            *("dtype", "local_device", "mem_efficient_linear"),
-            *("num_param_groups", "num_ranks_in_param_group", "param_swapper", "pin_memory"),
-            *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
+require(
+    DEEPSPEED,
+    {
+        f"{_ZERO}:Init": (
+            *("_aligned_size", "_convert_to_deepspeed_param", "get_partition_rank", "num_partitions", "param_id"),
         ),
-    )
-
-
-def _check_converted(parameter: nn.Parameter) -> None:
-    """Raise IncompatibleVersionError unless zero.Init has set what this module reads of a parameter or sets anew.
-
-    What it set under another name would keep the value of the empty parameter.
-    """
-    require_attributes(
-        SUPPORTED,
-        parameter,
-        ("ds_id", "ds_numel", "ds_process_group", "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor"),
-    )
-
-
-_check_contract()
+        _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
+        "deepspeed.runtime.config": ("DeepSpeedConfig",),
+        "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
+        "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
+        "deepspeed.runtime.zero.utils": ("is_zero_param",),
+        "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
+    },
+    arguments={
+        f"{_ZERO}:Init.__init__": (
+            *("config_dict_or_path", "data_parallel_group", "module", "mpu", "zero_param_parallel_group"),
+        ),
+    },
+)
 
 import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
 from deepspeed.accelerator import get_accelerator  # noqa: E402
@@ -146,7 +116,15 @@ class Partitioner:
                 zero_param_parallel_group=_secondary_group(section.get("zero_hpz_partition_size", 1)),
                 mpu=mpu,
             )
-        _check_made(self._init)
+        require_attributes(
+            DEEPSPEED,
+            self._init,
+            (
+                *("dtype", "local_device", "mem_efficient_linear"),
+                *("num_param_groups", "num_ranks_in_param_group", "param_swapper", "pin_memory"),
+                *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
+            ),
+        )
         self._ranges: dict[int, list[FlatRange]] = {}
         self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
@@ -213,7 +191,12 @@ class Partitioner:
         parameter = nn.Parameter(empty, requires_grad=requires_grad)
         next_id = Init.param_id
         self._init._convert_to_deepspeed_param(parameter)
-        _check_converted(parameter)
+        # What it sets under another name would keep the value of the empty parameter.
+        require_attributes(
+            DEEPSPEED,
+            parameter,
+            ("ds_id", "ds_numel", "ds_process_group", "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor"),
+        )
         Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
         parameter.ds_id = ds_id
         parameter.ds_shape = shape

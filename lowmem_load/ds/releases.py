@@ -1,4 +1,4 @@
-"""Which releases of DeepSpeed are supported, and what some of them lack.
+"""What some releases of DeepSpeed lack.
 
 Whatever depends on the release is asked here, by what is there and not by version, or where it is used, beside its
 source. What a release does not have at all is refused by name: DeepSpeed itself ignores most of it without a word.
@@ -13,11 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from lowmem_load.contract import Releases
 from lowmem_load.errors import UnsupportedError
-
-SUPPORTED = Releases("deepspeed", oldest="0.16.4", newest="0.19.8")
-"""The releases that all of this folder was tested with."""
 
 KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
 """The module that keeps buffers in fp32."""

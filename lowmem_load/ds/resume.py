@@ -13,18 +13,16 @@ Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_s
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.contract import require, require_attributes
+from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.parameters import held_range, is_partitioned, partition_in_memory, replicas_group_of, whole_shape
-from lowmem_load.ds.releases import SUPPORTED
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange
 
@@ -41,71 +39,24 @@ _REFUSAL = "_lowmem_load_refusal"
 ADAM_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
 
-def _check_contract() -> None:
-    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on. The rest: `_check_made`."""
-    require(
-        SUPPORTED,
-        {
-            _OPTIMIZER: (
-                *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
-                *("_reassign_or_swap_out_partitioned_parameters", "_swappable_optimizer_subgroup"),
-                *("checkpoint_event_epilogue", "checkpoint_event_prologue"),
-            ),
-            "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
-                "swap_out_and_release",
-            ),
-            "deepspeed.ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
-        },
-        arguments={
-            "deepspeed:DeepSpeedEngine.load_checkpoint": (
-                *("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states"),
-                *("load_module_only", "custom_load_fn"),
-            ),
-        },
-    )
-
-
-def _check_made(optimizer: Any) -> None:
-    """Raise IncompatibleVersionError unless an optimizer has set what this module reads of it."""
-    require_attributes(
-        SUPPORTED,
-        optimizer,
-        (
-            *("dynamic_loss_scale", "fp16_groups", "fp32_partitioned_groups_flat", "loss_scaler", "optimizer"),
-            *("overflow", "sub_group_to_group_id"),
+require(
+    DEEPSPEED,
+    {
+        _OPTIMIZER: (
+            *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
+            *("_reassign_or_swap_out_partitioned_parameters", "_swappable_optimizer_subgroup"),
+            *("checkpoint_event_epilogue", "checkpoint_event_prologue"),
         ),
-    )
+        "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
+            "swap_out_and_release",
+        ),
+        "deepspeed.ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
+    },
+)
 
-
-_check_contract()
-
-from deepspeed import DeepSpeedEngine  # noqa: E402  the contract gives the better error
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
-
-EngineLoads = Callable[[Any, dict[str, Any]], "tuple[str | None, dict[str, Any]] | None"]
-"""Gets an engine and the arguments of `load_checkpoint`, by name; returns its result, or None to let it go on."""
-
-
-@contextlib.contextmanager
-def engine_loads(handler: EngineLoads) -> Iterator[None]:
-    """Inside, `load_checkpoint` of every engine is handed to `handler` first."""
-    ordinary = DeepSpeedEngine.load_checkpoint
-    signature = inspect.signature(ordinary)
-
-    @functools.wraps(ordinary)
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        found = handler(self, {name: value for name, value in bound.arguments.items() if name != "self"})
-        return ordinary(self, *args, **kwargs) if found is None else found
-
-    DeepSpeedEngine.load_checkpoint = load_checkpoint
-    try:
-        yield
-    finally:
-        DeepSpeedEngine.load_checkpoint = ordinary
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +304,15 @@ def _plain_zero3(engine: Any) -> Any:
             f"load_checkpoint fills engines of plain ZeRO-3 that train, not one with {type(zero).__name__}; use the "
             "engine's own load_checkpoint"
         )
-    _check_made(zero)
-    require_attributes(SUPPORTED, engine, ("global_samples", "global_steps", "lr_scheduler", "skipped_steps"))
+    require_attributes(
+        DEEPSPEED,
+        zero,
+        (
+            *("dynamic_loss_scale", "fp16_groups", "fp32_partitioned_groups_flat", "loss_scaler", "optimizer"),
+            *("overflow", "sub_group_to_group_id"),
+        ),
+    )
+    require_attributes(DEEPSPEED, engine, ("global_samples", "global_steps", "lr_scheduler", "skipped_steps"))
     if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
         raise UnsupportedError("random LTD and curriculum learning: use the engine's own load_checkpoint")
     groups = {id(replicas_group_of(p)) for group in zero.fp16_groups for p in group}

@@ -18,51 +18,33 @@ import deepspeed
 import torch
 from torch import nn
 
-from lowmem_load.contract import require, require_attributes
+from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.extensions import load_async_io
-from lowmem_load.ds.releases import SUPPORTED
 from lowmem_load.errors import ConfigError
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 
 
-def _check_contract() -> None:
-    """Raise IncompatibleVersionError unless DeepSpeed has what this module relies on. The rest: `_check_made`."""
-    require(
-        SUPPORTED,
-        {
-            "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
-            "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.nvme",),
-            _SWAPPER: (
-                "_io_aligned_numel",
-                "available_swap_in_buffers",
-                "get_buffer",
-                "get_path",
-                "swap_out_and_release",
-                "swappable_tensor",
-                "synchronize_writes",
-            ),
-        },
-        arguments={
-            f"{_SWAPPER}.swappable_tensor": ("numel",),
-            f"{_SWAPPER}.swap_out_and_release": ("async_op", "force_buffer_release"),
-        },
-    )
-
-
-def _check_made(swapper: Any) -> None:
-    """Raise IncompatibleVersionError unless a swapper has set what this module reads of it."""
-    require_attributes(
-        SUPPORTED,
-        swapper,
-        (
-            *("aio_read_handle", "aio_write_handle", "buffers", "elements_per_buffer", "param_buffer_count"),
-            *("swap_element_size", "swap_folder", "use_gds"),
+require(
+    DEEPSPEED,
+    {
+        "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
+        "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.nvme",),
+        _SWAPPER: (
+            "_io_aligned_numel",
+            "available_swap_in_buffers",
+            "get_buffer",
+            "get_path",
+            "swap_out_and_release",
+            "swappable_tensor",
+            "synchronize_writes",
         ),
-    )
-
-
-_check_contract()
+    },
+    arguments={
+        f"{_SWAPPER}.swappable_tensor": ("numel",),
+        f"{_SWAPPER}.swap_out_and_release": ("async_op", "force_buffer_release"),
+    },
+)
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402  the contract gives the better error
 
@@ -116,7 +98,14 @@ class Swapping:
     _live: ClassVar[weakref.WeakValueDictionary[Folder, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, swapper: Any, folder: Folder) -> None:
-        _check_made(swapper)
+        require_attributes(
+            DEEPSPEED,
+            swapper,
+            (
+                *("aio_read_handle", "aio_write_handle", "buffers", "elements_per_buffer", "param_buffer_count"),
+                *("swap_element_size", "swap_folder", "use_gds"),
+            ),
+        )
         self._swapper = swapper
         self._filling: list[nn.Parameter] = []
         self._writing: list[tuple[str, int]] = []  # paths, and bytes that each will have

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.contract import require, require_attributes
-from lowmem_load.ds.releases import SUPPORTED
+from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.errors import UnsupportedError
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
@@ -32,7 +31,7 @@ def set_aside() -> Iterator[Any]:
     if zero is None:
         yield None
         return
-    require(SUPPORTED, {_ZERO: ("restore_init_context", "shutdown_init_context", "top_level_context")})
+    require(DEEPSPEED, {_ZERO: ("restore_init_context", "shutdown_init_context", "top_level_context")})
     init = zero.top_level_context
     if init is None or not getattr(init, "patched", False):
         yield None
@@ -60,7 +59,7 @@ def refuse_another(init: Any, *, dtype: torch.dtype, device: str, world_size: in
     """
     if init is None:
         return
-    require_attributes(SUPPORTED, init, ("dp_world_size", "dtype", "remote_device"))
+    require_attributes(DEEPSPEED, init, ("dp_world_size", "dtype", "remote_device"))
     found = (init.dtype, _device_type(init.remote_device), init.dp_world_size)
     if found != (dtype, device, world_size):
         raise UnsupportedError(

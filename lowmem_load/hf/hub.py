@@ -15,13 +15,12 @@ from typing import Any
 import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
 
-from lowmem_load.contract import require
+from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.describe.context import Once
-from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.hf.replaced import replaced
 
 require(
-    SUPPORTED,
+    TRANSFORMERS,
     {
         "transformers.models.auto.auto_factory": ("find_adapter_config_file",),
         "transformers.utils.hub": ("cached_files",),

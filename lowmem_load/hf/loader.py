@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lowmem_load.contract import require
+from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.describe.context import Context, Once
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.missing import initialise_in, uninitialised
@@ -39,7 +39,6 @@ from lowmem_load.hf.collecting import described_collecting
 from lowmem_load.hf.hub import asked_once
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
-from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
 
@@ -52,34 +51,29 @@ MAX_MODULES = 1 << 18
 """Of a model, each some kilobytes of memory: twice what the largest published ones have."""
 
 
-def _check_contract() -> None:
-    """Raise IncompatibleVersionError unless transformers has what this module relies on."""
-    require(
-        SUPPORTED,
-        {
-            "transformers:PreTrainedModel": (
-                # class methods, which are replaced by such
-                *("from_pretrained.__func__", "_from_config.__func__", "get_init_context.__func__"),
-                *(_INITIALISES, "load_adapter"),
-            ),
-            "transformers.integrations.deepspeed": (
-                *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
-            ),
-            "transformers.modeling_utils": (
-                *("get_checkpoint_shard_files", "is_deepspeed_zero3_enabled", "is_fsdp_enabled"),
-                *("load_state_dict", "safe_open"),
-            ),
-            "transformers.quantizers.auto:AutoHfQuantizer": ("from_config",),
-            "transformers.quantizers.base:HfQuantizer": ("validate_environment",),
-            "transformers.utils.logging": (
-                *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
-                *("get_verbosity", "set_verbosity", "set_verbosity_error"),
-            ),
-        },
-    )
-
-
-_check_contract()
+require(
+    TRANSFORMERS,
+    {
+        "transformers:PreTrainedModel": (
+            # class methods, which are replaced by such
+            *("from_pretrained.__func__", "_from_config.__func__", "get_init_context.__func__"),
+            *(_INITIALISES, "load_adapter"),
+        ),
+        "transformers.integrations.deepspeed": (
+            *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
+        ),
+        "transformers.modeling_utils": (
+            *("get_checkpoint_shard_files", "is_deepspeed_zero3_enabled", "is_fsdp_enabled"),
+            *("load_state_dict", "safe_open"),
+        ),
+        "transformers.quantizers.auto:AutoHfQuantizer": ("from_config",),
+        "transformers.quantizers.base:HfQuantizer": ("validate_environment",),
+        "transformers.utils.logging": (
+            *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
+            *("get_verbosity", "set_verbosity", "set_verbosity_error"),
+        ),
+    },
+)
 
 import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
 from transformers import PreTrainedModel  # noqa: E402

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.contract import require
+from lowmem_load.contract import PEFT, require
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.saver import PEFT
 
 FEW_ROWS = 64
 """Rows of a weight that are merged together at least: BLAS multiplies a few rows by other code, which rounds otherwise.

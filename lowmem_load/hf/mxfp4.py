@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from lowmem_load.contract import require
+from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.hf.releases import SUPPORTED
 from lowmem_load.planning.expression import Elementwise, Expression, expand, held, permute, reshape
 
 MODULE = "transformers.integrations.mxfp4"
@@ -44,7 +43,7 @@ def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     Raises:
         IncompatibleVersionError: transformers does it in another way.
     """
-    require(SUPPORTED, {MODULE: ("convert_moe_packed_tensors",)})
+    require(TRANSFORMERS, {MODULE: ("convert_moe_packed_tensors",)})
     module = importlib.import_module(MODULE)
     ordinary: Convert = module.convert_moe_packed_tensors
     table_of = functools.cache(functools.partial(_checked_table, ordinary))
@@ -101,6 +100,6 @@ def _checked_table(ordinary: Convert, dtype: torch.dtype, read_now: ReadNow) -> 
     if ours.shape != theirs.shape or not torch.equal(ours, theirs):
         raise IncompatibleVersionError(
             f"{MODULE}.convert_moe_packed_tensors lays weights out in another way than lowmem_load knows; install "
-            f"transformers=={SUPPORTED.newest}"
+            f"transformers=={TRANSFORMERS.newest}"
         )
     return table

@@ -11,10 +11,9 @@ import transformers.modeling_utils as modeling_utils
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
-from lowmem_load.hf import fp8, mxfp4
+from lowmem_load.hf import four_bit, fp8, mxfp4
 from lowmem_load.hf.names import is_four_bit, model_config, quantization_method, refuse_quantized
 from lowmem_load.hf.replaced import replaced
-from lowmem_load.quantize import four_bit
 
 _PLACING = ("caching_allocator_warmup", "dispatch_model")
 """What places a whole model on a device, which a quantizer asks for; 5.x dispatches only to several."""

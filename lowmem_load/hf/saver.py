@@ -25,14 +25,11 @@ import transformers
 from torch import nn
 from transformers.utils import logging as hf_logging
 
-from lowmem_load.contract import Releases, require
+from lowmem_load.contract import PEFT, TRANSFORMERS, require
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.loader import SUPPORTED
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.planning.expression import Expression, Source
-
-PEFT = Releases("peft", oldest="0.15.0", newest="0.21.2")
 
 _WRITE_WEIGHTS = "safe_save_file"
 """What writes a file of weights, as transformers' and PEFT's modules name it."""
@@ -47,16 +44,11 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """To which weights can be cast: integers and fp8 mean nothing without scales."""
 
 
-def _check_contract() -> None:
-    """Raise IncompatibleVersionError unless transformers has what this module relies on."""
-    require(
-        SUPPORTED,
-        {"transformers.modeling_utils": (_WRITE_WEIGHTS,), "transformers:PreTrainedModel": ("num_parameters",)},
-        arguments={"transformers:PreTrainedModel.save_pretrained": ("is_main_process", "max_shard_size", "state_dict")},
-    )
-
-
-_check_contract()
+require(
+    TRANSFORMERS,
+    {"transformers.modeling_utils": (_WRITE_WEIGHTS,), "transformers:PreTrainedModel": ("num_parameters",)},
+    arguments={"transformers:PreTrainedModel.save_pretrained": ("is_main_process", "max_shard_size", "state_dict")},
+)
 
 
 @dataclass(frozen=True, slots=True)

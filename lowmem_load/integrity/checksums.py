@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.read.hashing import GIT, SHA256
 from lowmem_load.read.source import LocalFile, read_bytes
+
+GIT, SHA256 = "git's sha1", "sha256"
+"""Algorithms. Git names a file by a SHA-1 of its size and bytes."""
 
 MAX_NBYTES = 16 << 20
 """Bytes of a file of checksums: some 100,000 lines."""
@@ -39,7 +41,7 @@ class Checksum:
     """What the bytes of a file should be.
 
     Attributes:
-        algorithm: `SHA256` or `GIT`, see `read.hashing`.
+        algorithm: `SHA256` or `GIT`.
         digest: hex.
         origin: where that is written.
     """

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.ds.engine import PartitionedPart
-from lowmem_load.ds.schedulers import scheduler_of
+from lowmem_load.ds.engine import PartitionedPart, scheduler_of
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.partial.checkpoint import find_checkpoint, load_replicated, save_replicated
-from lowmem_load.partial.optimizer import PartialOptimizer
-from lowmem_load.partial.outside import Outside
+from lowmem_load.partial.checkpoint import Outside, find_checkpoint, load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
     Average,
+    PartialOptimizer,
     ReplicatedPart,
     SplitOptimizer,
     Unused,

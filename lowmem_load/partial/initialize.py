@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_load.ds.engine import scheduler_class
 from lowmem_load.ds.parameters import group_size_of, is_partitioned, whole_numel
-from lowmem_load.ds.schedulers import scheduler_class
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine

@@ -17,6 +17,7 @@ import torch
 from deepspeed import comm
 from torch import nn
 
+from lowmem_load.ds.engine import PartitionedPart
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 
 Average: TypeAlias = Literal["all", "used"]
@@ -220,6 +221,40 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
         whole = tensor.detach().contiguous()
         comm.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
         tensor.detach().copy_(whole)
+
+
+# -- what the engine shows as its optimizer ---------------------------------------------------------------------------
+
+
+class PartialOptimizer:
+    """What an engine shows as its optimizer: learning rates to read and write, and whether a step was skipped.
+
+    Attributes:
+        param_groups: the user's, else those of the ds_config's optimizer; both parts follow them.
+    """
+
+    def __init__(self, part: PartitionedPart, replicated: ReplicatedPart, leader: torch.optim.Optimizer) -> None:
+        self._part, self._replicated, self._leader = part, replicated, leader
+        self.defaults = leader.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups with their options; see the class."""
+        return self._leader.param_groups
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because gradients of either part overflowed."""
+        return self._part.overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 unless fp16."""
+        return self._part.loss_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the replicated part's state; the partitioned part's is in the engine's checkpoints only."""
+        return self._replicated.state_dict()
 
 
 # -- splitting a user's optimizer ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.ds.initialize_hook import hooked
+from lowmem_load.ds.hooks import hooked
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, UnsupportedError

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_load.ds.resume import engine_loads, is_plain_zero3, wants_universal
+from lowmem_load.ds.hooks import engine_loads
+from lowmem_load.ds.resume import is_plain_zero3, wants_universal
 from lowmem_load.integrity.model import unwrapped
 from lowmem_load.resume.load import load_checkpoint
 from lowmem_load.resume.opening import saved_by

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from lowmem_load.ds.consolidation import consolidates_to, engine_saves, may_gather
+from lowmem_load.ds.hooks import consolidates_to, engine_saves, may_gather
 from lowmem_load.ds.parameters import is_partitioned, whole_numel
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.accelerate_saves import accelerate_saves, describe_save
@@ -122,8 +122,8 @@ def _is_plain(trainer: Any, model: Any) -> bool:
     return is_saved_by_itself(model) and as_safetensors and not arguments.push_to_hub and not quantized
 
 
-def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool:
-    """Do what `engine.save_16bit_model` does, whatever the ds_config allows; return False for what is left to stock.
+def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool | None:
+    """Do what `engine.save_16bit_model` does, whatever the ds_config allows; return None for what is left to stock.
 
     The file is one of `torch.save`, with the keys of the module and no conversion turned back, as it is in stock.
 
@@ -131,7 +131,7 @@ def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool:
     """
     model = unwrapped(engine)
     if not any(map(is_partitioned, model.parameters())):
-        return False
+        return None
     name, without_frozen = str(given["save_filename"]), bool(given["exclude_frozen_parameters"])
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 

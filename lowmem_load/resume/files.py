@@ -1,12 +1,23 @@
-"""The files of a checkpoint: which were opened, and where tensors lie in them. Reads no weights."""
+"""The files of a checkpoint: which were opened, and where tensors lie in them. Reads no weights.
+
+[Note: swapped states] DeepSpeed copies the swapper's folder of each rank into the checkpoint. In the rank's file of
+optimizer states the tensors of a sub-group that is swapped are empty then, and their attribute `ds_id` names the file
+that has the elements, in fp32, with padding at its end. Sub-groups of less than 1 MiB are not swapped, and saved as
+ever. Source: deepspeed 0.16.4 to 0.19.8 `runtime/engine.py`, `save_checkpoint`;
+`runtime/swap_tensor/optimizer_utils.py`, `SwapTensorContext` and `_get_state_tensors`.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Any
 
+import torch
+
 from lowmem_load.errors import CheckpointError
+from lowmem_load.formats.inert_objects import shown
 from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Source, numel
@@ -14,7 +25,12 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.whole import read_whole
 from lowmem_load.resume.layout import SavedParameter, place_fragments
-from lowmem_load.resume.swapped import DTYPE
+
+_SWAPPED = "offloaded_tensors"
+"""Of the swapper's files, in the folder of the tag."""
+
+_SWAPPED_DTYPE = torch.float32
+"""Of what is in them."""
 
 
 class Files:
@@ -76,10 +92,10 @@ class Files:
             raise CheckpointError(f"{path}: is missing, with {what} of an optimizer that was on nvme")
         with self.executor.sources.reading(path) as source:
             nbytes, version = source.nbytes, source.version
-        if nbytes < size * DTYPE.itemsize:
-            raise CheckpointError(f"{path}: has {nbytes} bytes, expected {size} elements of {DTYPE}: {what}")
+        if nbytes < size * _SWAPPED_DTYPE.itemsize:
+            raise CheckpointError(f"{path}: has {nbytes} bytes, expected {size} elements of {_SWAPPED_DTYPE}: {what}")
         self.opened.append(PlannedFile(path, nbytes, "", version))
-        return Source(path, what, 0, (size,), DTYPE)
+        return Source(path, what, 0, (size,), _SWAPPED_DTYPE)
 
     def scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
         """Return a small value of the optimizer: a number, text, or a tensor, which is read.
@@ -97,3 +113,37 @@ class Files:
         """Return a tensor that was saved whole."""
         shape = tensor.size if isinstance(tensor, Tensor) else ()
         return place_fragments(name, shape, [self.flat(file, tensor, name, math.prod(shape))])
+
+
+def is_swapped(tensor: Any, size: int) -> bool:
+    """Return whether a tensor of which `size` elements are expected lies in a file of the swapper."""
+    return isinstance(tensor, Tensor) and size > 0 and not math.prod(tensor.size) and "ds_id" in tensor.attributes
+
+
+def swap_file(folder: str, rank: int, world_size: int, tensor: Tensor, what: str) -> str:
+    """Return the path of the file that holds a tensor.
+
+    Args:
+        folder: of the tag.
+        rank: that has saved it.
+        world_size: ranks that have saved.
+        tensor: empty, with its name.
+        what: it is, for messages.
+
+    Raises:
+        CheckpointError: its name is none, or the files of ranks were copied over each other.
+    """
+    name = tensor.attributes["ds_id"]
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,200}", name):
+        raise CheckpointError(
+            f"{folder}: {what} was on nvme under the name {shown(name)}, which is none of DeepSpeed's"
+        )
+    own = os.path.join(folder, _SWAPPED, f"rank{rank:02d}")
+    if not os.path.isdir(own):
+        if world_size > 1:
+            raise CheckpointError(
+                f"{own}: is missing, with the states of an optimizer that was on nvme: ranks of deepspeed 0.17 and "
+                "older copy theirs over each other's, and with use_node_local_storage each node has its own"
+            )
+        own = os.path.join(folder, _SWAPPED)
+    return os.path.join(own, f"{name}.tensor.swp")

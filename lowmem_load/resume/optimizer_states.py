@@ -18,9 +18,8 @@ from lowmem_load.formats.pickled_tensor import Tensor
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.resume.checkpoint import at, base_optimizer
-from lowmem_load.resume.files import Files
+from lowmem_load.resume.files import Files, is_swapped, swap_file
 from lowmem_load.resume.layout import FP32, Pieces, SavedParameter, group_numels, place_chains, place_groups
-from lowmem_load.resume.swapped import is_swapped, swap_file
 
 UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
 """Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""

@@ -1,7 +1,12 @@
-"""What lies where in the files of a save: headers and offsets. Pure.
+"""What lies where in the files of a save: headers and offsets.
 
 A file is laid out as safetensors itself does it (0.8.0, `safetensors/src/tensor.rs`, `prepare`): tensors with the
 widest dtypes first, those of one dtype by name, so that all are aligned; the header is padded with spaces to 8 bytes.
+
+What lies where in a file of `torch.save` is found out by having torch write one without data.
+`torch.serialization.skip_data` leaves out the bytes of storages: a sparse file of a few KiB on the disk. All that is
+no tensor is taken from it. The zip has a checksum of each storage, which is that of nothing then; torch does not look
+at these (it builds its zip reader without that check), other tools that unpack such a file do.
 """
 
 from __future__ import annotations
@@ -9,15 +14,20 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
-from lowmem_load.planning.expression import Shape
+from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.planning.expression import Expression, Shape, Source
+from lowmem_load.read.source import LocalFile, read_bytes
 
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items() if code not in PACKED}
 _ORDER = {code: number for number, code in enumerate(BITS)}
@@ -42,11 +52,6 @@ class FileLayout:
     starts: Mapping[str, int]
     others: Mapping[int, bytes] = field(default_factory=dict)
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of tensors."""
-        return self.nbytes - len(self.header) - sum(map(len, self.others.values()))
-
 
 def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
     """Return the layout of a file that holds these tensors.
@@ -69,6 +74,45 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
     text += b" " * (-len(text) % _ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
     return FileLayout(name, header, len(header) + end, {key: len(header) + start for key, start in offsets.items()})
+
+
+def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> FileLayout:
+    """Return the layout of the file in which `torch.save` puts an `OrderedDict` of these tensors.
+
+    Args:
+        name: of the file, a path with "/". torch puts its stem into the file.
+        tensors: in their order. Two names of the same expression are one tensor there.
+        scratch: a folder of this rank's own.
+
+    Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
+    """
+    path = scratch / Path(name).name
+    made: dict[int, torch.Tensor] = {}
+    with FakeTensorMode():
+        for part in tensors.values():
+            if id(part) not in made:
+                made[id(part)] = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(OrderedDict((key, made[id(part)]) for key, part in tensors.items()), path)
+    file = LocalFile(str(path))
+    try:
+        described = TorchZip().describe(file)
+        starts: dict[str, int] = {}
+        for key in tensors:
+            found = described.expression(key)
+            assert isinstance(found, Source)  # of a contiguous tensor
+            starts[key] = found.start
+        nbytes = {key: math.prod(part.shape) * part.dtype.itemsize for key, part in tensors.items()}
+        ends = sorted({(starts[key], starts[key] + nbytes[key]) for key in tensors})
+        others, at = {}, 0
+        for start, end in [*ends, (file.nbytes, file.nbytes)]:
+            if start > at:
+                others[at] = read_bytes(file, at, start - at)
+            at = end
+        return FileLayout(name, others.pop(0), file.nbytes, starts, others)
+    finally:
+        file.close()
+        path.unlink()
 
 
 def digest_of(files: Iterable[FileLayout]) -> str:

@@ -28,11 +28,10 @@ from lowmem_load.ranks.life import Progress
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.holdings import Holding, groups_of, holdings_of
-from lowmem_load.saving.layout import FileLayout, digest_of, lay_out
+from lowmem_load.saving.layout import FileLayout, digest_of, lay_out, lay_out_zip
 from lowmem_load.saving.merged import digest_of_values, merged_pieces, merged_whole, whole_adapters
 from lowmem_load.saving.plan import Write, held_part, held_writes, plan_writes, strided, total_bytes
 from lowmem_load.saving.report import SaveReport
-from lowmem_load.saving.torch_layout import lay_out_zip
 from lowmem_load.saving.writer import Writer
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]

@@ -6,9 +6,7 @@ from typing import Any
 
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError, listed
-from lowmem_load.hf import loader, names
-from lowmem_load.quantize import four_bit
-from lowmem_load.quantize.check import check_packed
+from lowmem_load.hf import four_bit, loader, names
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.describe import Described
 
@@ -58,4 +56,4 @@ def _check_four_bit(described: Described) -> None:
                 f"{described.name}: {listed(unpacked)} are to be held in 4 bits, but "
                 "the files have no values for them, or packed ones without their quantization state"
             )
-        check_packed(described.model, described.settings)
+        four_bit.check_packed(described.model, described.settings)

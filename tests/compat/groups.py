@@ -14,7 +14,7 @@ from tests.compat.environments import Environment
 from tests.compat.install import folder_of, python_of, variables
 from tests.ranks import REPO
 
-SEAMS = ("active", "contract", "ds_engine", "initialise", "initialize_hook", "intercept", "loader", "parameters")
+SEAMS = ("active", "contract", "ds_engine", "ds_hooks", "initialise", "intercept", "loader", "parameters")
 SEAMS += ("partition", "precision", "releases", "tensor")
 
 GROUPS: dict[str, tuple[str, ...]] = {

@@ -64,7 +64,7 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
         layout = layout_of("saved", tensors)
         writes = plan_writes([(layout, tensors)])
         for world_size in mappings.WORLD_SIZES:
-            path.write_bytes(layout.header + bytes([mappings.UNWRITTEN]) * layout.data_bytes)
+            path.write_bytes(layout.header + bytes([mappings.UNWRITTEN]) * (layout.nbytes - len(layout.header)))
             written = 0
             for rank in range(world_size):
                 held = {name: partition_range(value.numel(), rank, world_size) for name, value in model.items()}
@@ -74,7 +74,7 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
                         part = model[write.parameter].reshape(-1)[mine.start : mine.end].clone()
                         writer.write(write, part, mine.start)
                     written += writer.written_bytes
-            assert written == layout.data_bytes == total_bytes(writes)
+            assert written == layout.nbytes - len(layout.header) == total_bytes(writes)
             saved = load_file(path)
             assert saved.keys() == wanted.keys()
             for name, value in wanted.items():

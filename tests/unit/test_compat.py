@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lowmem_load.ds import extensions, releases
-from lowmem_load.hf import loader
+from lowmem_load import contract
 from tests.compat import page
 from tests.compat.environments import MOST, Environment, line_of, read_environments, uncovered_pairs
 from tests.compat.groups import counted
@@ -34,7 +33,7 @@ def test_a_result_is_of_the_present_pins_of_its_environment() -> None:
             assert Version(result["versions"][name]).release[: len(digits)] == digits, (environment.name, name)
 
 
-@pytest.mark.parametrize("supported", [releases.SUPPORTED, loader.SUPPORTED, extensions.TORCH], ids=str)
+@pytest.mark.parametrize("supported", [contract.DEEPSPEED, contract.TRANSFORMERS, contract.TORCH], ids=str)
 def test_the_supported_range_is_what_was_tested(supported: Any) -> None:
     tested = [Version(Version(result["versions"][supported.package]).base_version) for result in read_results()]
     assert Version(supported.newest) == max(tested)

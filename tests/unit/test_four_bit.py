@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowmem_load import DistributedInterface, load_model, load_report, plan
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.quantize import four_bit
+from lowmem_load.hf import four_bit
 from tests import builders
 from tests.parity import BF16
 

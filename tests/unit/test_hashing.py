@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.read.hashing import CHUNK_BYTES, GIT, SHA256, hash_source
+from lowmem_load.integrity.checksums import GIT, SHA256
+from lowmem_load.integrity.files import CHUNK_BYTES, hash_source
 from lowmem_load.read.source import LocalFile
 
 

@@ -18,7 +18,6 @@ contract planning plots quantities settings
 read
 formats
 describe
-quantize
 ds hf
 ranks targets
 integrity remote report
@@ -36,7 +35,7 @@ FILES = "bench doctor ds formats hf partial phases pipelines ranks read reports 
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {
-    "bitsandbytes": "quantize",
+    "bitsandbytes": "hf",
     "deepspeed": "ds",
     "deepspeed.accelerator": "ranks",
     "deepspeed.comm": "partial",

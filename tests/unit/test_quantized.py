@@ -13,7 +13,7 @@ from torch import nn
 from lowmem_load.describe.context import Context
 from lowmem_load.describe.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.quantize.check import check_packed
+from lowmem_load.hf.four_bit import check_packed
 from lowmem_load.read.executor import Executor
 from lowmem_load.report import LoadReport
 from lowmem_load.settings.settings import Settings, read_settings

@@ -69,10 +69,10 @@ def test_all_ranks_together_write_each_byte_once(
     tensors, path = described(), tmp_path / "f"
     layout = layout_of("f", tensors)
     writes = plan_writes([(layout, tensors)])
-    assert total_bytes(writes) == layout.data_bytes
+    assert total_bytes(writes) == layout.nbytes - len(layout.header)
     for world_size in (1, 2, 3, 4, 7, 8, 64, 97):
         values = memory(world_size)
-        path.write_bytes(layout.header + bytes(layout.data_bytes))
+        path.write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
         written = 0
         for rank in range(world_size):
             held = {name: partition_range(value.numel(), rank, world_size) for name, value in values.items()}
@@ -83,7 +83,7 @@ def test_all_ranks_together_write_each_byte_once(
                     writer.write(write, part, mine.start)
                 writer.sync()
             written += writer.written_bytes
-        assert written == layout.data_bytes  # and each is right, so none was written twice
+        assert written == layout.nbytes - len(layout.header)  # and each is right, so none was written twice
         saved = load_file(path)
         for name, value in converted(values).items():
             assert saved[name].dtype == value.dtype and torch.equal(saved[name], value), (name, world_size)
@@ -150,7 +150,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     files = [(layout_of(f"{at}", part), part) for at, part in enumerate(tensors)]
     paths, before, most = [tmp_path / layout.name for layout, _ in files], len(os.listdir("/proc/self/fd")), 0
     for layout, _ in files:
-        (tmp_path / layout.name).write_bytes(layout.header + bytes(layout.data_bytes))
+        (tmp_path / layout.name).write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
     with Writer(paths, lambda _: None) as writer:
         for write in plan_writes(files):
             writer.write(write, torch.arange(200.0), 0)

@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 
-from lowmem_load.ds.initialize_hook import Handler, hooked
+from lowmem_load.ds.hooks import Handler, hooked
 
 
 @pytest.fixture
