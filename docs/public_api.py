@@ -1,5 +1,7 @@
 """A directive for Sphinx that writes out the docstrings of public names: `.. public:: load_model`.
 
+A class that users get but do not import stands there with its module: `.. public:: saving.report.SaveReport`.
+
 It reads the source and imports nothing of it, so that the site is built without torch.
 """
 
@@ -33,7 +35,9 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def module_of(name: str) -> Path:
-    """Return the file in which a name of `lowmem_load.__all__` is defined, as the package's imports for types say."""
+    """Return the file that defines a name: its module if it has one, else where the package imports it from."""
+    if "." in name:
+        return PACKAGE.joinpath(*name.split(".")[:-1]).with_suffix(".py")
     for node in ast.walk(_parsed(PACKAGE / "__init__.py")):
         if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
             return PACKAGE.parent.joinpath(*node.module.split(".")).with_suffix(".py")
@@ -43,7 +47,7 @@ def module_of(name: str) -> Path:
 def definition_of(name: str) -> Definition:
     """Return the function or class that a public name stands for."""
     for node in _parsed(module_of(name)).body:
-        if isinstance(node, Definition) and node.name == name:
+        if isinstance(node, Definition) and node.name == name.rpartition(".")[2]:
             return node
     raise LookupError(f"{module_of(name)} defines no {name}")
 
@@ -99,7 +103,7 @@ def _with_fields(docstring: str) -> str:
 
 
 class Public(SphinxDirective):
-    """`.. public:: NAME`: the entry of a name of `lowmem_load.__all__`."""
+    """`.. public:: NAME`: the entry of a name of `lowmem_load.__all__`, or of a class in a module of the package."""
 
     required_arguments: ClassVar[int] = 1
 

@@ -14,29 +14,25 @@ if TYPE_CHECKING:
         IncompatibleVersionError,
         LoadOrderWarning,
         LowMemLoadError,
-        ModelBuildError,
         NotStreamedWarning,
-        PlanError,
         RankError,
         UnsupportedError,
     )
-    from lowmem_load.integrity.files import FileCheck, verify_checkpoint
+    from lowmem_load.integrity.files import verify_checkpoint
     from lowmem_load.integrity.model import model_digest
     from lowmem_load.load.model import load_model, load_report
     from lowmem_load.load.plan import plan
     from lowmem_load.load.streaming import streaming
-    from lowmem_load.partial.engine import PartialEngine
     from lowmem_load.partial.initialize import initialize
     from lowmem_load.partial.trainer import partial_zero3
     from lowmem_load.pipelines.arguments import DistConfig, ModelArguments
-    from lowmem_load.pipelines.install import install, uninstall
+    from lowmem_load.pipelines.install import install
     from lowmem_load.pipelines.model_engine import ModelEngine
     from lowmem_load.planning.load_plan import LoadPlan
     from lowmem_load.ranks.process_group import DistributedInterface
     from lowmem_load.report import LoadReport
     from lowmem_load.resume.consolidate import consolidate
     from lowmem_load.resume.load import load_checkpoint
-    from lowmem_load.saving.report import SaveReport
     from lowmem_load.saving.save import save_model
 
 __all__ = [
@@ -44,20 +40,15 @@ __all__ = [
     "ConfigError",
     "DistConfig",
     "DistributedInterface",
-    "FileCheck",
     "IncompatibleVersionError",
     "LoadOrderWarning",
     "LoadPlan",
     "LoadReport",
     "LowMemLoadError",
     "ModelArguments",
-    "ModelBuildError",
     "ModelEngine",
     "NotStreamedWarning",
-    "PartialEngine",
-    "PlanError",
     "RankError",
-    "SaveReport",
     "UnsupportedError",
     "consolidate",
     "initialize",
@@ -70,32 +61,29 @@ __all__ = [
     "plan",
     "save_model",
     "streaming",
-    "uninstall",
     "verify_checkpoint",
 ]
 
 _HOMES = {
     "errors": (
         *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
-        *("ModelBuildError", "NotStreamedWarning", "PlanError", "RankError", "UnsupportedError"),
+        *("NotStreamedWarning", "RankError", "UnsupportedError"),
     ),
-    "integrity.files": ("FileCheck", "verify_checkpoint"),
+    "integrity.files": ("verify_checkpoint",),
     "integrity.model": ("model_digest",),
     "load.model": ("load_model", "load_report"),
     "load.plan": ("plan",),
     "load.streaming": ("streaming",),
-    "partial.engine": ("PartialEngine",),
     "partial.initialize": ("initialize",),
     "partial.trainer": ("partial_zero3",),
     "pipelines.arguments": ("DistConfig", "ModelArguments"),
-    "pipelines.install": ("install", "uninstall"),
+    "pipelines.install": ("install",),
     "pipelines.model_engine": ("ModelEngine",),
     "planning.load_plan": ("LoadPlan",),
     "ranks.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
     "resume.load": ("load_checkpoint",),
-    "saving.report": ("SaveReport",),
     "saving.save": ("save_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -228,7 +228,8 @@ def call_deepspeed_initialize(path: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    from lowmem_load import DistributedInterface, PartialEngine, load_model, partial_zero3
+    from lowmem_load import DistributedInterface, load_model, partial_zero3
+    from lowmem_load.partial.engine import PartialEngine
 
     ranks = DistributedInterface()
     stand_in_for_an_accelerator(ranks.rank, ranks.world_size)
@@ -314,7 +315,8 @@ def test_what_deepspeed_initialize_is_given(checkpoints: Path) -> None:
 def test_the_trainer_hook_restores_deepspeed() -> None:
     import deepspeed
 
-    from lowmem_load import install, partial_zero3, uninstall
+    from lowmem_load import install, partial_zero3
+    from lowmem_load.pipelines.install import uninstall
 
     ordinary = deepspeed.initialize
     with partial_zero3():

@@ -72,12 +72,13 @@ class CutsItself(LlamaForCausalLM):
 @contextlib.contextmanager
 def installed(**keywords: Any) -> Iterator[None]:
     import lowmem_load
+    from lowmem_load.pipelines.install import uninstall
 
     lowmem_load.install(**keywords)
     try:
         yield
     finally:
-        lowmem_load.uninstall()
+        uninstall()
 
 
 def dtypes(model: Any) -> set[torch.dtype]:
@@ -203,7 +204,7 @@ def quantized(path: str) -> None:
 def what_cannot_be_described(path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import ModelBuildError, UnsupportedError
+    from lowmem_load.errors import ModelBuildError, UnsupportedError
 
     alive = HfDeepSpeedConfig(FP32)
     torch.manual_seed(1)

@@ -41,6 +41,7 @@ def follow(path: str) -> None:
 
     import lowmem_load
     from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.pipelines.install import uninstall
 
     def load(**kwargs: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
@@ -73,7 +74,7 @@ def follow(path: str) -> None:
     with lowmem_load.streaming(BF16):
         assert {p.dtype for p in load().parameters()} == {torch.bfloat16}
         with pytest.raises(lowmem_load.ConfigError, match="call it after the block"):
-            lowmem_load.uninstall()
+            uninstall()
     streamed.resize_token_embeddings(1280)
     whole = [parameter for parameter in streamed.parameters() if not is_partitioned(parameter)]
     assert sum(parameter.numel() for parameter in whole) == 2 * 1280 * 32, "the new embeddings, most of the model"
@@ -103,8 +104,8 @@ def follow(path: str) -> None:
     )
     assert messages == []
 
-    lowmem_load.uninstall()
-    lowmem_load.uninstall()  # does nothing
+    uninstall()
+    uninstall()  # does nothing
     assert global_state() == before
     assert deepspeed.initialize is ordinary_initialize
     alive = HfDeepSpeedConfig(FP32)
@@ -120,13 +121,14 @@ def test_install_follows_the_active_configuration(checkpoints: Path) -> None:
 
 def test_install_inside_a_streaming_block_is_refused() -> None:
     import lowmem_load
+    from lowmem_load.pipelines.install import uninstall
 
     with lowmem_load.streaming(), pytest.raises(lowmem_load.ConfigError, match="before or after the block"):
         lowmem_load.install()
     before = global_state()
     lowmem_load.install()
     assert global_state() != before
-    lowmem_load.uninstall()
+    uninstall()
     assert global_state() == before
 
 

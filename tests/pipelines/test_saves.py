@@ -79,6 +79,7 @@ def save_twice(path: str, out: str) -> None:
     import accelerate
 
     import lowmem_load
+    from lowmem_load.pipelines.install import uninstall
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerate.PartialState(backend="gloo")
@@ -119,7 +120,7 @@ def save_twice(path: str, out: str) -> None:
         trainer.save_model(folder / "looked into")
     told = [str(one.message) for one in caught if "left to stock ZeRO-3: this code looks into" in str(one.message)]
     assert (len(told), len(seen) > 0) == ((1, True) if rank == "0" else (0, False))
-    lowmem_load.uninstall()
+    uninstall()
     from transformers import Trainer
 
     with apart(trainer.deepspeed):

@@ -11,7 +11,8 @@ import deepspeed
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lowmem_load import ConfigError, LoadOrderWarning, install, streaming, uninstall
+from lowmem_load import ConfigError, LoadOrderWarning, install, streaming
+from lowmem_load.pipelines.install import uninstall
 
 SMALL = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
 CONFIG = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
