@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -39,20 +40,25 @@ class Mount(NamedTuple):
 def mount_of(path: str) -> Mount | None:
     """Return the file system that a file or folder lies on; None where the system does not tell."""
     try:
-        lines = MOUNTS.read_text(encoding="utf-8").splitlines()
+        lines = MOUNTS.read_bytes().split(b"\n")[:-1]  # each ends with a newline
     except OSError:
         return None
     path, found = os.path.realpath(path), None
     longest = -1
     for line in lines:
-        before, _, after = line.partition(" - ")
-        point = before.split()[4].replace("\\040", " ")
+        before, _, after = line.partition(b" - ")
+        point = _unescaped(before.split(b" ")[4])
         is_above = path == point or path.startswith(point.rstrip("/") + "/")
         if is_above and len(point) >= longest:
-            kind, _, options = after.split(maxsplit=2)
+            kind, _, options = map(_unescaped, after.split(b" ", 2))  # the source between them may be empty
             sizes = [option.removeprefix("rsize=") for option in options.split(",") if option.startswith("rsize=")]
             longest, found = len(point), Mount(kind, int(sizes[0]) if sizes and sizes[0].isdigit() else 0)
     return found
+
+
+def _unescaped(text: bytes) -> str:
+    """Return a field of mountinfo as the system's calls take it: there space, tab, newline and backslash are octal."""
+    return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda found: bytes([int(found[1], 8)]), text))
 
 
 class Network(NamedTuple):

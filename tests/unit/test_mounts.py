@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,33 @@ def test_blocks_count_on_the_network_alone(files: dict[str, str], tmp_path: Path
 def test_where_nothing_is_told_nothing_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "gone")
     assert (mount_of("/"), network_of([str(tmp_path)])) == (None, ("", 1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "with space",
+        "with\ttab",
+        "with\nnewline",
+        "with\\backslash",
+        "with\rreturn",
+        "with\\040in its name",
+        os.fsdecode(b"latin-\xe9"),
+    ],
+)
+def test_any_name_of_a_folder_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel escapes these four characters, each as a backslash and three octal digits."""
+    point = tmp_path / name
+    point.mkdir()
+    escaped = re.sub(rb"[ \t\n\\\\]", lambda found: b"\\%03o" % found[0][0], os.fsencode(point))
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_bytes(b"1 0 8:1 / / rw - xfs /dev/root rw\n2 1 0:5 / " + escaped + b" rw shared:1 - nfs4 s:/ rw\n")
+    monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
+    assert mount_of(str(point)) == Mount("nfs4", 0)
+
+
+def test_a_mount_may_have_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(f"1 0 8:1 / / rw - xfs /dev/root rw\n2 1 0:5 / {tmp_path} rw - tmpfs  rw,size=1k\n")
+    monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
+    assert mount_of(str(tmp_path)) == Mount("tmpfs", 0)
