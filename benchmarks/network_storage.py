@@ -29,9 +29,7 @@ from benchmarks.table import aligned
 WAYS: dict[str, dict[str, str]] = {
     "stock": {},
     "default": {},
-    "local costs": {"LOWMEM_LOAD_READ_CALL_US": "25", "LOWMEM_LOAD_READ_MB_PER_S": "5000"},
     "alone": {"LOWMEM_LOAD_SHARE_READS": "off"},
-    "shared": {"LOWMEM_LOAD_SHARE_READS": "on"},
 }
 """Settings of the environment by the name of the row."""
 

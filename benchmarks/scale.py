@@ -7,8 +7,6 @@ version of the package takes stands above each row.
 
 With `--figure` it draws what models cost against the size of the world and against the number of tensors, too.
 `python -m benchmarks.scale_table FILE` prints what `--json FILE` has written as a table for the documentation.
-
-With `--node N` it plans ranks R to R + N - 1 instead, and says what these read, each alone and as a node together.
 """
 
 from __future__ import annotations
@@ -175,27 +173,6 @@ def keywords_of(model: str) -> dict[str, Any]:
     return {"quantization_config": getattr(transformers, method)(dequantize=True)}
 
 
-def node_table(row: Row, size: int, folder: Path, sharing: str, block_bytes: int) -> list[str]:
-    """Return what `size` ranks from the row's on read, each alone and together, as lines of a table."""
-    import torch
-
-    from benchmarks.node_reads import NODE_COLUMNS, NODE_DEFINITIONS, node_reads, rank_reads
-    from lowmem_load.load.plan import plan_ranks
-    from lowmem_load.planning.cooperative import Sharing
-
-    found = []
-    model, first, world_size = row.model, row.rank, row.world_size
-    planned = {"world_size": world_size, "device": torch.device("cpu"), **keywords_of(model)}
-    for rank in range(first, first + size, 8):  # described once for so many, whose plans are held
-        ranks = range(rank, min(rank + 8, first + size))
-        found += [rank_reads(plan, Sharing(sharing)) for plan in plan_ranks(folder, DS_CONFIG, ranks=ranks, **planned)]
-        print(f"ranks {ranks[0]} to {ranks[-1]} of {world_size} planned", file=sys.stderr, flush=True)
-    rows = [
-        [model, f"{first}-{first + size - 1}/{world_size}", *each.cells()] for each in node_reads(found, block_bytes)
-    ]
-    return [*aligned([NODE_COLUMNS, *rows]), "", NODE_DEFINITIONS]
-
-
 def measure(folder: Path, row: Row, is_loaded: bool, num_threads: int) -> Result:
     """Load, or plan, in this process, which must be fresh: what an earlier load left behind would not be counted."""
     import deepspeed  # noqa: F401  imported here so that the figures are the load's alone
@@ -307,10 +284,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder, packages = Path(name), {}
-        if options.node:
-            checkpoint = write(options.model, folder / options.model)
-            print("\n".join(node_table(rows[0], options.node, checkpoint, options.share, options.block_bytes)))
-            return
         commit = options.before or (BEFORE if options.all else None)
         if commit:
             packages["before"] = unpack_package(commit, folder / "before")
@@ -341,9 +314,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw cost against world size and tensors")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
-    parser.add_argument("--node", type=int, metavar="N", help="what the ranks R to R + N - 1 read")
-    parser.add_argument("--share", choices=["auto", "off", "on"], default="auto", help="with --node")
-    parser.add_argument("--block-bytes", type=int, default=4096, help="with --node: of the file system (st_blksize)")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None):
         parser.error("name a model, or pass --all")
@@ -351,8 +321,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("a model needs --world-size W and --rank R, from 0 to W - 1")
     if min(options.repeats, options.threads) < 1:
         parser.error("--repeats and --threads must be at least 1")
-    if options.node and (options.all or not 0 < options.node <= options.world_size - options.rank):
-        parser.error("--node needs a model, and at least as many ranks from --rank on")
     return options
 
 

@@ -23,7 +23,6 @@ from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.rate import read_rate
 from lowmem_load.remote.checkpoint import OpenCheckpoint
 from lowmem_load.settings.settings import Settings, read_settings
-from lowmem_load.stages.read_cost import sharing
 
 ALL_RANKS = 8
 """World size up to which every rank is planned. Of larger ones the first, a middle and the last are, which has least to
@@ -167,14 +166,14 @@ def _together(
     plans: Sequence[LoadPlan], settings: Settings, in_node: int, planned_for: Callable[[Sequence[int]], list[LoadPlan]]
 ) -> NodeReads | None:
     """Return what the ranks of a node read together: of that whose rank reads most, which is planned whole for it."""
-    which, most = sharing(), max(plans, key=lambda plan: plan.read_bytes)
+    most = max(plans, key=lambda plan: plan.read_bytes)
     if settings.offload_device == "nvme" or not most.shareable_bytes:
         return None
     first = most.rank // in_node * in_node
     of_node = range(first, min(first + in_node, most.world_size))
     known = {plan.rank: plan for plan in plans}
     whole = [known[rank] for rank in of_node] if set(of_node) <= set(known) else planned_for(of_node)
-    return node_reads(whole, which)
+    return node_reads(whole)
 
 
 def _device(name: str) -> torch.device:

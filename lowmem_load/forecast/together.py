@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowmem_load.planning.cooperative import Sharing, node_schedule, reads_of, shared_steps, touched_bytes, wanted
+from lowmem_load.planning.cooperative import node_schedule, reads_of, shared_steps, touched_bytes, wanted
 from lowmem_load.planning.load_plan import LoadPlan
 
 
@@ -28,19 +28,18 @@ class NodeReads:
     shared_block_bytes: int
 
 
-def node_reads(plans: Sequence[LoadPlan], sharing: Sharing) -> NodeReads | None:
+def node_reads(plans: Sequence[LoadPlan]) -> NodeReads | None:
     """Return what ranks will read together; None where each reads alone.
 
     Args:
         plans: of the ranks of one node.
-        sharing: what the environment of the job says: all, none, or what is cheaper so.
     """
-    chosen = [shared_steps(plan, sharing) for plan in plans]
+    chosen = [shared_steps(plan) for plan in plans]
     ranges = [wanted(read for step in steps for read in reads_of(step)) for steps in chosen if steps]
     if len(ranges) < 2:
         return None
     block_bytes = max(plan.read_cost.block_bytes for plan in plans)
-    found = node_schedule(ranges, block_bytes, block_bytes, is_forced=sharing is Sharing.ON)
+    found = node_schedule(ranges, block_bytes)
     if found is None:
         return None
     alone_block_bytes = sum(touched_bytes(each, block_bytes) for each in ranges)

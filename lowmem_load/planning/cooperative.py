@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan, Value
@@ -35,16 +34,11 @@ MIN_ADVANTAGE = 1.5
 MEMORY_BYTES_PER_S = ReadCost().bytes_per_s
 """At which bytes are moved through shared memory, whatever storage they come from."""
 
+PAGE_BYTES = 1 << 12
+"""What a local file system reads at least."""
+
 _PLACE_ALIGNMENT = 64
 """Bytes: what elements of any dtype may start at."""
-
-
-class Sharing(Enum):
-    """Which reads the ranks of a node do together: those that are cheaper so, none, or all."""
-
-    AUTO = "auto"
-    OFF = "off"
-    ON = "on"
 
 
 class Wanted(NamedTuple):
@@ -123,12 +117,12 @@ class Shared:
     num_rounds: int
 
 
-def shared_steps(plan: LoadPlan, sharing: Sharing) -> tuple[Step, ...]:
+def shared_steps(plan: LoadPlan) -> tuple[Step, ...]:
     """Return the steps of a plan whose reads are to be done together with other ranks of the node.
 
-    None where the ranks of a node spare less than `MIN_SPARED_S` by all of them together, unless told to share.
+    None where that spares this rank less than `MIN_SPARED_S`.
     """
-    if sharing is Sharing.OFF or plan.world_size == 1:
+    if plan.world_size == 1:
         return ()
     found = [
         step
@@ -138,12 +132,11 @@ def shared_steps(plan: LoadPlan, sharing: Sharing) -> tuple[Step, ...]:
         for step in destination.fill.steps
         if _can_be_shared(step, plan.values)
     ]
-    if sharing is Sharing.AUTO:
-        costs = [_seconds(reads_of(step), plan.read_cost) for step in found]
-        found = [step for step, (alone_s, shared_s) in zip(found, costs, strict=True) if _pays(alone_s, shared_s)]
-        if sum(alone_s - shared_s for alone_s, shared_s in costs if _pays(alone_s, shared_s)) < MIN_SPARED_S:
-            return ()
-    return tuple(_that_fit(found))
+    costs = [_seconds(reads_of(step), plan.read_cost) for step in found]
+    chosen = [step for step, (alone_s, shared_s) in zip(found, costs, strict=True) if _pays(alone_s, shared_s)]
+    if sum(alone_s - shared_s for alone_s, shared_s in costs if _pays(alone_s, shared_s)) < MIN_SPARED_S:
+        return ()
+    return tuple(_that_fit(chosen))
 
 
 def reads_of(step: Step) -> list[Read]:
@@ -204,20 +197,15 @@ def schedule(wanted_by_rank: Sequence[Sequence[Wanted]], block_bytes: int, band_
 
 
 def node_schedule(
-    wanted_by_rank: Sequence[Sequence[Wanted]],
-    block_bytes: int,
-    counted_bytes: int,
-    *,
-    is_forced: bool,
-    band_bytes: int = BAND_BYTES,
+    wanted_by_rank: Sequence[Sequence[Wanted]], block_bytes: int, band_bytes: int = BAND_BYTES
 ) -> Schedule | None:
-    """Return who reads what on a node; None where the ranks would read little less together, unless told to.
+    """Return who reads what on a node; None where the ranks would read little less together.
 
-    `counted_bytes`: of a block that costs as a whole, see `ReadCost.block_bytes`; the rest as for `schedule`.
+    `block_bytes`: of a block that costs as a whole, see `ReadCost.block_bytes`; the rest as for `schedule`.
     """
-    found = schedule(wanted_by_rank, block_bytes, band_bytes)
-    alone = sum(touched_bytes(ranges, counted_bytes) for ranges in wanted_by_rank)
-    return found if is_forced or alone > MIN_ADVANTAGE * found.touched_bytes(counted_bytes) else None
+    found = schedule(wanted_by_rank, max(block_bytes, PAGE_BYTES), band_bytes)
+    alone = sum(touched_bytes(ranges, block_bytes) for ranges in wanted_by_rank)
+    return found if alone > MIN_ADVANTAGE * found.touched_bytes(block_bytes) else None
 
 
 def pieces_of(band: Band, num_threads: int, block_bytes: int) -> Iterator[Segment]:

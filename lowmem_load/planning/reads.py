@@ -19,7 +19,7 @@ from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
 
 LOCAL = "local"
-"""What `ReadCost.origin` begins with where files do not lie on the network."""
+"""`ReadCost.origin` of files that do not lie on the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ReadCost:
         call_s: seconds for each read, beside its bytes.
         bytes_per_s: that one thread reads.
         block_bytes: that a network file system reads as a whole; 1 elsewhere.
-        origin: where this comes from: the type of the file system, or `LOCAL`, and the variables that were set.
+        origin: type of the network file system, or `LOCAL`.
     """
 
     call_s: float = 25e-6

@@ -15,7 +15,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.planning.cooperative import Schedule, Segment, Shared, Wanted, node_schedule, pieces_of, wanted
+from lowmem_load.planning.cooperative import (
+    PAGE_BYTES,
+    Schedule,
+    Segment,
+    Shared,
+    Wanted,
+    node_schedule,
+    pieces_of,
+    wanted,
+)
 from lowmem_load.planning.reads import Read, Step
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.together import Delivery, ReadTogether
@@ -49,9 +58,7 @@ class SharedReads(ReadTogether):
     Args:
         steps: that are taken out of the fills that they are in.
         windows: of the ranks that take part.
-        block_bytes: of the file system; see `schedule`.
-        counted_bytes: of a block that costs as a whole; see `ReadCost.block_bytes`.
-        is_forced: whether to read together even where that reads little less.
+        block_bytes: of a block that costs as a whole; see `ReadCost.block_bytes`.
         check: raises where another rank has failed; called while this one waits.
 
     Attributes:
@@ -66,14 +73,11 @@ class SharedReads(ReadTogether):
         windows: Windows,
         block_bytes: int,
         *,
-        is_forced: bool,
         check: Callable[[], None],
-        counted_bytes: int = 1,
     ) -> None:
         super().__init__(steps)
         self.missing: tuple[int, ...] = ()
-        self._windows, self._is_forced, self._check = windows, is_forced, check
-        self._block_bytes, self._counted_bytes = block_bytes, counted_bytes
+        self._windows, self._block_bytes, self._check = windows, block_bytes, check
         self._stopping = threading.Event()
         self._waiting_since = 0.0
 
@@ -99,7 +103,7 @@ class SharedReads(ReadTogether):
     def _agreed_schedule(self, reads: Iterable[Read]) -> Schedule | None:
         """Return who reads what, as all ranks of the node find it from what each wants; None if it is not worth it."""
         windows = self._windows
-        letter = _Letter(self._is_forced, self._block_bytes, self._counted_bytes, wanted(reads))
+        letter = _Letter(self._block_bytes, wanted(reads))
         letter.write(windows.window(windows.place))
         windows.tell(_WANTED, 1)
         windows.wait(_WANTED, 1, self._check_others)
@@ -112,9 +116,7 @@ class SharedReads(ReadTogether):
         return node_schedule(
             [letter.wanted for letter in known],
             max(letter.block_bytes for letter in known),
-            max(letter.counted_bytes for letter in known),
-            is_forced=any(letter.is_forced for letter in known),
-            band_bytes=windows.window_bytes // 2,
+            windows.window_bytes // 2,
         )
 
     def _read_bands(self, pool: ThreadPoolExecutor, executor: Executor, found: Schedule) -> int:
@@ -132,7 +134,7 @@ class SharedReads(ReadTogether):
                 return size
 
             band = found.band(number, windows.place)
-            num_bytes += sum(each(read, pieces_of(band, executor.num_threads, self._block_bytes)))
+            num_bytes += sum(each(read, pieces_of(band, executor.num_threads, max(self._block_bytes, PAGE_BYTES))))
             windows.tell(_FILLED, number + 1)
         return num_bytes
 
@@ -185,9 +187,7 @@ class SharedReads(ReadTogether):
 class _Letter(NamedTuple):
     """What a rank tells the others of its node, in its window before anything is read into it."""
 
-    is_forced: bool
     block_bytes: int
-    counted_bytes: int
     wanted: Sequence[Wanted]
 
     def write(self, window: torch.Tensor) -> None:
@@ -195,7 +195,7 @@ class _Letter(NamedTuple):
         paths = sorted({each.path for each in self.wanted})
         numbers = {path: number for number, path in enumerate(paths)}
         ranges = [[numbers[each.path], *each[1:]] for each in self.wanted]
-        text = json.dumps([self.is_forced, self.block_bytes, self.counted_bytes, paths, ranges]).encode()
+        text = json.dumps([self.block_bytes, paths, ranges]).encode()
         if 8 + len(text) > window.numel():
             text = b"null"
         content = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
@@ -209,5 +209,5 @@ class _Letter(NamedTuple):
         found = json.loads(content[8 : 8 + size].tobytes())
         if found is None:
             return None
-        is_forced, block_bytes, counted_bytes, paths, ranges = found
-        return cls(is_forced, block_bytes, counted_bytes, [Wanted(paths[number], *rest) for number, *rest in ranges])
+        block_bytes, paths, ranges = found
+        return cls(block_bytes, [Wanted(paths[number], *rest) for number, *rest in ranges])

@@ -1,4 +1,4 @@
-"""File systems that files lie on: which are on the network, and in which blocks they read. Reads /proc."""
+"""The file systems that files lie on, and what a read of them is taken to cost. Reads /proc."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from lowmem_load.planning.reads import ReadCost
 
 NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "wekafs", "afs"}
@@ -61,17 +63,11 @@ def _unescaped(text: bytes) -> str:
     return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda found: bytes([int(found[1], 8)]), text))
 
 
-class Network(NamedTuple):
-    """Network file systems that files lie on: their types, in one text, and the largest of their blocks."""
+def read_cost(paths: Iterable[str]) -> ReadCost:
+    """Return what reading files costs, by the kind of the file systems that they lie on.
 
-    kind: str
-    block_bytes: int
-
-
-def network_of(paths: Iterable[str]) -> Network:
-    """Return the network file systems that some files lie on; no type, and blocks of 1 byte, where none does.
-
-    A block is what the file system prefers to read (`st_blksize`), or the `rsize` that it was mounted with.
+    On the network a block is what the file system prefers to read (`st_blksize`), or the `rsize` that it was mounted
+    with; of several file systems, the largest.
     """
     mounts: dict[str, Mount | None] = {}
     kinds, block_bytes = set(), 1
@@ -83,4 +79,6 @@ def network_of(paths: Iterable[str]) -> Network:
         if mount is not None and mount.is_network and os.path.exists(path):
             kinds.add(mount.kind)
             block_bytes = max(block_bytes, os.stat(path).st_blksize, mount.rsize)
-    return Network(", ".join(sorted(kinds)), block_bytes)
+    if not kinds:
+        return ReadCost()
+    return ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S, block_bytes, ", ".join(sorted(kinds)))

@@ -85,7 +85,6 @@ class LocalFile:
 
     Args:
         path: of the file.
-        drops_behind: whether to let go of the page cache of what was read, as far as whole pages go.
 
     Attributes:
         num_retries: attempts so far that followed a transient fault.
@@ -94,10 +93,9 @@ class LocalFile:
         CheckpointError: it cannot be opened, or is no regular file.
     """
 
-    def __init__(self, path: str, *, drops_behind: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         self.num_retries = 0
-        self._drops_behind = drops_behind and hasattr(os, "posix_fadvise")
         self._lock = threading.Lock()
         self._descriptor = -1
         with _OurErrors(path):
@@ -114,7 +112,7 @@ class LocalFile:
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ByteSource`."""
         left = [buffer for buffer in buffers if buffer.nbytes]
-        start, opens_until = offset, offset + 2 * OPENING_BYTES * self._is_on_disk
+        opens_until = offset + 2 * OPENING_BYTES * self._is_on_disk
         with _OurErrors(self.path):
             while left:
                 if offset < opens_until and left[0].nbytes > OPENING_BYTES:
@@ -130,9 +128,6 @@ class LocalFile:
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")
                 offset += num_bytes
                 left = _after(left, num_bytes)
-        if self._drops_behind:
-            with contextlib.suppress(OSError):  # advice
-                os.posix_fadvise(self._descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """See `ByteSource`."""

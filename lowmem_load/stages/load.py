@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -24,7 +23,6 @@ from lowmem_load.errors import (
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.hub import commit_in
-from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.progress import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.ranks import environment
@@ -32,6 +30,7 @@ from lowmem_load.ranks.board import Board, board
 from lowmem_load.ranks.group import Aside, RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
+from lowmem_load.read.mounts import read_cost
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.read.together import ReadTogether
 from lowmem_load.report import LoadReport, OnLoad, Overlap
@@ -42,10 +41,9 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.read_cost import drops_behind, read_cost, sharing
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import Opened, agree_on_bytes, opened
-from lowmem_load.stages.sharing import shared_reads
+from lowmem_load.stages.sharing import shared_reads, shares_reads
 from lowmem_load.stages.streamable import (
     check_around,
     check_described,
@@ -239,9 +237,9 @@ class Load:
             check_described(described)
             if described.settings.stage == 3:
                 check_around(around, described)
-            shares = _may_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
-            which = sharing() if shares else Sharing.OFF
-            planned = make_plan(described, self.ranks.rank, read_cost(described.paths), which)
+            can_share = _can_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
+            cost, shares = read_cost(described.paths), can_share and shares_reads()
+            planned = make_plan(described, self.ranks.rank, cost, shares)
             digest.append(planned.plan.fingerprint)
             aside.said = opened(described.files), bool(planned.shared)
         return planned, aside.heard
@@ -301,10 +299,7 @@ class Load:
 
     def _executor(self) -> Executor:
         cores = environment.cores(environment.local_world_size(self.ranks.world_size))
-        open_source = self.open_source
-        if open_source is LocalFile and drops_behind():
-            open_source = functools.partial(LocalFile, drops_behind=True)
-        return Executor(num_threads=min(MAX_THREADS, cores), open_source=open_source)
+        return Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source)
 
 
 class _NotStreamedError(Exception):
@@ -322,6 +317,6 @@ def _config_text(model: nn.Module) -> str:
     return "" if config is None else names.config_text(config)
 
 
-def _may_share(settings: Settings, open_source: Opener) -> bool:
+def _can_share(settings: Settings, open_source: Opener) -> bool:
     """Return whether ranks may read together: into memory that stays, from files."""
     return settings.offload_device != "nvme" and open_source is LocalFile

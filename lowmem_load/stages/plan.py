@@ -17,7 +17,7 @@ from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.planning.alike import Alike
-from lowmem_load.planning.cooperative import Sharing, reads_of, shared_steps
+from lowmem_load.planning.cooperative import reads_of, shared_steps
 from lowmem_load.planning.expression import (
     IN_MEMORY,
     Cast,
@@ -76,7 +76,7 @@ def make_plan(
     described: Described,
     rank: int,
     cost: ReadCost | None = None,
-    sharing: Sharing = Sharing.AUTO,
+    shares_reads: bool = True,
     alike: Alike | None = None,
 ) -> Planned:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
@@ -85,7 +85,7 @@ def make_plan(
         described: the model.
         rank: whose plan it is.
         cost: of reading; the default of `ReadCost`.
-        sharing: which reads the ranks of a node are to do together.
+        shares_reads: whether the ranks of a node may read together.
         alike: where given, parameters that are like another are noted there instead of being planned.
     """
     start, cost = time.perf_counter(), cost or ReadCost()
@@ -125,7 +125,7 @@ def make_plan(
         read_cost=cost,
         seconds={"describe": described.seconds, "plan": time.perf_counter() - start},
     )
-    shared = shared_steps(load_plan, sharing)
+    shared = shared_steps(load_plan) if shares_reads else ()
     shareable_bytes = sum(read.read_bytes for step in shared for read in reads_of(step))
     load_plan = replace(load_plan, shareable_bytes=shareable_bytes)
     return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers, shared)

@@ -15,12 +15,13 @@ from lowmem_load.phases import host_memory
 from lowmem_load.planning.alike import Alike
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.read.executor import Executor
+from lowmem_load.read.mounts import read_cost
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.defaults import on_host
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.plan import make_plan
-from lowmem_load.stages.read_cost import read_cost, sharing
+from lowmem_load.stages.sharing import shares_reads
 from lowmem_load.stages.streamable import check_described, is_left_alone, refuse_device_map
 from lowmem_load.targets.make import TargetMaker
 
@@ -53,7 +54,7 @@ def plan_only(
                 else:
                     described = replace(described, target=make_target(described.settings, described.model))
                 check_described(described)
-                plan = make_plan(described, rank, read_cost(described.paths), sharing(), alike).plan
+                plan = make_plan(described, rank, read_cost(described.paths), shares_reads(), alike).plan
                 if not plans:
                     grown_bytes = max(0, host_memory().anonymous_bytes - before)
                 plans.append(replace(plan, planning_bytes=grown_bytes))

@@ -7,16 +7,31 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 
-from lowmem_load.planning.cooperative import WINDOW_BYTES, Sharing
+from lowmem_load.errors import ConfigError
+from lowmem_load.planning.cooperative import WINDOW_BYTES
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.nodes import Nodes
 from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
 from lowmem_load.read.cooperative import SharedReads
 from lowmem_load.read.together import ReadTogether
 from lowmem_load.stages.plan import Planned
-from lowmem_load.stages.read_cost import sharing, stated_block_bytes
+
+SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
+"""Variable of the environment: "off" has each rank read alone, "auto" has ranks of a node read together."""
 
 ALONE = "no other rank of this node has reads to share"
+
+
+def shares_reads() -> bool:
+    """Return whether the ranks of a node may read together.
+
+    Raises:
+        ConfigError: the variable of the environment holds something else than auto or off.
+    """
+    text = os.environ.get(SHARE_READS) or "auto"
+    if text not in ("auto", "off"):
+        raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto or off")
+    return text == "auto"
 
 
 def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
@@ -45,17 +60,12 @@ def shared_reads(
         ranks: that load together.
         nodes: that they run on.
         offers: by rank, whether it has steps to share.
-        planned: has this rank's steps, and the files that are read: bands end where blocks of their file system do.
+        planned: has this rank's steps.
     """
     with shared_windows(ranks, nodes, offers) as (windows, why):
         together = None
         if windows is not None:
-            together = SharedReads(
-                *(planned.shared, windows, _bands_end_at(planned)),
-                is_forced=sharing() is Sharing.ON,
-                check=ranks.watch(),
-                counted_bytes=planned.plan.read_cost.block_bytes,
-            )
+            together = SharedReads(planned.shared, windows, planned.plan.read_cost.block_bytes, check=ranks.watch())
         yield together, why
 
 
@@ -91,15 +101,6 @@ def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> It
         yield None, found or (ALONE if offers[ranks.rank] else "")
     else:
         yield Windows(memory, mine.index(ranks.rank), len(mine), WINDOW_BYTES), ""
-
-
-def _bands_end_at(planned: Planned) -> int:
-    """Return the bytes of the blocks at whose ends bands end."""
-    found = [planned.plan.read_cost.block_bytes, stated_block_bytes()]
-    for file in planned.plan.files:
-        with contextlib.suppress(OSError):  # it is open; reading it will say what is wrong, if anything is
-            found.append(0 if found[1] else os.stat(file.path).st_blksize)
-    return max(found)
 
 
 def _made(name: str, nbytes: int) -> tuple[int, str]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from tests.faults.shim import attach
 from tests.ranks import save_coverage
+from tests.storage import on_network
 
 MAX_GROWTH_BYTES = 16 << 20
 """Anonymous memory that one attempt may leave: the allocator's, and what Python and torch keep for the next one."""
@@ -102,11 +103,12 @@ def train(ds_config: Any = "ds.json") -> Any:
 
 def share(ds_config: Any = "ds.json") -> Any:
     """Loads with all reads shared by the ranks of the node."""
-    os.environ["LOWMEM_LOAD_SHARE_READS"] = "on"
-    try:
-        return load(ds_config)
-    finally:
-        del os.environ["LOWMEM_LOAD_SHARE_READS"]
+    from lowmem_load import load_report
+
+    with on_network():
+        model = load(ds_config)
+    assert load_report(model).shared is not None
+    return model
 
 
 JOBS: dict[str, Callable[..., Any]] = {"load": load, "stream": stream, "train": train, "share": share}

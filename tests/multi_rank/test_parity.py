@@ -14,6 +14,7 @@ from packaging.version import Version
 from tests import builders
 from tests.parity import BF16, FP32, assert_loads_alike
 from tests.ranks import run_ranks
+from tests.storage import on_network
 
 TINY = {"hidden_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 7}
 """Norm weights of 3 elements: fewer than 4 ranks."""
@@ -50,23 +51,17 @@ def load_together(path: str, others: list[str]) -> tuple[int, int]:
     """Rank function: the same with reads that are shared; what this rank reads alone, and together with the others."""
     alone = assert_loads_alike(path, BF16, None, torch.bfloat16)
     assert alone.shared is None  # not of itself: a small model pays nothing for it
-    os.environ["LOWMEM_LOAD_SHARE_READS"] = "on"
-    together = assert_loads_alike(path, BF16, None, torch.bfloat16)
+    with on_network():
+        together = assert_loads_alike(path, BF16, None, torch.bfloat16)
+        reports = [assert_loads_alike(other, BF16, None, torch.bfloat16) for other in others]
     if together.world_size > 1:
         assert together.shared is not None, together.notes
         assert together.shared.num_ranks == together.world_size
         assert together.shared.exchanged_bytes > 0
         assert "shared reads: " in str(together)
-    for other in others:  # cast, fused, sharded: all of it is shared
-        report = assert_loads_alike(other, BF16, None, torch.bfloat16)
-        assert report.world_size == 1 or report.shared is not None
+    for report in reports:  # cast, fused, sharded: all of it is shared
+        assert report.world_size == 1 or report.shared is not None, report.notes
     assert not [name for name in os.listdir("/dev/shm") if "lowmem_load" in name]
-    del os.environ["LOWMEM_LOAD_SHARE_READS"]
-    with pytest.MonkeyPatch.context() as patch:  # a slow network, whose blocks hold slices of all ranks
-        patch.setenv("LOWMEM_LOAD_BLOCK_BYTES", "1048576")
-        patch.setenv("LOWMEM_LOAD_READ_MB_PER_S", "50")
-        report = assert_loads_alike(others[0], BF16, None, torch.bfloat16)
-    assert (report.shared is not None) is (report.world_size > 1), report.notes
     return alone.read_bytes, together.read_bytes
 
 

@@ -23,6 +23,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersion
 from lowmem_load.tables import facts, table
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
 from tests.ranks import REPO
+from tests.storage import on_network
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 COMMANDS = ["bench", "consolidate", "doctor", "inspect", "plan", "report", "run", "verify"]
@@ -90,11 +91,14 @@ def test_plan_says_what_a_node_reads_together(
 ) -> None:
     asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 16, "--gpus-per-node", 4)
     assert answer(*asked, "--json")[1]["together"] is None
-    monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "on")
-    found = answer(*asked, "--json")[1]
+    with on_network():
+        found = answer(*asked, "--json")[1]
+        text = answer(*asked)[1]
+        monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "off")
+        assert answer(*asked, "--json")[1]["together"] is None
     most = max(rank["read_bytes"] for rank in found["ranks"])
     assert found["together"]["num_ranks"] == 4 and 0 < found["together"]["shared_bytes"] <= 4 * most
-    assert "by 4 ranks of a node, instead of" in answer(*asked)[1]
+    assert "by 4 ranks of a node, instead of" in text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.planning.cooperative import (
     Segment,
     Shared,
-    Sharing,
     Wanted,
     pieces_of,
     reads_of,
@@ -157,7 +156,7 @@ def test_what_is_read_together_equals_torch(file: Path) -> None:
     results = [torch.full((fill.numel,), -1.0, dtype=torch.float64) for fill in plans]
 
     def load(place: int, windows: Windows) -> object:
-        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=False, check=lambda: None)
+        sharing = SharedReads(plans[place].steps, windows, 1, check=lambda: None)
         with Executor(num_threads=1 + place) as executor:
             assert sharing.take(plans[place], results[place], planner.material).steps == ()
             shared = sharing.run(executor, planner.values, planner.material)
@@ -182,7 +181,7 @@ def test_an_operation_is_computed_once_its_inputs_have_come(file: Path) -> None:
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
     def load(place: int, windows: Windows) -> object:
-        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=True, check=lambda: None)
+        sharing = SharedReads(plans[place].steps, windows, 1, check=lambda: None)
         with Executor() as executor:
             sharing.take(plans[place], results[place], planner.material)
             return sharing.run(executor, planner.values, planner.material)
@@ -197,7 +196,7 @@ def test_where_little_is_spared_each_reads_alone(file: Path) -> None:
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
     def load(place: int, windows: Windows) -> object:
-        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=False, check=lambda: None)
+        sharing = SharedReads(plans[place].steps, windows, 1, check=lambda: None)
         with Executor() as executor:
             sharing.take(plans[place], results[place], planner.material)
             return sharing.run(executor, planner.values, planner.material)
@@ -211,13 +210,8 @@ def test_slices_that_share_a_block_are_read_once_where_blocks_count(file: Path) 
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
     def load(place: int, windows: Windows) -> object:
-        counted = 1 << 20 if place == 1 else 1  # of what the ranks of a node find, the largest counts
-        sharing = SharedReads(
-            *(plans[place].steps, windows, 1 << 20),
-            is_forced=False,
-            check=lambda: None,
-            counted_bytes=counted,
-        )
+        block_bytes = 1 << 20 if place == 1 else 1  # of what the ranks of a node find, the largest counts
+        sharing = SharedReads(plans[place].steps, windows, block_bytes, check=lambda: None)
         with Executor() as executor:
             sharing.take(plans[place], results[place], planner.material)
             return sharing.run(executor, planner.values, planner.material)
@@ -248,7 +242,7 @@ def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
             raise TruncatedFileError("ended early")
 
     def load(place: int, windows: Windows) -> object:
-        sharing = SharedReads(plans[place].steps, windows, 512, is_forced=False, check=check)
+        sharing = SharedReads(plans[place].steps, windows, 1, check=check)
         with Failing() if place == 1 else Executor() as executor:
             sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.material)
             return sharing.run(executor, planner.values, planner.material)
@@ -262,7 +256,7 @@ def test_a_rank_that_waits_for_others_gets_on_and_one_that_reads_does_not(monkey
     monkeypatch.setattr("lowmem_load.read.cooperative.time.monotonic", lambda: next(clock))
     (windows,) = together(1, lambda _, windows: windows)
     assert isinstance(windows, Windows)
-    sharing = SharedReads((), windows, 512, is_forced=False, check=lambda: None)
+    sharing = SharedReads((), windows, 1, check=lambda: None)
     waits = []
     for missing in ([1], [1], [1], [0, 1], [0, 1]):
         sharing._check_others(missing)
@@ -282,10 +276,10 @@ def test_storage_that_is_slower_has_smaller_models_read_together() -> None:
     """100 MiB that are transposed are not worth it from a local disk, where that spares some 10 ms."""
     turned = ex.permute(ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16), (0, 2, 1))
     network = cooperative.ReadCost(1e-3, 5e8)
-    assert not shared_steps(plan_of(turned, 16, cooperative.ReadCost()), Sharing.AUTO)
-    assert shared_steps(plan_of(turned, 16, network), Sharing.AUTO)
+    assert not shared_steps(plan_of(turned, 16, cooperative.ReadCost()))
+    assert shared_steps(plan_of(turned, 16, network))
     run = ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16)
-    assert not shared_steps(plan_of(run, 16, network), Sharing.AUTO)
+    assert not shared_steps(plan_of(run, 16, network))
 
 
 def test_bytes_come_through_shared_memory_as_fast_from_slow_storage() -> None:

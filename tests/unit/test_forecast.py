@@ -18,7 +18,6 @@ from lowmem_load.forecast.training import Model, Setup, model_of, training_needs
 from lowmem_load.forecast.verdict import Fixed, Limits, judge, needs_of
 from lowmem_load.load.plan import plan_ranks
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.cooperative import Sharing
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import ReadCost
 from lowmem_load.plots import new_figure
@@ -66,17 +65,16 @@ def test_what_the_ranks_of_a_node_read_together_is_counted_once() -> None:
     turned = ex.permute(ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16), (0, 2, 1))
     slow, nbytes = ReadCost(1e-3, 5e8), 1024 * 25_600 * 2
     plans = [plan_of(turned, 16, slow, rank) for rank in range(8)]
-    found = node_reads(plans, Sharing.AUTO)
+    found = node_reads(plans)
     assert found is not None and (found.num_ranks, found.shared_bytes) == (8, nbytes)
     assert 7 * nbytes < found.alone_bytes < 8 * nbytes
     assert (found.alone_block_bytes, found.shared_block_bytes) == (found.alone_bytes, found.shared_bytes)
     run = ex.Source("data", "w", 0, (1 << 16, 1 << 12), torch.bfloat16)
-    of_blocks = [plan_of(run, 2048, ReadCost(1e-3, 5e8, 1 << 20), rank) for rank in range(8)]
-    blocks = node_reads(of_blocks, Sharing.ON)
-    assert blocks is not None and (blocks.alone_bytes, blocks.alone_block_bytes) == (2 << 20, 8 << 20)
-    assert blocks.shared_block_bytes == blocks.shared_bytes == 2 << 20
-    assert node_reads(plans[:1], Sharing.AUTO) is node_reads(plans, Sharing.OFF) is None
-    assert node_reads([plan_of(turned, 16, ReadCost(), rank) for rank in range(8)], Sharing.AUTO) is None
+    of_blocks = [plan_of(run, 2048, ReadCost(1e-3, 5e8, 1 << 26), rank) for rank in range(8)]
+    blocks = node_reads(of_blocks)
+    assert blocks is not None and (blocks.alone_bytes, blocks.alone_block_bytes) == (2 << 20, 8 << 26)
+    assert (blocks.shared_bytes, blocks.shared_block_bytes) == (2 << 20, 1 << 26)
+    assert node_reads(plans[:1]) is node_reads([plan_of(turned, 16, ReadCost(), rank) for rank in range(8)]) is None
 
 
 def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which file systems are on the network, and in which blocks they read. The mounts are made up."""
+"""Which file systems are on the network, and what a read of them is taken to cost. The mounts are made up."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from lowmem_load import plan
+from lowmem_load.planning.reads import ReadCost
 from lowmem_load.read import mounts
-from lowmem_load.read.mounts import Mount, mount_of, network_of
+from lowmem_load.read.mounts import Mount, mount_of, read_cost
+from tests import builders
+from tests.parity import BF16
 
 
 @pytest.fixture
@@ -35,19 +39,27 @@ def test_a_file_is_on_the_nearest_mount_above(files: dict[str, str]) -> None:
     assert mount_of("/") == Mount("xfs", 0)
 
 
-def test_blocks_count_on_the_network_alone(files: dict[str, str], tmp_path: Path) -> None:
-    assert network_of([files["local"]]) == ("", 1)
-    assert network_of([files["fuse"], files["local"]]) == ("fuse.sshfs", os.stat(files["fuse"]).st_blksize)
-    assert network_of(files.values()) == ("fuse.sshfs, nfs4", 1 << 20)
+def test_a_read_costs_more_on_the_network(files: dict[str, str], tmp_path: Path) -> None:
+    assert read_cost([files["local"]]) == read_cost([]) == ReadCost() == ReadCost(25e-6, 5e9, 1, "local")
+    block_bytes = os.stat(files["fuse"]).st_blksize
+    assert read_cost([files["fuse"], files["local"]]) == ReadCost(1e-3, 5e8, block_bytes, "fuse.sshfs")
+    assert read_cost(files.values()) == ReadCost(1e-3, 5e8, 1 << 20, "fuse.sshfs, nfs4")
     link = tmp_path / "link"
     link.symlink_to(files["nfs"])
-    assert network_of([str(link)]) == ("nfs4", 1 << 20), "as the cache of the Hub has files"
-    assert network_of([str(tmp_path / "nfs" / "gone")]) == ("", 1)
+    assert read_cost([str(link)]).origin == "nfs4", "as the cache of the Hub has files"
+    assert read_cost([str(tmp_path / "nfs" / "gone")]) == ReadCost()
 
 
-def test_where_nothing_is_told_nothing_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_goes_by_the_file_system_and_says_so(files: dict[str, str]) -> None:
+    """Gaps go by the same cost: half a megabyte is read along where a call takes a millisecond."""
+    found = plan(builders.tiny_llama(Path(files["nfs"]).parent), BF16, rank=0, world_size=2)
+    assert found.read_cost == ReadCost(1e-3, 5e8, 1 << 20, "nfs4") and found.read_cost.max_gap_bytes == 500_000
+    assert (found.summary()["read_call_s"], found.summary()["read_cost_origin"]) == (1e-3, "nfs4")
+
+
+def test_without_proc_nothing_is_on_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "gone")
-    assert (mount_of("/"), network_of([str(tmp_path)])) == (None, ("", 1))
+    assert (mount_of("/"), read_cost([str(tmp_path / "file")])) == (None, ReadCost())
 
 
 @pytest.mark.parametrize(

@@ -54,20 +54,6 @@ def test_what_is_no_file_is_refused(make: Callable[[str], str], message: str, tm
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_what_was_read_is_dropped_from_the_page_cache_where_that_is_asked_for(
-    file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    advice: list[tuple[int, ...]] = []
-    monkeypatch.setattr(source_module.os, "posix_fadvise", lambda _, *rest: advice.append(rest))
-    for drops_behind in (False, True):
-        source = LocalFile(file, drops_behind=drops_behind)
-        buffers = [bytearray(100), bytearray(50)]
-        source.read_into(7, [memoryview(buffer) for buffer in buffers])
-        assert b"".join(buffers) == DATA[7:157]
-        source.close()
-    assert advice == [(7, 150, os.POSIX_FADV_DONTNEED)]
-
-
 def test_it_holds_one_descriptor_until_it_is_closed(file: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     source = LocalFile(file)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from lowmem_load.errors import ConfigError
 from lowmem_load.ranks.nodes import Nodes
-from lowmem_load.stages.sharing import ALONE, shared_windows, sharing_ranks
+from lowmem_load.stages.sharing import ALONE, SHARE_READS, shared_windows, shares_reads, sharing_ranks
 
 NODES = ("a", "b", "a", "b", "a")
 
@@ -25,6 +26,16 @@ class Scripted:
     def all_gather_object(self, obj: Any) -> list[Any]:
         self.num_exchanges += 1
         return [obj if rank == self.rank else answer for rank, answer in enumerate(next(self._answers))]
+
+
+def test_ranks_may_read_together_unless_the_environment_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shares_reads()
+    for text, expected in (("auto", True), ("off", False), ("", True)):
+        monkeypatch.setenv(SHARE_READS, text)
+        assert shares_reads() is expected
+    monkeypatch.setenv(SHARE_READS, "on")
+    with pytest.raises(ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'on', expected auto or off"):
+        shares_reads()
 
 
 def test_ranks_with_reads_to_share_meet_where_there_are_two_on_a_node() -> None:
