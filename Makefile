@@ -88,7 +88,7 @@ demo: $(SHM_COMM)
 	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset demo
 
 bench: $(SHM_COMM)
-	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset llama-1.5b
+	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset llama-1.5b $(ARGS)
 
 modes: $(EXTENSIONS)
 	cd $(ROOT) && $(RUN) -m benchmarks.modes $(ARGS)

@@ -1,22 +1,19 @@
-"""Random Llama and Qwen3-MoE checkpoints for the benchmark: written shard file by shard file, kept, and reused."""
+"""Random Llama and Qwen3-MoE checkpoints for the benchmarks: written once, kept on demand, and reused."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lowmem_load.bench import page_cache
 
-# Small enough that writing a checkpoint never holds more than this in memory.
-MAX_SHARD_FILE_BYTES = 500_000_000
 # The shape of the model is chosen from these widths; depth fills up to the wanted parameter count.
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)
 MAX_LAYERS = 32
@@ -26,15 +23,14 @@ SPEC_FILE = "benchmark_spec.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a random Llama model."""
+    """Shape of a random model."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    vocab_size: int = VOCAB_SIZE
     num_experts: int = 0  # 0: Llama; else Qwen3-MoE, whose files hold one tensor per expert and projection
-    format_version: int = 1  # raise it when write_checkpoint writes other bytes, so that old files are not reused
+    format_version: int = 2  # raise it when _write_checkpoint writes other bytes, so that old files are not reused
 
 
 class SourceTensor(NamedTuple):
@@ -42,7 +38,6 @@ class SourceTensor(NamedTuple):
 
     name: str
     path: Path
-    dtype: str
     numel: int
     byte_offset: int
     nbytes: int
@@ -101,91 +96,30 @@ def _ensure_checkpoint(shape: ModelShape, path: Path, log: Callable[[str], None]
 
 def _write_checkpoint(shape: ModelShape, path: Path) -> None:
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-    experts: dict[str, Any] = {}
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
     if shape.num_experts:
         experts = {"num_experts": shape.num_experts, "moe_intermediate_size": shape.intermediate_size, "head_dim": 128}
-    config = (Qwen3MoeConfig if experts else LlamaConfig)(
-        **experts,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_heads,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        architectures=["Qwen3MoeForCausalLM" if experts else "LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
-    config.save_pretrained(path)
-    with torch.device("meta"):  # names and shapes only: the weights are made one tensor at a time
-        skeleton = AutoModelForCausalLM.from_config(config)
-    shapes = _in_files({name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()})
-    groups = list(_group_by_bytes(shapes))
-    generator = torch.Generator().manual_seed(0)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
-        file_name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {name: _random_weight(name, shapes[name], generator) for name in names}
-        save_file(tensors, path / file_name, metadata={"format": "pt"})
-        _sync(path / file_name)
-        weight_map |= dict.fromkeys(names, file_name)
-    total = sum(_numel(shape_) for shape_ in shapes.values()) * 2
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _in_files(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors as files on the Hub hold them: experts apart, gate and up projections apart."""
-    apart: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        prefix, _, kind = name.rpartition(".")
-        if prefix.endswith("experts") and kind == "gate_up_proj":
-            for expert, half in ((e, h) for e in range(shape[0]) for h in ("gate_proj", "up_proj")):
-                apart[f"{prefix}.{expert}.{half}.weight"] = (shape[1] // 2, shape[2])
-        elif prefix.endswith("experts") and kind == "down_proj":
-            for expert in range(shape[0]):
-                apart[f"{prefix}.{expert}.down_proj.weight"] = shape[1:]
-        else:
-            apart[name] = shape
-    return apart
-
-
-def _random_weight(name: str, shape: tuple[int, ...], generator: Any) -> Any:
-    import torch
-
-    # Weights of norms lie around one, as in a trained model, so that the training steps see ordinary losses.
-    centre = 1.0 if name.endswith("norm.weight") else 0.0
-    return torch.randn(shape, generator=generator).mul_(0.02).add_(centre).to(torch.bfloat16)
-
-
-def _group_by_bytes(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
-    group: list[str] = []
-    group_bytes = 0
-    for name, shape in shapes.items():
-        nbytes = _numel(shape) * 2
-        if group and group_bytes + nbytes > MAX_SHARD_FILE_BYTES:
-            yield group
-            group, group_bytes = [], 0
-        group.append(name)
-        group_bytes += nbytes
-    yield group
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel
-
-
-def _sync(path: Path) -> None:
-    # Dirty pages cannot be dropped by --cold, and their write-back would run into the first measurement.
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        config = Qwen3MoeConfig(**sizes, **experts)
+    else:
+        config = LlamaConfig(**sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="500MB")
+    for file in shard_files(path):
+        # Dirty pages cannot be dropped by --cold, and their write-back would run into the first measurement.
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
 
 
 def shard_files(path: Path) -> list[Path]:
@@ -203,12 +137,10 @@ def _read_header(path: Path) -> list[SourceTensor]:
         header_nbytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_nbytes))
     header.pop("__metadata__", None)
-    data_start = 8 + header_nbytes
     tensors = []
     for name, entry in header.items():
         start, end = entry["data_offsets"]
-        numel = _numel(tuple(entry["shape"]))
-        tensors.append(SourceTensor(name, path, entry["dtype"], numel, data_start + start, end - start))
+        tensors.append(SourceTensor(name, path, math.prod(entry["shape"]), 8 + header_nbytes + start, end - start))
     return sorted(tensors, key=lambda tensor: tensor.byte_offset)
 
 
@@ -220,19 +152,3 @@ def warm_page_cache(path: Path) -> None:
 def drop_page_cache(path: Path) -> None:
     """Ask the kernel to drop the cached pages of every shard file (a hint, which needs no privileges)."""
     page_cache.drop(shard_files(path))
-
-
-def cached_bytes(path: Path) -> int:
-    """Return how many bytes of the shard files the page cache holds, whole pages."""
-    libc = ctypes.CDLL("libc.so.6", use_errno=True)
-    total = 0
-    for file_path in shard_files(path):
-        with file_path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-            is_cached = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-            start = ctypes.c_char.from_buffer(mapped)
-            status = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), is_cached)
-            del start  # or the mapping could not be closed
-            if status:
-                raise OSError(ctypes.get_errno(), f"mincore of {file_path}")
-            total += sum(flag & 1 for flag in bytes(is_cached)) * mmap.PAGESIZE
-    return total

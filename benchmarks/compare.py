@@ -11,42 +11,34 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import cached_bytes, checkpoint_of, drop_page_cache, read_headers, warm_page_cache
+from benchmarks.checkpoint import checkpoint_of, drop_page_cache, read_headers, warm_page_cache
 from benchmarks.launch import GroupError, run_group
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import describe_machine
 from benchmarks.methods import DTYPES, METHODS
-from benchmarks.plots import plot_memory_over_time, plot_results
 from benchmarks.results import (
+    DEFINITIONS,
     Group,
     different_weights,
-    group_to_json,
+    load_table,
+    log,
     loss_failures,
     median_group,
     network_failures,
-    ratios,
-)
-from benchmarks.table import (
-    DEFINITIONS,
-    log,
-    loss_lines,
-    markdown_table,
-    rank_table,
-    ratio_table,
-    repeat_lines,
     summary_lines,
+    write_docs,
 )
 from benchmarks.worker import RankResult, Spec
 from lowmem_load.bench.memory import available_bytes
 
-# Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here.
 RANK_OVERHEAD_BYTES = 2**30
-# Over all ranks. ZeRO-3 with AdamW keeps 14 (bf16 weights 2, fp32 weights 4, two moments 8); with gradients and what a
-# step makes for a while, 32 to 35 were measured at 2 ranks on models of 0.5 and 0.1 B parameters.
+"""Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here."""
+
 TRAIN_BYTES_PER_PARAM = 36
-# Trained instead when the measured model is too large to train here.
-SMALL_TRAIN_PARAMS = 100_000_000
-# The share of the available memory that a load or training may be expected to take.
+"""Over all ranks. ZeRO-3 with AdamW keeps 14 (bf16 weights 2, fp32 weights 4, two moments 8); with gradients and what a
+step makes for a while, 32 to 35 were measured at 2 ranks on models of 0.5 and 0.1 B parameters."""
+
 MEMORY_SHARE = 0.85
+"""The share of the available memory that a load or training may be expected to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +55,7 @@ PRESETS = {
     "demo": Preset(500_000_000, dict.fromkeys(METHODS, (2,)), train_steps=5),
     "llama-1.5b": Preset(
         1_500_000_000,
-        {"ordinary": (2,), "stock": (1, 2, 4), "lowmem": (1, 2, 4), "floor": (1, 2, 4), "tuned": (1, 2, 4)},
+        dict.fromkeys(METHODS, (1, 2, 4)),
         train_steps=0,
     ),
     # No floor: a fused target is made of many tensors in the files, so it has no partition that is one of theirs.
@@ -86,6 +78,7 @@ class Plan:
     out: Path
     cache: Path
     keep_checkpoint: bool
+    docs: bool
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
@@ -104,6 +97,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--cache", type=Path, default=Path(".cache/benchmarks"), help="folder of the checkpoints")
     parser.add_argument("--keep-checkpoint", action="store_true", help="leave a new checkpoint for the next run")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/measured.md")
     chosen = parser.parse_args(arguments)
     preset = PRESETS[chosen.preset]
     if min(chosen.ranks or [1]) < 1 or chosen.repeats < 1:
@@ -128,16 +122,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
         out=chosen.out.resolve(),
         cache=chosen.cache.resolve(),
         keep_checkpoint=chosen.keep_checkpoint,
+        docs=chosen.docs,
     )
     again = [replace(plan, cold=True, train_steps=0, out=plan.out / "cold")] if chosen.also_cold else []
     return [plan, *again]
 
 
-def reason_to_skip(method: str, world_size: int, model_bytes: int) -> str | None:
+def reason_to_skip(world_size: int, model_bytes: int) -> str | None:
     """Return why a load does not fit in memory, or None."""
-    copies = world_size + 1 if method == "ordinary" else 2  # ordinary: one full copy per rank, then the partitions
-    # One more copy: pages of mapped files count as used while they are mapped.
-    expected = (copies + 1) * model_bytes + world_size * RANK_OVERHEAD_BYTES
+    # The partitions, what a method holds besides, and pages of mapped files, which count as used while they are mapped.
+    expected = 3 * model_bytes + world_size * RANK_OVERHEAD_BYTES
     available = available_bytes()
     if available is None or expected <= MEMORY_SHARE * available:
         return None
@@ -157,11 +151,11 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
         for method, world_size in plan.loads:
             if repeat and method in plan.once:
                 continue
-            if reason := reason_to_skip(method, world_size, model_bytes):
+            if reason := reason_to_skip(world_size, model_bytes):
                 skipped[method, world_size] = f"skipped: {method}, {world_size} ranks: {reason}"
                 log(skipped[method, world_size])
                 continue
-            _set_page_cache(checkpoint, cold=plan.cold)
+            (drop_page_cache if plan.cold else warm_page_cache)(checkpoint)
             out = plan.out / "runs" / f"{method}-{world_size}-{repeat}"
             steps = train_steps if method in ("stock", "lowmem") and repeat == 0 else 0
             spec = Spec(method, str(checkpoint), plan.dtype, steps, str(out), is_cold=plan.cold)
@@ -174,81 +168,45 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
         if repeats:
             group = median_group(repeats)
             for shown, trained in zip(group.ranks, repeats[0], strict=True):
-                shown.losses, shown.train_seconds = trained.losses, trained.train_seconds
-                shown.train_peak_bytes = trained.train_peak_bytes
+                shown.losses = trained.losses
             groups.append(group)
     return groups, list(skipped.values())
 
 
-def _set_page_cache(checkpoint: Path, *, cold: bool) -> None:
-    if not cold:
-        warm_page_cache(checkpoint)
-        return
-    drop_page_cache(checkpoint)
-    if kept := cached_bytes(checkpoint):
-        log(f"the page cache kept {kept / 2**20:.1f} MiB of the shard files, though it was asked to drop them")
-
-
-def train_small(plan: Plan, on_gpu: bool) -> list[Group]:
-    """Train a smaller model, built the same way, where the measured one does not fit."""
-    groups = []
-    with checkpoint_of(SMALL_TRAIN_PARAMS, plan.cache, plan.keep_checkpoint, log) as checkpoint:
-        for method, world_size in plan.loads:
-            if method in ("stock", "lowmem"):
-                out = plan.out / "runs" / f"{method}-{world_size}-train"
-                spec = Spec(method, str(checkpoint), plan.dtype, plan.train_steps, str(out))
-                groups.append(Group(method, world_size, run_group(spec, world_size, on_gpu)))
-    return groups
-
-
-def report(plan: Plan, machine: Machine, groups: list[Group], trained: list[Group], notes: list[str]) -> list[str]:
-    """Print tables and checks, write results.json and the figures; return what failed."""
-    ratio_rows = ratios(groups)
+def report(plan: Plan, groups: list[Group], notes: list[str]) -> list[str]:
+    """Print the table and the checks, write results.json; return what failed."""
     compared, failures = different_weights(groups, floor_dtype_equal=plan.dtype == "bf16")
-    failures += network_failures(groups) + loss_failures(trained)
-    methods = [method for method in METHODS if any(group.method == method for group in groups)]
-    log()
-    for line in [*notes, "", *rank_table(groups), "", *repeat_lines(groups), *ratio_table(ratio_rows, methods), ""]:
-        log(line)
-    log(DEFINITIONS)
-    log()
-    for line in [*markdown_table(groups), ""]:
-        log(line)
+    failures += network_failures(groups) + loss_failures(groups)
+    log("\n".join(["", *notes, "", load_table(groups), "", DEFINITIONS, ""]))
     for line in compared:
         log(f"same weights checked (sha256 of each partition without padding): {line}")
-    if lines := loss_lines(trained):
-        log("training losses, which must be equal bit for bit between stock and lowmem:")
-        for line in lines:
-            log(f"  {line}")
+    for group in groups:
+        for rank in group.ranks:
+            if rank.losses:
+                losses = " ".join(f"{loss:.6f}" for loss in rank.losses)
+                log(f"training losses: {group.method}, rank {rank.rank} of {group.world_size}: {losses}")
     results: dict[str, Any] = {
-        "machine": asdict(machine),
+        "machine": asdict(describe_machine()),
         "notes": notes,
         "plan": asdict(plan),
-        "loads": [group_to_json(group) for group in groups],
-        "ratios": ratio_rows,
-        "trained": [
-            {"method": g.method, "world_size": g.world_size, "losses": [r.losses for r in g.ranks]} for g in trained
-        ],
+        "loads": [group.to_json() for group in groups],
         "same_weights": compared,
         "failures": failures,
     }
     (plan.out / "results.json").write_text(json.dumps(results, default=str))
-    title = "\n".join([notes[0], machine.cpu + ", " + machine.versions_text(), machine.date])
-    plot_results(groups, title, plan.out / "results.png")
-    plot_memory_over_time(groups, title, plan.out / "memory_over_time.png")
-    log(f"written: {plan.out}/results.json, results.png, memory_over_time.png")
+    log(f"written: {plan.out}/results.json")
     for line in summary_lines(groups):
         log(line)
     return failures
 
 
-def _describe_run(plan: Plan, machine: Machine, num_params: int, num_bytes: int) -> list[str]:
+def _describe_run(plan: Plan, num_params: int, num_bytes: int) -> list[str]:
     how = "dropped before each load by posix_fadvise DONTNEED" if plan.cold else "all shard files read before each load"
     model = f"random {plan.family}, {num_params / 1e9:.3f} B parameters, {num_bytes / 1e9:.2f} GB bf16"
     cache = f"page cache {'cold' if plan.cold else 'warm'}"
     return [
         f"model: {model}, loaded as {plan.dtype}, {cache}",
-        *machine.lines(),
+        *describe_machine().lines(),
         f"{cache}: {how}; the ranks are processes on this machine with one thread each; no figure is simulated",
         f"load average before the first load: {os.getloadavg()[0]:.1f} (other work lengthens the seconds)",
     ]
@@ -261,34 +219,32 @@ def compare(plans: Sequence[Plan]) -> int:
     on_gpu, first = torch.cuda.is_available(), plans[0]
     if on_gpu and max(world_size for _, world_size in first.loads) > torch.cuda.device_count():
         raise SystemExit(f"--ranks: more than the {torch.cuda.device_count()} GPUs of this machine")
-    failures = []
+    failures, texts = [], []
     with checkpoint_of(first.num_params, first.cache, first.keep_checkpoint, log, first.family) as checkpoint:
         for plan in plans:
             plan.out.mkdir(parents=True, exist_ok=True)
-            failures += _compare(plan, checkpoint, on_gpu)
+            groups, notes = _run(plan, checkpoint, on_gpu)
+            failures += report(plan, groups, notes)
+            texts.append("\n".join([*(f"- {note}" for note in notes), "", load_table(groups)]))
+    if first.docs:
+        write_docs("benchmarks.compare", "\n\n".join(texts))
     for failure in failures:
         log(f"FAILED: {failure}")
     return 1 if failures else 0
 
 
-def _compare(plan: Plan, checkpoint: Path, on_gpu: bool) -> list[str]:
-    machine = describe_machine()
+def _run(plan: Plan, checkpoint: Path, on_gpu: bool) -> tuple[list[Group], list[str]]:
     tensors = read_headers(checkpoint)
     num_params = sum(tensor.numel for tensor in tensors)
-    notes = _describe_run(plan, machine, num_params, sum(tensor.nbytes for tensor in tensors))
+    notes = _describe_run(plan, num_params, sum(tensor.nbytes for tensor in tensors))
     train_needs = TRAIN_BYTES_PER_PARAM * num_params + max(n for _, n in plan.loads) * RANK_OVERHEAD_BYTES
     train_here = plan.train_steps > 0 and train_needs <= MEMORY_SHARE * (available_bytes() or 0)
+    if plan.train_steps > 0 and not train_here:
+        notes.append(f"not trained: this model needs about {train_needs / 2**30:.0f} GiB for that")
     groups, skipped = run_loads(plan, checkpoint, plan.train_steps if train_here else 0, on_gpu)
     if not groups:
         raise SystemExit("nothing was run: every load was skipped")
-    trained = groups
-    if plan.train_steps > 0 and not train_here:
-        trained = train_small(plan, on_gpu)
-        notes.append(
-            f"training: this model needs about {train_needs / 2**30:.0f} GiB to train, so the losses are of a smaller "
-            f"one built the same way ({SMALL_TRAIN_PARAMS / 1e6:.0f} M parameters)"
-        )
-    return report(plan, machine, groups, trained, notes + skipped)
+    return groups, notes + skipped
 
 
 def main() -> None:

@@ -1,25 +1,23 @@
 """Draw the figures of the documentation: `python -m benchmarks.figures RESULTS.json docs/figures`.
 
-RESULTS.json is written by `python -m benchmarks.compare` (here: `--preset demo`, stock and lowmem on two ranks). The
-figure of bytes is drawn from plans of a tiny mixture of experts, which is made for it.
+RESULTS.json is written by `python -m benchmarks.compare` (here: `--preset demo`, stock and lowmem on two ranks).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from benchmarks.plots import COLORS, MIB
+from benchmarks.results import MIB
 
-WORLD_SIZE = 4  # of the figure of bytes
-RANK_COLORS = ("#3b6fb6", "#e3a32a", "#4f9d69", "#b5507f")
+COLORS = {"stock": "#d95f0e", "lowmem": "#1b9e77"}
+RANK_COLORS = ("#3b6fb6", "#e3a32a")
 NAMES = {"stock": "stock ZeRO-3", "lowmem": "lowmem_load"}
 DRAWN = "#333333"
 
@@ -38,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "memory": memory_over_time(loads),
         "paths": paths(loads),
         "phases": phases(loads),
-        "bytes": bytes_of_ranks(),
     }.items():
         figure.savefig(chosen.folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight", facecolor="white")
         plt.close(figure)
@@ -131,93 +128,6 @@ def phases(loads: dict[str, Any]) -> Any:
     axes.set_xlabel("seconds")
     axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1), ncols=5, columnspacing=1)
     return figure
-
-
-def bytes_of_ranks() -> Any:
-    """Return the figure of the elements of two parameters that each of four ranks holds, and reads."""
-    with tempfile.TemporaryDirectory() as folder:
-        plans = _tiny_plans(folder)
-    figure, (first, second) = plt.subplots(2, 1, figsize=(6.4, 4.2), gridspec_kw={"height_ratios": (1, 1.9)})
-    _draw_plain(first, [_target(plan, "model.embed_tokens.weight") for plan in plans])
-    _draw_fused(second, [_target(plan, "model.layers.0.mlp.experts.gate_up_proj") for plan in plans])
-    figure.tight_layout()
-    return figure
-
-
-def _tiny_plans(folder: str) -> list[Any]:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from lowmem_load import plan
-
-    config = Qwen3MoeConfig(
-        vocab_size=7, hidden_size=10, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=4,
-        intermediate_size=8, moe_intermediate_size=7, num_experts=3, num_experts_per_tok=2, pad_token_id=None,
-        bos_token_id=None, eos_token_id=None, dtype="float32",
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    ds_config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
-    return [plan(folder, ds_config, rank=rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
-
-
-def _target(plan: Any, name: str) -> Any:
-    return next(target for target in plan.targets if target.name == name)
-
-
-def _reads(target: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield the tensor, first element and number of elements of each read for a target."""
-    for destination in target.destinations:
-        for step in destination.fill.steps:
-            for first, _ in step.each():
-                yield step.tensor.name, first, step.numel
-
-
-def _draw_plain(axes: Any, targets: list[Any]) -> None:
-    rows, columns = targets[0].shape
-    axes.set(xlim=(-0.5, 3.2 * columns), ylim=(rows + 0.5, -1.6), aspect="auto")
-    axes.axis("off")
-    axes.text(0, -0.5, f"a weight of {rows} x {columns} elements", fontsize=8.5, color=DRAWN)
-    axes.text(columns + 2, 1.6, "its bytes in the file: one read for each rank", fontsize=8.5, color=DRAWN)
-    per_element = (2.2 * columns - 2.5) / (rows * columns)
-    for target, color in zip(targets, RANK_COLORS, strict=True):
-        for _, first, numel in _reads(target):
-            for element in range(first, first + numel):
-                axes.add_patch(Rectangle((element % columns, element // columns), 0.92, 0.9, facecolor=color))
-            axes.add_patch(Rectangle((columns + 2 + first * per_element, 2), numel * per_element, 2.4, facecolor=color,
-                                     edgecolor="white"))  # fmt: skip
-            axes.text(columns + 2 + (first + numel / 2) * per_element, 3.2, f"rank {targets.index(target)}\n{numel}",
-                      ha="center", va="center", fontsize=8, color="white")  # fmt: skip
-
-
-def _draw_fused(axes: Any, targets: list[Any]) -> None:
-    experts, rows, columns = targets[0].shape
-    numel = experts * rows * columns
-    tensors = sorted({name for target in targets for name, _, _ in _reads(target)},
-                     key=lambda name: (name.split(".")[5], name))  # fmt: skip
-    axes.set(xlim=(0, numel), ylim=(6.2, -0.9))
-    axes.axis("off")
-    axes.text(0, -0.3, f"{targets[0].name}: {experts} x {rows} x {columns}, one parameter in memory", fontsize=8.5,
-              color=DRAWN)  # fmt: skip
-    axes.text(
-        0, 5.9, f"{len(tensors)} tensors in the file, of which each rank reads its pieces", fontsize=8.5, color=DRAWN
-    )
-    part = numel / len(tensors)
-    for target, color in zip(targets, RANK_COLORS, strict=True):
-        region = target.destinations[0].region
-        axes.add_patch(Rectangle((region.start, 0), region.end - region.start, 1.3, facecolor=color, edgecolor="white"))
-        axes.text((region.start + region.end) / 2, 0.65, f"rank {targets.index(target)}: {region.end - region.start}",
-                  ha="center", va="center", fontsize=8, color="white")  # fmt: skip
-        at = region.start
-        for name, first, count in _reads(target):
-            left = tensors.index(name) * part + 3 + first * (part - 6) / part
-            width = count * (part - 6) / part
-            axes.add_patch(Rectangle((left, 3.2), width, 1.3, facecolor=color, edgecolor="white"))
-            axes.plot((at + count / 2, left + width / 2), (1.35, 3.15), color=color, linewidth=1)
-            at += count
-    for index, name in enumerate(tensors):
-        short = name.removeprefix("model.layers.0.mlp.").removesuffix(".weight").replace(".gate", "\n.gate")
-        axes.text(
-            (index + 0.5) * part, 4.65, short.replace(".up", "\n.up"), ha="center", va="top", fontsize=7, color=DRAWN
-        )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from benchmarks.checkpoint import checkpoint_of
 from benchmarks.gpu_worker import CheckResult, CheckSpec
 from benchmarks.launch import REPOSITORY, run_processes
 from benchmarks.machine import Machine, describe_machine
-from benchmarks.modes import markdown
-from benchmarks.table import log
+from benchmarks.results import log, markdown
 
 SIMULATED = "SIMULATED DEVICE: no GPU was used, and none of these figures is one of a GPU."
 

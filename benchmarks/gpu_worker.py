@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.checkpoint import drop_page_cache
 from benchmarks.methods import LOADERS, Job, zero3_config
 from benchmarks.train import training_losses
 
@@ -83,15 +84,6 @@ def measure_copies(device: torch.device, num_bytes: int) -> dict[str, float]:
         torch.accelerator.synchronize(device)
         rates[name] = num_copies * BLOCK_BYTES / (time.perf_counter() - start_s) / 1e9
     return rates
-
-
-def drop_from_cache(folder: str) -> None:
-    """Have the system forget the files, as far as it does."""
-    for path in Path(folder).glob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def measure_storage(folder: str, rank: int, world_size: int, num_threads: int = 4) -> float:
@@ -227,7 +219,7 @@ class Checks:
     def _forget_files(self) -> None:
         self.group.barrier()
         if self.group.local_rank == 0:
-            drop_from_cache(self.spec.large)
+            drop_page_cache(Path(self.spec.large))
         self.group.barrier()
 
     def _timed_load(self, name: str, ds_config: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from benchmarks.floors import partition_range, read_plain, read_tuned
 
-METHODS = ("ordinary", "stock", "lowmem", "floor", "tuned")
+METHODS = ("stock", "lowmem", "floor", "tuned")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -88,21 +87,6 @@ def prepare(method: str) -> None:
         import lowmem_load.load.model  # noqa: F401
 
 
-def load_ordinary(job: Job) -> Loaded:
-    """Load the full model on every rank, then let deepspeed.initialize partition it."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-
-    start_s = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(job.path, dtype=DTYPES[job.dtype])
-    loaded_s = time.perf_counter()
-    # No optimizer: all methods end with partitions only, so that the comparison is of loading.
-    engine, *_ = deepspeed.initialize(model=model, config=job.ds_config)
-    end_s = time.perf_counter()
-    phases_s = {"from_pretrained": loaded_s - start_s, "initialize": end_s - loaded_s}
-    return Loaded(model=model, phases_s=phases_s, keep_alive=engine)
-
-
 def load_stock(job: Job) -> Loaded:
     """Load with transformers' own ZeRO-3 path, switched on by HfDeepSpeedConfig."""
     from transformers import AutoModelForCausalLM
@@ -145,7 +129,6 @@ def _floor(job: Job, partitions: dict[str, torch.Tensor], num_reads: int) -> Loa
 
 
 LOADERS: dict[str, Callable[[Job], Loaded]] = {
-    "ordinary": load_ordinary,
     "stock": load_stock,
     "lowmem": load_lowmem,
     "floor": load_floor,

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.checkpoint import checkpoint_of
 from benchmarks.launch import REPOSITORY, GroupError, run_group
-from benchmarks.table import aligned, log
+from benchmarks.results import log, markdown
 from benchmarks.worker import RankResult, Spec
 
 TRAIN_STEPS = 5
@@ -187,12 +187,6 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     return cells
 
 
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [f"| {' | '.join(line)} |" for line in cells]
-    return "\n".join([lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit status 1 when a mode differs from stock or fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -207,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(run_mode(name, checkpoint, out, torch.cuda.is_available()))
             log(f"{name}: partitions {rows[-1].partitions}, losses {rows[-1].losses}")
     cells = table(rows)
-    log("\n".join(aligned(cells)))
+    log(markdown(cells))
     log("Peak: resident host memory above the start of the load, of the worst rank, MiB. Page cache warm.")
     log(f"Python {platform.python_version()}, torch {torch.__version__}; CPU ranks over gloo share {_cores()} cores.")
     if options.out:

@@ -7,18 +7,104 @@ python -m benchmarks.pipelines --size tiny --only trl_sft trl_dpo
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import importlib
+import json
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.launch import run_processes
-from benchmarks.pipeline_worker import PipelineResult, import_example
-from benchmarks.table import aligned
+from benchmarks.results import markdown
+from lowmem_load.bench.memory import MemorySampler, Rss, read_rss
 
 LLAMAFACTORY = "llamafactory_style/train"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 64 * 1024  # malloc.h
+"""Larger blocks go back to the kernel when they are freed: what malloc keeps of them differs from run to run by more
+than what is to be seen."""
+
+
+@dataclass(slots=True)
+class PipelineResult:
+    """What one rank saw. Bytes are above the start: after imports, before the script.
+
+    Attributes:
+        load: high-water mark, and largest anon and file, up to the first `deepspeed.initialize`, when all is loaded.
+        whole: the same of the whole script: training and saving included.
+        losses: of each step, as the script returns them.
+    """
+
+    rank: int
+    load: Rss
+    whole: Rss
+    losses: list[float]
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelineResult:
+        """Return the result that `be_rank` wrote."""
+        fields = json.loads(text)
+        fields["load"], fields["whole"] = Rss(*fields["load"]), Rss(*fields["whole"])
+        return cls(**fields)
+
+
+def import_example(script: str) -> Any:
+    """Return the module of `examples/<script>.py`, which imports its neighbours by plain name as a script does."""
+    path = EXAMPLES / f"{script}.py"
+    for folder in (str(EXAMPLES), str(path.parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return importlib.import_module(path.stem)
+
+
+def run_pipeline(script: str, argv: list[str], rank: int) -> PipelineResult:
+    """Run `examples/<script>.py` with `argv` in this process, measured. Collective: all ranks."""
+    from transformers.models.llama import modeling_llama  # noqa: F401  belongs to the start, as the other imports
+
+    main = import_example(script).main
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+    sampler = MemorySampler()
+    with _mark_initialize() as marks, sampler:
+        losses = main(argv)
+    use = sampler.use()
+    load_high_water, initialize_s = marks[0] if marks else (use.peak + use.start_rss, float("inf"))
+    start_s = sampler.start_s
+    loading = [sample for sample in use.samples if sample[0] <= initialize_s - start_s]
+    return PipelineResult(
+        rank=rank,
+        load=Rss(
+            max(anon for _, anon, _ in loading), max(file for _, _, file in loading), load_high_water - use.start_rss
+        ),
+        whole=Rss(use.peak_anon, use.peak_file, use.peak),
+        losses=losses,
+    )
+
+
+@contextlib.contextmanager
+def _mark_initialize() -> Iterator[list[tuple[int, float]]]:
+    """Note the high-water mark and the time at each `deepspeed.initialize`."""
+    import deepspeed
+
+    ordinary = deepspeed.initialize
+    marks: list[tuple[int, float]] = []
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        marks.append((read_rss()[0].high_water, time.perf_counter()))
+        return ordinary(*args, **kwargs)
+
+    deepspeed.initialize = initialize
+    try:
+        yield marks
+    finally:
+        deepspeed.initialize = ordinary
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +123,7 @@ class Pipeline:
         """Return the command line of the example."""
         end = ["--stock"] if stock else []
         if self.script == LLAMAFACTORY:
-            config = Path(__file__).resolve().parents[1] / "examples" / "llamafactory_style" / "train.yaml"
+            config = EXAMPLES / "llamafactory_style" / "train.yaml"
             settings = {"model": model, "output_dir": output, "max_steps": steps, "save_steps": 0}
             return [str(config), *(f"{key}={value}" for key, value in settings.items()), *end]
         places = ["--model", str(model), "--output", str(output)]
@@ -118,7 +204,7 @@ def table(comparisons: Sequence[Comparison]) -> list[str]:
         verdict = "equal" if comparison.losses_equal else "DIFFERENT"
         rows.append([comparison.pipeline.name, "stock", *_memory(comparison.stock), ""])
         rows.append(["", "lowmem", *_memory(comparison.streamed), verdict])
-    lines = aligned(rows)
+    lines = [markdown(rows)]
     for comparison in comparisons:
         for method, results in (("stock", comparison.stock), ("lowmem", comparison.streamed)):
             losses = " ".join(f"{loss:.6f}" for loss in results[0].losses)
@@ -153,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
         print(f"running {name}", file=sys.stderr, flush=True)
         spec = {"script": pipeline.script, "argv": argv}
-        texts = run_processes("benchmarks.pipeline_worker", spec, options.out / name, options.ranks, options.gpu)
+        texts = run_processes("benchmarks.pipelines", spec, options.out / name, options.ranks, options.gpu)
         return [PipelineResult.from_json(text) for text in texts]
 
     wanted = [pipeline for pipeline in PIPELINES if not options.only or pipeline.script in options.only]
@@ -162,5 +248,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(found.losses_equal and found.load_peak_is_lower for found in comparisons) else 1
 
 
+def be_rank(path: Path) -> None:
+    """Run what the spec says, write this rank's result."""
+    import torch.distributed as dist
+
+    spec = json.loads(path.read_text())
+    result = run_pipeline(spec["script"], spec["argv"], int(os.environ["RANK"]))
+    (path.parent / f"rank{result.rank}.json").write_text(json.dumps(asdict(result)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] and sys.argv[1].endswith("spec.json"):
+        be_rank(Path(sys.argv[1]))
+    else:
+        sys.exit(main())

@@ -1,16 +1,58 @@
-"""Results of one benchmark run: grouped by load, checked against each other, reduced to ratios."""
+"""What a run of `benchmarks.compare` came to: loads grouped and checked against each other, and what it prints.
+
+`show_table`, `markdown` and `log` serve the other benchmarks, too.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import describe_machine
 from benchmarks.worker import RankResult
 
-# Methods that must end with bit-identical partitions. The floors join them when they read the dtype that is loaded.
-MODEL_METHODS = ("stock", "ordinary", "lowmem")
+MIB = 2**20
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "measured.md"
+MODEL_METHODS = ("stock", "lowmem")
+"""These must end with bit-identical partitions. The floors join them when they read the dtype that is loaded."""
+
+SHOWN = {
+    "stock": "stock ZeRO-3",
+    "lowmem": "**lowmem_load**",
+    "floor": "plain floor",
+    "tuned": "tuned floor",
+}
+"""Names of the methods in documents."""
+
+COLUMNS = (
+    "ranks",
+    "method",
+    "seconds",
+    "CPU s",
+    "peak",
+    "peak - partition",
+    "of it file-backed",
+    "GPU peak",
+    "read / needed",
+    "in collectives",
+)
+
+DEFINITIONS = """\
+Every load runs in fresh processes. Sizes are in MiB (2**20 bytes), of the rank that has the most.
+seconds    wall time of the slowest rank, from the call to its return, without imports; of repeats, the median.
+CPU s      processor seconds of the rank's threads during the load.
+peak       high-water mark of resident memory (VmHWM, reset at the start) above the start of the load. The start is
+           after imports, the start of the process group, malloc_trim and a barrier.
+file-backed  pages of mapped files and shared memory: reclaimable, but they count in a cgroup's limit.
+in collectives  tensor bytes that a rank gave to collectives of 2 or more ranks, the larger side of each call.
+floors     the bytes of the partitions, without a model. plain: preadv in file order into fresh memory, one thread.
+           tuned: as many threads as lowmem_load has, into huge pages.
+Before each load, of any method, memory of 1.2 partitions (4.8 if the page cache is cold) is touched and given back, so
+that none waits for a hypervisor that has taken free memory back."""
 
 
 @dataclass(slots=True)
@@ -28,9 +70,41 @@ class Group:
         return max(rank.seconds for rank in self.ranks)
 
     @property
-    def over_partition_bytes(self) -> int:
-        """Largest peak above the rank's own partition."""
-        return max(rank.memory.peak - rank.partition_bytes for rank in self.ranks)
+    def peak_bytes(self) -> int:
+        """Largest peak of a rank."""
+        return max(rank.memory.peak for rank in self.ranks)
+
+    def cells(self) -> list[str]:
+        """Return the row of the table."""
+        hbm = [rank.hbm_peak_bytes for rank in self.ranks if rank.hbm_peak_bytes is not None]
+        needed, read = (sum(getattr(rank, name) or 0 for rank in self.ranks) for name in ("needed_bytes", "read_bytes"))
+        return [
+            str(self.world_size),
+            SHOWN[self.method],
+            f"{self.seconds:.2f}",
+            f"{max(rank.cpu_seconds for rank in self.ranks):.2f}",
+            _mib(self.peak_bytes),
+            _mib(max(rank.memory.peak - rank.partition_bytes for rank in self.ranks)),
+            _mib(max(rank.memory.peak_file for rank in self.ranks)),
+            _mib(max(hbm)) if hbm else "",
+            f"{read / needed:.4f}" if self.method == "lowmem" and needed else "",
+            _mib(max(rank.network.payload_bytes for rank in self.ranks)),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the group as JSON data; the digests of a rank are folded into one."""
+        ranks = []
+        for rank in self.ranks:
+            fields = asdict(rank)
+            digests = fields.pop("digests")
+            lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+            ranks.append({**fields, "digest_of_digests": hashlib.sha256(lines.encode()).hexdigest()})
+        figures = {"seconds": self.seconds, "seconds_of_repeats": self.seconds_of_repeats}
+        return {"method": self.method, "world_size": self.world_size, **figures, "ranks": ranks}
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.0f}"
 
 
 def median_group(repeats: list[list[RankResult]]) -> Group:
@@ -41,12 +115,12 @@ def median_group(repeats: list[list[RankResult]]) -> Group:
     return chosen
 
 
-def find_group(groups: list[Group], method: str, world_size: int) -> Group | None:
+def find_group(groups: Sequence[Group], method: str, world_size: int) -> Group | None:
     """Return the group of this method and world size, or None if it was not run."""
     return next((group for group in groups if (group.method, group.world_size) == (method, world_size)), None)
 
 
-def different_weights(groups: list[Group], floor_dtype_equal: bool) -> tuple[list[str], list[str]]:
+def different_weights(groups: Sequence[Group], floor_dtype_equal: bool) -> tuple[list[str], list[str]]:
     """Return (what was compared, what differs), one line each: partitions must be equal bit for bit."""
     compared, differences = [], []
     for world_size in sorted({group.world_size for group in groups}):
@@ -56,26 +130,24 @@ def different_weights(groups: list[Group], floor_dtype_equal: bool) -> tuple[lis
             continue
         reference = present[0]
         differences += [line for other in present[1:] for line in _differences(reference, other)]
-        num_parameters = len(reference.ranks[0].digests)
         methods = ", ".join(group.method for group in present)
-        compared.append(f"{world_size} ranks: {num_parameters} parameters x {world_size} ranks, {methods}")
+        compared.append(f"{world_size} ranks: {len(reference.ranks[0].digests)} parameters a rank, {methods}")
     return compared, differences
 
 
 def _differences(reference: Group, other: Group) -> list[str]:
     lines = []
     for expected, got in zip(reference.ranks, other.ranks, strict=True):
-        where = f"rank {got.rank} of {reference.world_size}"
-        for name in sorted(expected.digests.keys() | got.digests.keys()):
-            if name not in got.digests or name not in expected.digests:
-                lacking = other.method if name not in got.digests else reference.method
-                lines.append(f"{name}: {where}: missing from {lacking}")
-            elif expected.digests[name] != got.digests[name]:
-                lines.append(f"{name}: {where}: {other.method} differs from {reference.method}")
+        names = sorted(expected.digests.keys() | got.digests.keys())
+        lines += [
+            f"{name}: rank {got.rank} of {reference.world_size}: {other.method} differs from {reference.method}"
+            for name in names
+            if expected.digests.get(name) != got.digests.get(name)
+        ]
     return lines
 
 
-def network_failures(groups: list[Group]) -> list[str]:
+def network_failures(groups: Sequence[Group]) -> list[str]:
     """Return a line for each lowmem rank that moved a payload large enough to be weights."""
     return [
         f"lowmem, rank {rank.rank} of {group.world_size}: {rank.network.large_payload_bytes} bytes in payloads over "
@@ -87,69 +159,68 @@ def network_failures(groups: list[Group]) -> list[str]:
     ]
 
 
-def loss_failures(groups: list[Group]) -> list[str]:
+def loss_failures(groups: Sequence[Group]) -> list[str]:
     """Return a line for each rank whose stock and lowmem losses differ in any bit."""
-    lines = []
-    for group in groups:
-        if group.method != "lowmem" or not (stock := find_group(groups, "stock", group.world_size)):
-            continue
-        for expected, got in zip(stock.ranks, group.ranks, strict=True):
-            if expected.losses != got.losses:
-                lines.append(
-                    f"rank {got.rank} of {group.world_size}: stock losses {expected.losses}, lowmem {got.losses}"
-                )
+    return [
+        f"rank {got.rank} of {group.world_size}: stock losses {expected.losses}, lowmem {got.losses}"
+        for group in groups
+        if group.method == "lowmem" and (stock := find_group(groups, "stock", group.world_size))
+        for expected, got in zip(stock.ranks, group.ranks, strict=True)
+        if expected.losses != got.losses
+    ]
+
+
+def load_table(groups: Sequence[Group]) -> str:
+    """Return a row for each load, as documents show it."""
+    return markdown([COLUMNS, *(group.cells() for group in groups)])
+
+
+def summary_lines(groups: Sequence[Group]) -> list[str]:
+    """Return each repetition's seconds, then how long the others took beside lowmem_load."""
+    lines = [
+        f"{group.method}, {group.world_size} ranks: {', '.join(f'{each:.2f}' for each in group.seconds_of_repeats)} s"
+        for group in groups
+        if len(group.seconds_of_repeats) > 1
+    ]
+    for ours in groups:
+        others = [other for other in groups if other.world_size == ours.world_size and other is not ours]
+        if ours.method == "lowmem":
+            times = [f"{other.method} took {other.seconds / ours.seconds:.2f} times as long" for other in others]
+            took = f"{ours.world_size} ranks: lowmem_load took {ours.seconds:.2f} s, {_mib(ours.peak_bytes)} MiB a rank"
+            lines.append("; ".join([took, *times]))
     return lines
 
 
-def ratios(groups: list[Group]) -> list[dict[str, Any]]:
-    """Return, per world size, the figures that compare methods; None where a method was not run."""
-    rows = []
-    for world_size in sorted({group.world_size for group in groups}):
-        stock, ordinary, lowmem, floor, tuned = (
-            find_group(groups, name, world_size) for name in ("stock", "ordinary", "lowmem", "floor", "tuned")
-        )
-        rows.append(
-            {
-                "world_size": world_size,
-                "ordinary_over_lowmem_seconds": _ratio(ordinary, lowmem),
-                "stock_over_lowmem_seconds": _ratio(stock, lowmem),
-                "lowmem_over_floor_seconds": _ratio(lowmem, floor),
-                "lowmem_over_tuned_seconds": _ratio(lowmem, tuned),
-                "stock_over_floor_seconds": _ratio(stock, floor),
-                "ordinary_over_floor_seconds": _ratio(ordinary, floor),
-                "lowmem_read_over_needed": read_over_needed_of(lowmem) if lowmem else None,
-                "peak_minus_partition_bytes": {
-                    group.method: group.over_partition_bytes for group in groups if group.world_size == world_size
-                },
-            }
-        )
-    return rows
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, its cells aligned; the first row is the header."""
+    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows
+    )
 
 
-def _ratio(above: Group | None, below: Group | None) -> float | None:
-    return above.seconds / below.seconds if above and below else None
+def show_table(name: str, rows: Sequence[Sequence[str]], *, docs: bool) -> None:
+    """Print a table below what machine it was measured on; with `docs`, write it into docs/measured.md, too."""
+    machine = describe_machine().lines()
+    log("\n".join([*machine, "", markdown(rows)]))
+    if docs:
+        write_docs(name, "\n".join([*(f"- {line}" for line in machine), "", markdown(rows)]))
 
 
-def read_over_needed_of(group: Group) -> float | None:
-    """Return the bytes that were read over those that were needed; None where that is not known."""
-    needed = sum(rank.needed_bytes or 0 for rank in group.ranks)
-    return sum(rank.read_bytes or 0 for rank in group.ranks) / needed if needed else None
+def write_docs(name: str, text: str, page: Path = PAGE) -> None:
+    """Put what a run came to between the markers of this name on the page of figures.
+
+    Raises:
+        ValueError: the page has no such markers.
+    """
+    marked = re.compile(rf"(<!-- written by {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    written, count = marked.subn(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page.read_text(encoding="utf-8"))
+    if count != 1:
+        raise ValueError(f"{page}: {count} places are marked as written by {name}")
+    page.write_text(written, encoding="utf-8")
 
 
-def group_to_json(group: Group) -> dict[str, Any]:
-    """Return a group as JSON data; the digests of a rank are folded into one."""
-    ranks = []
-    for rank in group.ranks:
-        fields = asdict(rank)
-        digests = fields.pop("digests")
-        lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
-        fields["digest_of_digests"] = hashlib.sha256(lines.encode()).hexdigest()
-        ranks.append(fields)
-    return {
-        "method": group.method,
-        "world_size": group.world_size,
-        "seconds": group.seconds,
-        "seconds_median_of_repeats": median(group.seconds_of_repeats),
-        "seconds_of_repeats": group.seconds_of_repeats,
-        "ranks": ranks,
-    }
+def log(text: str = "") -> None:
+    """Print one line at once, so that a long run can be followed."""
+    print(text, flush=True)

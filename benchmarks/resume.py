@@ -1,14 +1,11 @@
-"""Going on from checkpoints of ZeRO-3 on other ranks: what it costs beside DeepSpeed's own ways, and that it is right.
+"""Checkpoints of ZeRO-3 that go on on other ranks: that it is right, and what it costs beside DeepSpeed's own ways.
 
-    python -m benchmarks.resume save FOLDER --ranks 2 [--params 1e8]      trains, saves, trains on
-    python -m benchmarks.resume convert FOLDER                            DeepSpeed's ds_to_universal
-    python -m benchmarks.resume load FOLDER --ranks 4 --method ours       loads, measures, trains on
-    python -m benchmarks.resume consolidate FOLDER --method ours          a model folder of it; or zero_to_fp32
-    python -m benchmarks.resume matrix                                    tiny models, 2 to 1, 2 to 4, 4 to 3, 3 to 2
+    python -m benchmarks.resume matrix                           every way, tiny models, 2 to 1, 2 to 4, 4 to 3, 3 to 2
+    python -m benchmarks.resume cost [--params 1e8] [--ranks 4]  2 ranks save; as many and others go on
 
-Methods of `load`: ours, ours-universal, stock (as many ranks as have saved), stock-universal (after `convert`). Each
-prints one line of JSON: seconds of the slowest rank, MiB above the start of the rank that took most, MiB that a rank
-read at most, and the largest difference of the next three losses from those of the run that was not interrupted.
+`matrix` prints a line of JSON for each way. `cost` prints a table: seconds of the slowest rank, MiB above the start and
+MiB read of the rank that took most, and the largest difference of the next three losses from those of the run that was
+not interrupted.
 """
 
 from __future__ import annotations
@@ -21,16 +18,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import read_io
+from benchmarks.results import MIB, show_table
 from lowmem_load.bench.memory import MemorySampler
 from tests.ranks import run_ranks
 
-MIB = float(1 << 20)
 MATRIX = ("2:1", "2:4", "4:3", "3:2")
 LAYERS = 4
+TAG, UNIVERSAL_TAG = "global_step3", "universal"
 
 
-def _engine(world_size: int, params: float, universal: bool) -> Any:
+def bytes_read() -> int:
+    """Return what this process has read by read calls."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def measured(call: Callable[[], object]) -> dict[str, float]:
+    """Return what a call takes: seconds, and MiB of memory and of reads."""
+    before = bytes_read()
+    with MemorySampler() as sampler:
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+    read = bytes_read() - before - sampler.proc_bytes_read
+    return {"seconds": seconds, "peak_mib": sampler.use().peak / MIB, "read_mib": read / MIB}
+
+
+def make_engine(world_size: int, params: float, is_universal: bool) -> Any:
+    """Return an engine of a random Llama, whose samples are split among the ranks."""
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -47,94 +61,67 @@ def _engine(world_size: int, params: float, universal: bool) -> Any:
     torch.manual_seed(0)
     with streaming(ds_config):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return deepspeed.initialize(model=model, config={**ds_config, **(UNIVERSAL if universal else {})})[0]
+    return deepspeed.initialize(model=model, config={**ds_config, **(UNIVERSAL if is_universal else {})})[0]
 
 
 def save(folder: str, world_size: int, params: float) -> list[float]:
     """Rank function: trains three steps, saves, and trains three more, whose losses it returns."""
     from tests.multi_rank.test_resume import train
 
-    engine = _engine(world_size, params, universal=False)
+    engine = make_engine(world_size, params, is_universal=False)
     train(engine, 0, 3)
     engine.save_checkpoint(folder)
     return train(engine, 3, 6)
 
 
-def load(folder: str, world_size: int, params: float, method: str) -> dict[str, Any]:
+def load(folder: str, world_size: int, params: float, way: str, tag: str) -> dict[str, Any]:
     """Rank function: loads in one way, and trains on."""
     import torch.distributed as dist
 
     from lowmem_load import load_checkpoint
     from tests.multi_rank.test_resume import train
 
-    engine = _engine(world_size, params, universal=method == "stock-universal")
-    tag = "universal" if "universal" in method else "global_step3"
+    is_stock = way == "stock"
+    engine = make_engine(world_size, params, is_universal=is_stock and tag == UNIVERSAL_TAG)
     dist.barrier()
-    before = read_io()
-    with MemorySampler() as sampler:
-        start = time.perf_counter()
-        if method.startswith("ours"):
-            load_checkpoint(engine, folder, tag)
-        else:
-            engine.load_checkpoint(folder, tag)
-        seconds = time.perf_counter() - start
-    read = read_io().rchar - before.rchar - sampler.proc_bytes_read
-    use = sampler.use()
-    return {"seconds": seconds, "peak": use.peak, "read": read, "losses": train(engine, 3, 6)}
+    run = engine.load_checkpoint if is_stock else lambda *args: load_checkpoint(engine, *args)
+    return {**measured(lambda: run(folder, tag)), "losses": train(engine, 3, 6)}
 
 
-def _measured(name: str, call: Callable[[], object]) -> dict[str, Any]:
-    before = read_io()
-    with MemorySampler() as sampler:
-        start = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - start
-    read = read_io().rchar - before.rchar - sampler.proc_bytes_read
-    return {
-        "method": name, "seconds": round(seconds, 2), "peak_mib": round(sampler.use().peak / MIB),
-        "read_mib": round(read / MIB),
-    }  # fmt: skip
-
-
-def _convert(folder: str) -> dict[str, Any]:
+def convert(folder: str) -> None:
+    """Have DeepSpeed make a universal checkpoint."""
     from deepspeed.checkpoint.ds_to_universal import main
 
-    tag = f"{folder}/global_step3"
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
     flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
-    arguments = argparse.Namespace(input_folder=tag, output_folder=f"{folder}/universal", **workers, **flags)
-    return _measured("ds_to_universal", lambda: main(arguments))
+    places = {"input_folder": f"{folder}/{TAG}", "output_folder": f"{folder}/{UNIVERSAL_TAG}"}
+    main(argparse.Namespace(**places, **workers, **flags))
 
 
-def _consolidate(folder: str, method: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        if method == "ours":
-            from lowmem_load import consolidate
-
-            return _measured("consolidate", lambda: consolidate(folder, f"{out}/made"))
-        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
-
-        return _measured(
-            "zero_to_fp32",
-            lambda: convert_zero_checkpoint_to_state_dict(folder, f"{out}/made", safe_serialization=True),
-        )
-
-
-def _load(folder: str, ranks: int, params: float, method: str) -> dict[str, Any]:
-    expected = json.loads(Path(folder, "losses.json").read_text())
-    found = run_ranks(load, folder, ranks, params, method, world_size=ranks, timeout_s=400)
-    differences = [abs(one - other) for one, other in zip(found[0]["losses"], expected, strict=True)]
-    return {
-        "method": method,
-        "ranks": ranks,
-        "seconds": round(max(each["seconds"] for each in found), 2),
-        "peak_mib": round(max(each["peak"] for each in found) / MIB),
-        "read_mib": round(max(each["read"] for each in found) / MIB),
-        "loss_difference": max(differences),
-    }
+def cost(params: float, other_ranks: int, docs: bool) -> None:
+    """Print what going on costs, on as many ranks as have saved and on others."""
+    rows: list[Sequence[str]] = [("ranks now", "", "seconds", "peak, MiB", "read, MiB", "losses apart")]
+    names = ("seconds", "peak_mib", "read_mib")
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run_ranks(save, folder, 2, params, world_size=2, timeout_s=400)[0]
+        converted = measured(lambda: convert(folder))
+        rows.append(("any", "stock, ds_to_universal", *(f"{converted[name]:.2f}" for name in names), ""))
+        for ranks, way, tag in (
+            (2, "stock", TAG),
+            (2, "lowmem_load", TAG),
+            (other_ranks, "lowmem_load", TAG),
+            (other_ranks, "stock", UNIVERSAL_TAG),
+            (other_ranks, "lowmem_load", UNIVERSAL_TAG),
+        ):
+            found = run_ranks(load, folder, ranks, params, way, tag, world_size=ranks, timeout_s=400)
+            apart = max(abs(one - other) for one, other in zip(found[0]["losses"], expected, strict=True))
+            most = [f"{max(each[name] for each in found):.2f}" for name in names]
+            rows.append((str(ranks), way if tag == TAG else f"{way}, universal", *most, f"{apart:.2g}"))
+    show_table("benchmarks.resume", rows, docs=docs)
 
 
-def _matrix(pairs: Sequence[str]) -> None:
+def matrix(pairs: Sequence[str]) -> None:
+    """Go on from every way to save, on other ranks; raises where values or losses are wrong."""
     from tests.multi_rank.test_modes import is_compiled
     from tests.multi_rank.test_resume import cases, checkpoints_of, go_on_elsewhere, save_and_go_on
 
@@ -146,32 +133,23 @@ def _matrix(pairs: Sequence[str]) -> None:
             swap = f"{name}/swap" if is_compiled("async_io") else None
             differences = run_ranks(go_on_elsewhere, paths, name, losses, swap, world_size=resumed_by, timeout_s=300)[0]
         for way, difference in differences.items():
-            print(
-                json.dumps({"saved_by": saved_by, "resumed_by": resumed_by, "way": way, "loss_difference": difference})
-            )
+            found = {"saved_by": saved_by, "resumed_by": resumed_by, "way": way, "loss_difference": difference}
+            print(json.dumps(found), flush=True)
 
 
 def main() -> None:
     """Parse the command line and run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("save", "convert", "load", "consolidate", "matrix"))
-    parser.add_argument("folder", nargs="?")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--params", type=float, default=1e8)
-    parser.add_argument("--method", default="ours")
-    parser.add_argument("--pairs", nargs="+", default=MATRIX, help="of the matrix: ranks that save, and that go on")
+    parser.add_argument("part", choices=("matrix", "cost"))
+    parser.add_argument("--ranks", type=int, default=4, help="cost: others than have saved")
+    parser.add_argument("--params", type=float, default=1e8, help="cost: of the model")
+    parser.add_argument("--pairs", nargs="+", default=MATRIX, help="matrix: ranks that save, and that go on")
+    parser.add_argument("--docs", action="store_true", help="cost: write the table into docs/measured.md")
     options = parser.parse_args()
     if options.part == "matrix":
-        _matrix(options.pairs)
-    elif options.part == "save":
-        losses = run_ranks(save, options.folder, options.ranks, options.params, world_size=options.ranks, timeout_s=400)
-        Path(options.folder, "losses.json").write_text(json.dumps(losses[0]))
-    elif options.part == "convert":
-        print(json.dumps(_convert(options.folder)))
-    elif options.part == "consolidate":
-        print(json.dumps(_consolidate(options.folder, options.method)))
+        matrix(options.pairs)
     else:
-        print(json.dumps(_load(options.folder, options.ranks, options.params, options.method)))
+        cost(options.params, options.ranks, options.docs)
 
 
 if __name__ == "__main__":

@@ -19,21 +19,22 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of
+from benchmarks.collectives import CollectiveCounter
 from benchmarks.launch import REPOSITORY, run_processes
-from benchmarks.measure import CollectiveCounter
 from benchmarks.methods import zero3_config
+from benchmarks.results import MIB, show_table
 from lowmem_load.bench.memory import MemorySampler
 
 METHODS = ("stock", "lowmem", "floor")
 TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))
 """Orders, in turn: what writes after another method finds the pages that this one has freed."""
-MIB = float(1 << 20)
+COLUMNS = ("ranks", "method", "seconds", "peak anonymous, MiB", "peak file-backed, MiB", "in collectives, MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +140,15 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _line(world_size: int, method: str, ranks: list[list[Result]]) -> str:
+def _cells(world_size: int, method: str, ranks: list[list[Result]]) -> list[str]:
     """Return a row: medians over the repeats of the slowest rank, and the largest peak of all ranks."""
     mine = [[result for result in results if result.method == method] for results in ranks]
     seconds = statistics.median(max(each.seconds for each in turn) for turn in zip(*mine, strict=True))
     every = [result for results in mine for result in results]
     peak_anon, peak_file = max(r.peak_anon for r in every), max(r.peak_file for r in every)
     network = max(r.collective_bytes for r in every)
-    cells = (f"{seconds:.1f}", f"{peak_anon / MIB:.0f}", f"{peak_file / MIB:.0f}", f"{network / MIB:.0f}")
-    return f"| {world_size} | {method} | {' | '.join(cells)} |"
+    sizes = (f"{size / MIB:.0f}" for size in (peak_anon, peak_file, network))
+    return [str(world_size), method, f"{seconds:.1f}", *sizes]
 
 
 def main() -> None:
@@ -158,10 +159,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--max-shard-size", default="500MB")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
     arguments = parser.parse_args()
     cache = REPOSITORY / ".cache" / "benchmarks"
-    print("| ranks | method | seconds | peak anonymous, MiB | peak file-backed, MiB | in collectives, MiB |")
-    print("|---|---|---|---|---|---|", flush=True)
+    rows: list[Sequence[str]] = [COLUMNS]
     with checkpoint_of(int(arguments.params), cache, keep=False, log=lambda text: print(text, file=sys.stderr)) as path:
         for world_size in arguments.ranks:
             out = arguments.out / f"{world_size}-ranks"
@@ -172,8 +173,8 @@ def main() -> None:
             if digests["stock"] != digests["lowmem"]:
                 differing = sorted(k for k in digests["stock"] if digests["stock"][k] != digests["lowmem"].get(k))
                 raise SystemExit(f"{world_size} ranks: stock and lowmem_load wrote other files: {differing}")
-            for method in METHODS:
-                print(_line(world_size, method, ranks), flush=True)
+            rows += [_cells(world_size, method, ranks) for method in METHODS]
+    show_table("benchmarks.save", rows, docs=arguments.docs)
 
 
 if __name__ == "__main__":

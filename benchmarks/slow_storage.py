@@ -1,57 +1,196 @@
-"""A folder seen through FUSE, with a wait before each read: `python -m benchmarks.slow_storage FOLDER MOUNT SECONDS`.
+"""Loads from slow storage: `python -m benchmarks.slow_storage [--ranks 4] [--wait-ms 1 10] [--ways stock lowmem]`.
 
-Needs `pip install mfusepy`, libfuse and leave to mount. The kernel caches, reads ahead and maps files as on NFS.
+The storage is a folder behind FUSE that waits before it answers a read. It is mounted anew for each load, so nothing is
+in the page cache. The kernel caches, reads ahead and maps files as on NFS. Two models of random weights are loaded: a
+Llama, whose partitions are ranges of the files, and a Qwen3-VL-MoE, whose expert is transposed on load.
+
+Needs `pip install mfusepy`, libfuse, and root.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import itertools
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import mfusepy
+from benchmarks.launch import run_processes
+from benchmarks.methods import zero3_config
+from benchmarks.results import show_table
+
+WAYS = ("stock", "lowmem")
+COLUMNS = ("model", "ranks", "wait ms", "way", "seconds", "reads of a rank", "read MiB", "read / needed")
+MOUNT_TIMEOUT_S = 20.0
 
 
-class SlowFolder(mfusepy.Operations):  # type: ignore[misc]  # where it is not installed
-    """Read-only: every read is answered `wait_s` later than it could be; any number of them at a time."""
+def make_llama(folder: Path) -> None:
+    """Write a Llama of some 80 million parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    use_ns = True
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32_000, **sizes)).bfloat16().save_pretrained(folder)
 
-    def __init__(self, folder: Path, wait_s: float) -> None:
-        self._folder, self._wait_s = folder, wait_s
 
-    def _path(self, path: str) -> Path:
-        return self._folder / path.lstrip("/")
+def make_transposed(folder: Path) -> None:
+    """Write a Qwen3-VL-MoE of some 60 million parameters, its expert as published: transposed."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-    def getattr(self, path: str, _fh: int | None = None) -> dict[str, Any]:
-        """Return the attributes of a file."""
+    small = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 1024}
+    vision = {**small, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    text = {
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 2048,
+        "moe_intermediate_size": 3072,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20], "rope_theta": 10000.0},
+    }
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    Qwen3VLMoeForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    turned = {name: value.mT.contiguous() if ".experts." in name else value for name, value in state.items()}
+    save_file(turned, folder / "model.safetensors", {"format": "pt"})
+
+
+MODELS = {"llama": make_llama, "experts transposed": make_transposed}
+
+
+def serve(folder: Path, mount: str, wait_s: float) -> None:
+    """Show a folder at `mount`, read-only, until it is unmounted; every read is answered `wait_s` late."""
+    import mfusepy
+
+    class SlowFolder(mfusepy.Operations):  # type: ignore[misc]  # where it is not installed
+        use_ns = True
+
+        def _path(self, path: str) -> Path:
+            return folder / path.lstrip("/")
+
+        def getattr(self, path: str, _fh: int | None = None) -> dict[str, Any]:
+            try:
+                found = os.lstat(self._path(path))
+            except OSError as error:
+                raise mfusepy.FuseOSError(error.errno) from error
+            times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "ctime", "mtime")}
+            names = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid")
+            return {name: getattr(found, name) for name in names} | times
+
+        def readdir(self, path: str, _fh: int) -> list[str]:
+            return [".", "..", *os.listdir(self._path(path))]
+
+        def open(self, path: str, _flags: int) -> int:
+            return os.open(self._path(path), os.O_RDONLY)
+
+        def read(self, _path: str, size: int, offset: int, fh: int) -> bytes:
+            time.sleep(wait_s)
+            return os.pread(fh, size, offset)
+
+        def release(self, _path: str, fh: int) -> int:
+            os.close(fh)
+            return 0
+
+    mfusepy.FUSE(SlowFolder(), mount, foreground=True, ro=True)
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, wait_s: float) -> Iterator[Path]:
+    """Yield the folder as seen through slow storage."""
+    with tempfile.TemporaryDirectory() as mount:
+        server = subprocess.Popen([sys.executable, "-m", "benchmarks.slow_storage", str(folder), mount, str(wait_s)])
         try:
-            found = os.lstat(self._path(path))
-        except OSError as error:
-            raise mfusepy.FuseOSError(error.errno) from error
-        times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "ctime", "mtime")}
-        return {name: getattr(found, name) for name in ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid")} | times
+            until = time.monotonic() + MOUNT_TIMEOUT_S
+            while not os.path.ismount(mount):
+                if server.poll() is not None or time.monotonic() > until:
+                    raise SystemExit("FUSE cannot be mounted here: pip install mfusepy, libfuse, and root")
+                time.sleep(0.05)
+            yield Path(mount)
+        finally:
+            subprocess.run(["umount", "-l", mount], check=False)
+            server.wait(MOUNT_TIMEOUT_S)
 
-    def readdir(self, path: str, _fh: int) -> list[str]:
-        """Return the names in a folder."""
-        return [".", "..", *os.listdir(self._path(path))]
 
-    def open(self, path: str, _flags: int) -> int:
-        """Return a descriptor."""
-        return os.open(self._path(path), os.O_RDONLY)
+def load(spec: dict[str, Any]) -> dict[str, Any]:
+    """Load as one rank; return what it took."""
+    import deepspeed  # noqa: F401  imported before the clock starts, as everything else
+    import transformers
+    from transformers.integrations import HfDeepSpeedConfig
 
-    def read(self, _path: str, size: int, offset: int, fh: int) -> bytes:
-        """Return bytes of a file, late."""
-        time.sleep(self._wait_s)
-        return os.pread(fh, size, offset)
+    from lowmem_load import DistributedInterface, load_model, load_report
 
-    def release(self, _path: str, fh: int) -> int:
-        """Close a descriptor."""
-        os.close(fh)
-        return 0
+    ranks = DistributedInterface()
+    config = transformers.AutoConfig.from_pretrained(spec["config"])
+    cls = getattr(transformers, config.architectures[0])
+    ranks.barrier()
+    start = time.perf_counter()
+    if spec["way"] == "stock":
+        kept = HfDeepSpeedConfig(zero3_config("bf16"))
+        cls.from_pretrained(spec["path"])
+        del kept
+        return {"seconds": time.perf_counter() - start}
+    report = load_report(load_model(spec["path"], zero3_config("bf16"), auto_class=cls))
+    figures = {name: getattr(report, name) for name in ("read_bytes", "num_reads", "needed_bytes")}
+    return {"seconds": time.perf_counter() - start, **figures}
+
+
+def measure(model: str, folder: Path, wait_ms: float, way: str, num_ranks: int) -> list[str]:
+    """Return a row of the table."""
+    with mounted(folder, wait_ms / 1e3) as path, tempfile.TemporaryDirectory() as out:
+        spec = {"way": way, "path": str(path), "config": str(folder), "out": out}
+        texts = run_processes("benchmarks.slow_storage", spec, Path(out), num_ranks, on_gpu=False)
+    found = [json.loads(text) for text in texts]
+    row = [model, str(num_ranks), f"{wait_ms:g}", way, f"{max(each['seconds'] for each in found):.1f}"]
+    if way == "stock":
+        return [*row, "", "", ""]
+    read, needed, reads = (sum(each[name] for each in found) for name in ("read_bytes", "needed_bytes", "num_reads"))
+    return [*row, f"{reads / num_ranks:.0f}", f"{read / 2**20:.0f}", f"{read / needed:.2f}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every model, number of ranks, wait and way, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_storage", description=__doc__.splitlines()[0])
+    parser.add_argument("--wait-ms", type=float, nargs="+", default=[1.0, 10.0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--repeats", type=int, default=1, help="of each load; every one has its row")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    options = parser.parse_args(arguments)
+    rows: list[Sequence[str]] = [COLUMNS]
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in options.models:
+            folder = Path(scratch, model)
+            MODELS[model](folder)
+            loads = itertools.product(options.ranks, options.wait_ms, range(options.repeats), options.ways)
+            for num_ranks, wait_ms, _, way in loads:
+                rows.append(measure(model, folder, wait_ms, way, num_ranks))
+                print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+    show_table("benchmarks.slow_storage", rows, docs=options.docs)
+
+
+def be_rank(path: Path) -> None:
+    """Load as the spec says, and write what it took."""
+    spec = json.loads(path.read_text())
+    Path(spec["out"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(load(spec)))
+    os._exit(0)  # as benchmarks/worker.py says
 
 
 if __name__ == "__main__":
-    mfusepy.FUSE(SlowFolder(Path(sys.argv[1]), float(sys.argv[3])), sys.argv[2], foreground=True, ro=True)
+    if sys.argv[1:2] and sys.argv[1].endswith("spec.json"):
+        be_rank(Path(sys.argv[1]))
+    elif len(sys.argv) == 4 and Path(sys.argv[1]).is_dir():
+        serve(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    else:
+        main()

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.collectives import CollectiveCounter, NetworkUse
 from benchmarks.floors import have_memory_backed
-from benchmarks.measure import CollectiveCounter, NetworkUse, read_io
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
-from lowmem_load.bench.memory import MemorySampler, MemoryUse, read_rss
+from lowmem_load.bench.memory import MemorySampler, MemoryUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +46,25 @@ class RankResult:
     memory: MemoryUse
     partition_bytes: int
     hbm_peak_bytes: int | None
-    rchar_bytes: int
-    disk_read_bytes: int
     needed_bytes: int | None
     read_bytes: int | None
     num_reads: int | None
     network: NetworkUse
-    load_average: float
     digests: dict[str, str] = field(default_factory=dict)
     persistent: list[int] = field(default_factory=list)  # parameters, and elements, that the engine keeps whole
     losses: list[float] = field(default_factory=list)
-    train_seconds: float = 0.0
-    train_peak_bytes: int = 0  # resident memory of the whole process, imports included
 
     @classmethod
     def from_json(cls, text: str) -> RankResult:
-        """Return the result that `to_json` wrote."""
+        """Return the result that `main` wrote."""
         fields = json.loads(text)
         fields["memory"] = MemoryUse(**fields["memory"])
         fields["network"] = NetworkUse(**fields["network"])
         return cls(**fields)
 
-    def to_json(self) -> str:
-        """Return this result as JSON."""
-        return json.dumps(asdict(self))
 
-
-def init_ranks(counter: CollectiveCounter) -> Job:
-    """Join the process group through DeepSpeed; return a Job that holds rank, world size and device only."""
+def init_ranks(spec: Spec, counter: CollectiveCounter) -> Job:
+    """Join the process group through DeepSpeed."""
     import deepspeed
 
     counter.install_deepspeed()
@@ -83,7 +74,8 @@ def init_ranks(counter: CollectiveCounter) -> Job:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
-    return Job(Path(), "", {}, rank, world_size, device)
+    ds_config = spec.ds_config or zero3_config(spec.dtype)
+    return Job(Path(spec.checkpoint), spec.dtype, ds_config, rank, world_size, device)
 
 
 def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Loaded, RankResult]:
@@ -96,7 +88,6 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
     dist.barrier()
     sampler = MemorySampler()
     with sampler:
-        io_start = read_io()
         counter.active = True
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         loaded = LOADERS[spec.method](job)
@@ -104,7 +95,6 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
         counter.active = False
-        io_end = read_io()
     result = RankResult(
         method=spec.method,
         world_size=job.world_size,
@@ -115,14 +105,10 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
         memory=sampler.use(),
         partition_bytes=partition_bytes(loaded),
         hbm_peak_bytes=torch.cuda.max_memory_allocated() - hbm_start if on_gpu else None,
-        # The sampler reads /proc through read calls as well: its part is not the load's.
-        rchar_bytes=max(0, io_end.rchar - io_start.rchar - sampler.proc_bytes_read),
-        disk_read_bytes=io_end.disk - io_start.disk,
         needed_bytes=loaded.needed_bytes,
         read_bytes=loaded.read_bytes,
         num_reads=loaded.num_reads,
         network=counter.use,
-        load_average=os.getloadavg()[0],
     )
     return loaded, result
 
@@ -140,20 +126,15 @@ def run(spec: Spec) -> RankResult:
     counter = CollectiveCounter()
     counter.install()
     prepare(spec.method)
-    ranks = init_ranks(counter)
-    ds_config = spec.ds_config or zero3_config(spec.dtype)
-    job = Job(Path(spec.checkpoint), spec.dtype, ds_config, ranks.rank, ranks.world_size, ranks.device)
+    job = init_ranks(spec, counter)
     loaded, result = measure_load(spec, job, counter)
     result.digests = digest_partitions(loaded, job.rank, job.world_size)
     if spec.train_steps and loaded.model is not None:
         from benchmarks.train import training_losses
 
-        start_s = time.perf_counter()
-        result.losses = training_losses(loaded.model, ds_config, spec.train_steps, job.rank)
-        result.train_seconds = time.perf_counter() - start_s
+        result.losses = training_losses(loaded.model, job.ds_config, spec.train_steps, job.rank)
         sizes = [param.ds_numel for param in loaded.model.parameters() if param.ds_persist]
         result.persistent = [len(sizes), sum(sizes)]
-        result.train_peak_bytes = read_rss()[0].high_water
     dist.barrier()
     return result
 
@@ -162,7 +143,7 @@ def main() -> None:
     """Read the spec named on the command line, run it, write this rank's result."""
     spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
     result = run(spec)
-    Path(spec.out, f"rank{result.rank}.json").write_text(result.to_json())
+    Path(spec.out, f"rank{result.rank}.json").write_text(json.dumps(asdict(result)))
     dist.destroy_process_group()
     # All is written: threads of gloo and DeepSpeed that still run now and then abort a process that unwinds normally
     # ("terminate called without an active exception", once in some sixty runs of stock ZeRO-3 here).

@@ -33,7 +33,8 @@ TAIL_LINES = 25
 WRITTEN = (
     "docs/evidence.md",
     "docs/compatibility.md",
-    "docs/pipelines/",
+    "docs/measured.md",
+    "docs/pipelines/frameworks.md",
     "lowmem_load/tested.json",
     "benchmarks/frameworks/results.json",
 )

@@ -1,7 +1,8 @@
 """Runs frameworks as their users start them, stock and behind `lowmem-load run`: `python -m benchmarks.frameworks`.
 
 Each framework has an environment of its own under .cache/frameworks. The result of each case is kept as it comes, in
-results.json, and goes from there into the tables of docs/pipelines. A case that fails is a result, too. Ends with
+results.json, and goes from there into the table of
+docs/pipelines/frameworks.md. A case that fails is a result, too. Ends with
 status 1 if a case has failed, or differs from stock where cases.yaml does not say why.
 """
 
@@ -20,7 +21,7 @@ from benchmarks.frameworks.compare import compare, read_run
 from benchmarks.frameworks.install import CACHE, install, installed_versions
 from benchmarks.frameworks.results import as_expected, keep
 from benchmarks.frameworks.run import OUT, WAYS, RunError, run
-from benchmarks.pipeline_worker import import_example
+from benchmarks.pipelines import import_example
 from tests.compat.install import InstallError
 
 

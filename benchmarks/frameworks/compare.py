@@ -22,19 +22,15 @@ STREAMED = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+: read .* in the files"
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank has seen. Largest samples of memory above that at the first `from_pretrained`, in bytes.
+    """What a rank has seen. Memory is the largest sample above that at the first `from_pretrained`, in bytes.
 
     Attributes:
         losses: what engines were handed to go back from, in order.
-        load_anon_bytes: anonymous, up to the first engine, when everything is loaded.
-        load_bytes: resident, up to then: files that are mapped, too.
-        run_anon_bytes: anonymous, up to the end: training and saving too.
+        load_bytes: resident, up to the first engine, when everything is loaded; files that are mapped count.
     """
 
     losses: list[float]
-    load_anon_bytes: int
     load_bytes: int
-    run_anon_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +87,7 @@ def compare(stock: Run, ours: Run) -> dict[str, Any]:
         },
         "saved": {"tensors": len(stock.saved), "different": different(stock.saved, ours.saved)},
         "streamed loads": ours.num_streamed,
-        "peaks": {
-            name: [_peak(run, field) for run in (stock, ours)]
-            for name, field in (
-                ("load", "load_bytes"),
-                ("load anon", "load_anon_bytes"),
-                ("run anon", "run_anon_bytes"),
-            )
-        },
+        "peaks": {"load": [_peak(run) for run in (stock, ours)]},
     }
 
 
@@ -129,8 +118,8 @@ def different(stock: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _peak(run: Run, which: str) -> float:
-    return round(max(getattr(rank, which) for rank in run.ranks) / 2**20, 1)
+def _peak(run: Run) -> float:
+    return round(max(rank.load_bytes for rank in run.ranks) / 2**20, 1)
 
 
 def is_equal(result: Mapping[str, Any]) -> bool:

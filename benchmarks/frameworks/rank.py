@@ -31,7 +31,7 @@ FOLDER = "FRAMEWORKS_RANKS"
 """The variable that names the folder for `rank<N>.json`; see `compare.RankResult`."""
 
 M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 64 * 1024  # malloc.h
-"""Larger blocks go back to the kernel when they are freed, as in `benchmarks.pipeline_worker`."""
+"""Larger blocks go back to the kernel when they are freed, as in `benchmarks.pipelines`."""
 
 
 def watch() -> None:
@@ -119,13 +119,8 @@ class _Seen:
         self._sampler.__exit__(None, None, None)
         start_s, use = self._sampler.start_s, self._sampler.use()
         engine_s = float("inf") if self._engine_s is None else self._engine_s
-        loading = [(anon, anon + file) for time_s, anon, file in use.samples if time_s <= engine_s - start_s]
-        result = {
-            "losses": self._losses,
-            "load_anon_bytes": max(anon for anon, _ in loading),
-            "load_bytes": max(total for _, total in loading),
-            "run_anon_bytes": use.peak_anon,
-        }
+        loading = [anon + file for time_s, anon, file in use.samples if time_s <= engine_s - start_s]
+        result = {"losses": self._losses, "load_bytes": max(loading)}
         Path(os.environ[FOLDER], f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 

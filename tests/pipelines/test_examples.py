@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import pipelines
-from benchmarks.pipeline_worker import PipelineResult, import_example, run_pipeline
-from benchmarks.pipelines import LLAMAFACTORY, PIPELINES, Pipeline
+from benchmarks.pipelines import LLAMAFACTORY, PIPELINES, Pipeline, PipelineResult, import_example, run_pipeline
 from tests.ranks import RankFailure, run_ranks
 
 TIMEOUT_S = 150

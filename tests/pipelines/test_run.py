@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.pipeline_worker import import_example
+from benchmarks.pipelines import import_example
 from tests.multi_rank.test_launchers import LAUNCHERS
 from tests.ranks import REPO, reserved_port, run_ranks
 

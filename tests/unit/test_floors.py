@@ -1,15 +1,13 @@
-"""The floors of the benchmark read what partitions hold; whether the page cache holds a file is known."""
+"""The floors of the benchmark read what partitions hold."""
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.checkpoint import cached_bytes, warm_page_cache
 from benchmarks.floors import partition_range, read_plain, read_tuned
 from lowmem_load.bench import floor
 from lowmem_load.errors import TruncatedFileError
@@ -36,10 +34,3 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     for read in (floor.read_plain, lambda pieces: floor.read_tuned(pieces, 2)):
         with pytest.raises(TruncatedFileError, match=r"short: ends 2 bytes too early"):
             read(pieces)
-
-
-def test_what_the_page_cache_holds_is_counted(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    warm_page_cache(tmp_path)
-    nbytes = (tmp_path / "model.safetensors").stat().st_size
-    assert cached_bytes(tmp_path) == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -23,7 +23,7 @@ LOGS = {
     "gpu-check": ("pinned 3 GB/s\n14 checks on each of 2 ranks, 1 failed\nties, rank 1: differ\n", (27, 1, 0)),
     "resume": ('{"saved_by": 2, "way": "bf16"}\n{"saved_by": 2, "way": "fp32"}\nsaved\n', (2, 0, 0)),
     "scale": (
-        "llama 3/8 before: failed: too slow\nllama 3/8 now: llama  1,138\nkimi 5/9 now: failed: as rank 2\n",
+        "done: llama-3.1-405b  1,137  3/8\nfailed: kimi-k2-fp8  139,583  517/1024  failed: took more\n",
         (1, 1, 0),
     ),
     "main-table": (
@@ -117,7 +117,7 @@ def test_the_page_names_every_part() -> None:
 
 
 def test_changed_files_are_refused_but_for_those_that_parts_write(tmp_path: Path) -> None:
-    assert changed(" M docs/evidence.md\n?? new.py\n M docs/pipelines/trl.md\nM  README.md\n") == [
+    assert changed(" M docs/evidence.md\n?? new.py\n M docs/pipelines/frameworks.md\nM  README.md\n") == [
         "new.py",
         "README.md",
     ]

@@ -1,33 +1,15 @@
-"""What one rank measures about itself, beside memory (`lowmem_load.bench.memory`): bytes read and given to others."""
+"""What one rank gives to others: bytes of tensors in collectives."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    pass  # typing.Self is younger than python 3.10
-
-# Status words, sizes and pickled digests are far smaller than this; weights are far larger.
 LARGE_PAYLOAD_BYTES = 64 * 1024
-
-
-class IoCounts(NamedTuple):
-    """Bytes this process has read: by read calls (`rchar`), and from the disk (`disk`)."""
-
-    rchar: int
-    disk: int
-
-
-def read_io() -> IoCounts:
-    """Return the read counters of this process; page faults of mmap are not in `rchar`."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return IoCounts(int(fields["rchar"]), int(fields["read_bytes"]))
-
+"""Status words, sizes and pickled digests are far smaller than this; weights are far larger."""
 
 COLLECTIVES = (
     "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_reduce",
@@ -38,12 +20,10 @@ COLLECTIVES = (
 
 @dataclass(slots=True)
 class NetworkUse:
-    """Tensor bytes that one rank gave to collectives of more than one rank."""
+    """Tensor bytes that one rank gave to collectives of more than one rank; `large`: payloads above 64 KiB."""
 
-    num_calls: int = 0
     payload_bytes: int = 0
-    large_payload_bytes: int = 0  # the part in payloads above LARGE_PAYLOAD_BYTES
-    bytes_by_call: dict[str, int] = field(default_factory=dict)
+    large_payload_bytes: int = 0
 
 
 class CollectiveCounter:
@@ -65,7 +45,7 @@ class CollectiveCounter:
 
         for name in COLLECTIVES:
             if hasattr(distributed_c10d, name):
-                wrapped = self._wrap(name, getattr(distributed_c10d, name))
+                wrapped = self._wrap(getattr(distributed_c10d, name))
                 # Both modules: object collectives look the tensor collectives up in distributed_c10d.
                 setattr(distributed_c10d, name, wrapped)
                 setattr(torch.distributed, name, wrapped)
@@ -76,14 +56,14 @@ class CollectiveCounter:
 
         for name in COLLECTIVES:
             if hasattr(TorchBackend, name):
-                setattr(TorchBackend, name, self._wrap(name, getattr(TorchBackend, name)))
+                setattr(TorchBackend, name, self._wrap(getattr(TorchBackend, name)))
 
-    def _wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             if not self.active or getattr(self._within, "call", False):
                 return function(*args, **kwargs)
-            self._count(name, args, kwargs)
+            self._count([*args, *kwargs.values()])
             self._within.call = True
             try:
                 return function(*args, **kwargs)
@@ -92,16 +72,13 @@ class CollectiveCounter:
 
         return counted
 
-    def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = [*args, *kwargs.values()]
+    def _count(self, values: list[Any]) -> None:
         if _group_size(values) < 2:
             return
         # The larger side of a call: all-gather's output, reduce-scatter's input, broadcast's only tensor.
         payload = max((_tensor_bytes(value) for value in values), default=0)
-        self.use.num_calls += 1
         self.use.payload_bytes += payload
         self.use.large_payload_bytes += payload if payload > LARGE_PAYLOAD_BYTES else 0
-        self.use.bytes_by_call[name] = self.use.bytes_by_call.get(name, 0) + payload
 
 
 def _group_size(values: Iterable[Any]) -> int:
