@@ -1,17 +1,23 @@
-"""Phases of a load or a save: their seconds, and the most host memory that was seen. Reads /proc."""
+"""Phases of a load or a save: their seconds, the most host memory that was seen, and the progress bar. Reads /proc."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tqdm.auto import tqdm
 
 STATM = Path("/proc/self/statm")
 """Says the same as /proc/self/status in half the time: pages that are resident, and which of them are of files or
 shared memory, second and third (Linux `Documentation/filesystems/proc.rst`)."""
+
+DELAY_S = 3.0
+"""Seconds before the progress bar appears where it was not asked for: what is short stays quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +72,31 @@ class Phases:
         now, start = host_memory(), self._start
         if now.total_bytes - start.total_bytes > self.peak_memory.total_bytes:
             self.peak_memory = Memory(now.anonymous_bytes - start.anonymous_bytes, now.file_bytes - start.file_bytes)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, description: str, asked: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
+    """Yield a function that is told of bytes that are done.
+
+    Args:
+        total: bytes.
+        description: what stands before the bar.
+        asked: True shows it, False does not, None shows a long one where stderr is a terminal.
+        rank: of this process; only rank 0 shows anything.
+    """
+    if rank != 0 or not (sys.stderr.isatty() if asked is None else asked):
+        yield _unseen
+        return
+    with tqdm(
+        total=total,
+        desc=description,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=False,  # whatever TQDM_DISABLE says
+        delay=0 if asked else DELAY_S,
+    ) as bar:
+        yield bar.update
+
+
+def _unseen(_: int) -> None: ...

@@ -17,7 +17,7 @@ from lowmem_load.tables import table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowmem_load.reports.join import Joined
+    from lowmem_load.report_files import Joined
 
 MAX_ROWS = 8
 """Ranks that are shown; --json has all."""
@@ -38,8 +38,7 @@ def report(
     lowmem-load report reports
     """
     with working():
-        from lowmem_load.reports.file import read_reports
-        from lowmem_load.reports.join import join
+        from lowmem_load.report_files import join, read_reports
 
         loads = join(read_reports(files))
     if as_json:

@@ -16,8 +16,8 @@ from torch import nn
 from lowmem_load.errors import CheckpointError, ConfigError, PlanError
 from lowmem_load.hf import intercept, saver
 from lowmem_load.hf.of_config import describe_plain, model_of
+from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
-from lowmem_load.progress import progress_bar
 from lowmem_load.read.executor import Executor
 from lowmem_load.resume.checkpoint import Checkpoint, find_folder
 from lowmem_load.resume.copying import chunks_of, copy_in_processes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.progress import progress_bar
+from lowmem_load.phases import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress

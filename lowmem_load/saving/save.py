@@ -19,9 +19,9 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import intercept, merging, saver
 from lowmem_load.hf.merging import Merge
 from lowmem_load.integrity.model import unwrapped
+from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.progress import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.life import Progress

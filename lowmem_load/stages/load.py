@@ -23,7 +23,7 @@ from lowmem_load.errors import (
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.hub import commit_in
-from lowmem_load.progress import progress_bar
+from lowmem_load.phases import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.ranks import environment
 from lowmem_load.ranks.board import Board, board
@@ -34,7 +34,7 @@ from lowmem_load.read.mounts import read_cost
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.read.together import ReadTogether
 from lowmem_load.report import LoadReport, OnLoad, Overlap
-from lowmem_load.reports.file import write_report
+from lowmem_load.report_files import write_report
 from lowmem_load.settings.settings import Settings
 from lowmem_load.stages.checksums import agree_on_checksums
 from lowmem_load.stages.defaults import on_host, random_state_of

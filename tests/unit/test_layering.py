@@ -13,7 +13,7 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 
 # Folders, and modules in none, low to high. Each imports from the lines above its own only, inside functions too.
 LADDER = """
-errors differences fingerprint phases progress tables
+errors differences fingerprint phases tables
 contract planning plots quantities settings
 read
 formats
@@ -21,7 +21,7 @@ describe
 ds hf
 ranks targets
 integrity remote report
-reports
+report_files
 stages
 load saving
 inspection partial
@@ -31,7 +31,7 @@ startup
 cli
 __init__ __main__
 """
-FILES = "bench doctor ds formats hf partial phases pipelines ranks read reports resume saving settings"
+FILES = "bench doctor ds formats hf partial phases pipelines ranks read report_files resume saving settings"
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from lowmem_load import DistributedInterface, load_model, load_report, plan, progress
+from lowmem_load import DistributedInterface, load_model, load_report, phases, plan
 from lowmem_load.errors import CheckpointError
 from lowmem_load.read import open_sources
 from lowmem_load.stages import load as stages
@@ -37,7 +37,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(**kwargs)
             made.append(self)
 
-    monkeypatch.setattr(progress, "tqdm", Kept)
+    monkeypatch.setattr(phases, "tqdm", Kept)
     return made
 
 

@@ -14,9 +14,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.phases import Memory
 from lowmem_load.planning.load_plan import SlowPath
 from lowmem_load.report import LoadReport
-from lowmem_load.reports import file as report_file
-from lowmem_load.reports.file import REPORT_DIR, as_dict, read_reports, write_report
-from lowmem_load.reports.join import join
+from lowmem_load.report_files import REPORT_DIR, as_dict, join, read_reports, write_report
 
 MIB = 1 << 20
 
@@ -61,7 +59,7 @@ def test_a_report_that_cannot_be_written_is_warned_of(
 
 
 def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"no reports: set {report_file.REPORT_DIR}"):
+    with pytest.raises(ConfigError, match=f"no reports: set {REPORT_DIR}"):
         read_reports([tmp_path])
     for content, message in (("{", "cannot be read as a report"), ("[]", "is no report"), ('{"format": 9}', "release")):
         (tmp_path / "a.json").write_text(content)

@@ -1,1 +1,0 @@
-"""Reports of loads beyond one rank: files, tables, and many ranks joined."""
