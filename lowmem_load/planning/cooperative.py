@@ -105,16 +105,12 @@ class Shared:
         wanted_bytes: that all of them would have read alone, of what was shared.
         node_bytes: that they have read of it instead.
         read_bytes: of these, by this rank.
-        exchanged_bytes: that this rank took from the windows of others.
-        num_rounds: bands that each has read.
     """
 
     num_ranks: int
     wanted_bytes: int
     node_bytes: int
     read_bytes: int
-    exchanged_bytes: int
-    num_rounds: int
 
 
 def shared_steps(plan: LoadPlan) -> tuple[Step, ...]:

@@ -15,7 +15,7 @@ from lowmem_load.hf import loader
 from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
 from lowmem_load.read.executor import Executor
-from lowmem_load.read.together import ReadTogether
+from lowmem_load.read.shared_reads import SharedReads
 from lowmem_load.stages.plan import Planned
 from lowmem_load.targets.target import Target
 
@@ -25,7 +25,7 @@ def execute(
     target: Target,
     executor: Executor,
     sample: Callable[[], None] = lambda: None,
-    sharing: ReadTogether | None = None,
+    sharing: SharedReads | None = None,
 ) -> Shared | None:
     """Fill the described model: every symbolic parameter and buffer becomes one that holds its values.
 

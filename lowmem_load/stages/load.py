@@ -31,8 +31,8 @@ from lowmem_load.ranks.group import Aside, RankGroup
 from lowmem_load.ranks.life import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.mounts import read_cost
+from lowmem_load.read.shared_reads import SharedReads
 from lowmem_load.read.source import LocalFile, Opener
-from lowmem_load.read.together import ReadTogether
 from lowmem_load.report import LoadReport, OnLoad, Overlap
 from lowmem_load.report_files import write_report
 from lowmem_load.settings.settings import Settings
@@ -43,7 +43,7 @@ from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
 from lowmem_load.stages.room import agree_on_room, disk_uses
 from lowmem_load.stages.same_bytes import Opened, agree_on_bytes, opened
-from lowmem_load.stages.sharing import shared_reads, shares_reads
+from lowmem_load.stages.sharing import LITTLE_SPARED, shared_reads, shares_reads
 from lowmem_load.stages.streamable import (
     check_around,
     check_described,
@@ -147,10 +147,10 @@ class Load:
             report.take_plan(planned.plan, described.settings.ds_config)
             self._check_files(described, executor, [opened for opened, _ in told], report)
             offers = [offer for _, offer in told]
-            with shared_reads(self.ranks, nodes, offers, planned) as (together, why_alone):
-                self._execute(planned, described, executor, together, report)
+            together, why_alone = shared_reads(self.ranks, nodes, offers, planned)
+            self._execute(planned, described, executor, together, report)
             if together is not None and report.shared is None:
-                why_alone = together.why_alone
+                why_alone = LITTLE_SPARED
             if why_alone:
                 report.notes.append(f"no reads were shared with other ranks: {why_alone}")
             if executor.sources.num_retries:
@@ -267,7 +267,7 @@ class Load:
         planned: Planned,
         described: Described,
         executor: Executor,
-        together: ReadTogether | None,
+        together: SharedReads | None,
         report: LoadReport,
     ) -> None:
         needed_bytes = planned.plan.needed_bytes

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.cooperative import WINDOW_BYTES
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.nodes import Nodes
-from lowmem_load.ranks.shared_memory import Windows, make_memory, memory_of, new_name
-from lowmem_load.read.cooperative import SharedReads
-from lowmem_load.read.together import ReadTogether
+from lowmem_load.ranks.shared_memory import make_memory, memory_of, new_name
+from lowmem_load.read.shared_reads import SharedReads
+from lowmem_load.read.windows import Windows
 from lowmem_load.stages.plan import Planned
 
 SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
 """Variable of the environment: "off" has each rank read alone, "auto" has ranks of a node read together."""
 
 ALONE = "no other rank of this node has reads to share"
+LITTLE_SPARED = "the ranks of this node would read little less together"
 
 
 def shares_reads() -> bool:
@@ -48,11 +48,10 @@ def sharing_ranks(nodes: Nodes, offers: Sequence[bool]) -> dict[str, list[int]]:
     return {node: members for node, members in found.items() if len(members) > 1}
 
 
-@contextlib.contextmanager
 def shared_reads(
     ranks: RankGroup, nodes: Nodes, offers: Sequence[bool], planned: Planned
-) -> Iterator[tuple[ReadTogether | None, str]]:
-    """Yield what carries out shared steps, and else why there is nothing: "" where this rank has no such steps.
+) -> tuple[SharedReads | None, str]:
+    """Return what carries out shared steps, and else why there is nothing: "" where this rank has no such steps.
 
     Collective: see `shared_windows`.
 
@@ -62,27 +61,25 @@ def shared_reads(
         offers: by rank, whether it has steps to share.
         planned: has this rank's steps.
     """
-    with shared_windows(ranks, nodes, offers) as (windows, why):
-        together = None
-        if windows is not None:
-            together = SharedReads(planned.shared, windows, planned.plan.read_cost.block_bytes, check=ranks.watch())
-        yield together, why
+    windows, why = shared_windows(ranks, nodes, offers)
+    if windows is None:
+        return None, why
+    return SharedReads(planned.shared, windows, planned.plan.read_cost.block_bytes, check=ranks.watch()), ""
 
 
-@contextlib.contextmanager
-def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> Iterator[tuple[Windows | None, str]]:
-    """Yield the windows of this rank's node, and else why there are none; "" where this rank has nothing to share.
+def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> tuple[Windows | None, str]:
+    """Return the windows of this rank's node, and else why there are none; "" where this rank has nothing to share.
 
     Collective: two small exchanges, of the first rank's memory of each node and of whether it could be opened; none
     where no node has two ranks with reads to share.
     """
     together = sharing_ranks(nodes, offers)
+    alone = ALONE if offers[ranks.rank] else ""
+    if not together:
+        return None, alone
     mine = together.get(nodes.names[ranks.rank], [])
     if ranks.rank not in mine:
         mine = []
-    if not together:
-        yield None, ALONE if offers[ranks.rank] else ""
-        return
     made, memory, trouble, name = -1, None, "", ""
     nbytes = Windows.nbytes_of(len(mine), WINDOW_BYTES)
     try:
@@ -97,10 +94,9 @@ def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> It
         if made >= 0:
             os.close(made)  # whoever has opened it keeps it
     found = next((f"rank {rank}: {troubles[rank]}" for rank in mine if troubles[rank]), "")
-    if not mine or memory is None or found:
-        yield None, found or (ALONE if offers[ranks.rank] else "")
-    else:
-        yield Windows(memory, mine.index(ranks.rank), len(mine), WINDOW_BYTES), ""
+    if memory is None or found:
+        return None, found or alone
+    return Windows(memory, mine.index(ranks.rank), len(mine), WINDOW_BYTES), ""
 
 
 def _made(name: str, nbytes: int) -> tuple[int, str]:

@@ -209,7 +209,7 @@ def test_the_text_holds_the_figures() -> None:
 
 def test_what_only_some_loads_have_is_said_of_those() -> None:
     report = LoadReport("model", whole_bytes=MIB, num_quantized=14, notes=["stock rounds", "3 reads again"])
-    report.shared = Shared(2, 3 * MIB, 2 * MIB, MIB, MIB, 4)
+    report.shared = Shared(2, 3 * MIB, 2 * MIB, MIB)
     report.overlap, report.peak_device_bytes = Overlap(4.0, 3.0, 1.0), 5 * MIB
     report.loading_info = {"missing_keys": list("abcde"), "unexpected_keys": list("uvwxyz"), "mismatched_keys": []}
     report.slow_paths = [SlowPath("slow.weight", "why", 7)]

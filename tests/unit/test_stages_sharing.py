@@ -47,18 +47,17 @@ def test_ranks_with_reads_to_share_meet_where_there_are_two_on_a_node() -> None:
 @pytest.mark.parametrize(("offers", "why"), [([False] * 5, ""), ([True, True, False, False, False], ALONE)])
 def test_where_no_two_meet_nothing_is_exchanged(offers: list[bool], why: str) -> None:
     ranks: Any = Scripted(0)
-    with shared_windows(ranks, Nodes(0, NODES), offers) as found:
-        assert found == (None, why)
+    assert shared_windows(ranks, Nodes(0, NODES), offers) == (None, why)
     assert ranks.num_exchanges == 0
 
 
 def test_the_first_rank_of_a_node_makes_what_the_others_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
     ranks: Any = Scripted(1, [None] * 5, [""] * 5)
-    with shared_windows(ranks, Nodes(1, NODES), [True] * 5) as (windows, why):
-        assert windows is not None and why == ""
-        assert (windows.place, windows.num_ranks) == (0, 2)
-        assert len(set(os.listdir("/proc/self/fd")) - before) == 1, "that of the mapping; its own is closed"
+    windows, why = shared_windows(ranks, Nodes(1, NODES), [True] * 5)
+    assert windows is not None and why == ""
+    assert (windows.place, windows.num_ranks) == (0, 2)
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 1, "that of the mapping; its own is closed"
     del windows
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) <= before
@@ -67,18 +66,16 @@ def test_the_first_rank_of_a_node_makes_what_the_others_open() -> None:
 def test_memory_that_one_rank_cannot_open_is_used_by_none_of_its_node() -> None:
     trouble = ["", "", "", "the shared memory of process 7 cannot be opened: no", ""]
     ranks: Any = Scripted(1, [None] * 5, trouble)
-    with shared_windows(ranks, Nodes(1, NODES), [True] * 5) as (windows, why):
-        assert windows is None and why == f"rank 3: {trouble[3]}"
+    assert shared_windows(ranks, Nodes(1, NODES), [True] * 5) == (None, f"rank 3: {trouble[3]}")
 
 
 def test_memory_of_a_process_that_is_not_there_is_a_reason() -> None:
     ranks: Any = Scripted(3, [None, (1 << 30, 5, "name"), None, None, None], [""] * 5)
-    with shared_windows(ranks, Nodes(3, NODES), [True] * 5) as (windows, why):
-        assert windows is None and why.startswith(f"rank 3: the shared memory of process {1 << 30} cannot be opened")
+    windows, why = shared_windows(ranks, Nodes(3, NODES), [True] * 5)
+    assert windows is None and why.startswith(f"rank 3: the shared memory of process {1 << 30} cannot be opened")
 
 
 def test_a_rank_whose_node_has_nothing_to_share_takes_part_in_the_exchanges() -> None:
     ranks: Any = Scripted(0, [None] * 5, [""] * 5)
-    with shared_windows(ranks, Nodes(0, NODES), [True, True, False, True, False]) as found:
-        assert found == (None, ALONE)
+    assert shared_windows(ranks, Nodes(0, NODES), [True, True, False, True, False]) == (None, ALONE)
     assert ranks.num_exchanges == 2
