@@ -117,6 +117,6 @@ def parts() -> list[Part]:
         Part("frameworks", "frameworks, stock and streamed", "make frameworks", read_frameworks),
         *(
             Part(f"compat/{each.name}", f"releases: {each.why}", compat.format(each.name), read_compat)
-            for each in read_environments()[0]
+            for each in read_environments()
         ),
     ]

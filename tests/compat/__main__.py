@@ -42,7 +42,7 @@ COMPARISON_TIMEOUT_S = 1800.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    environments, _ = read_environments()
+    environments = read_environments()
     by_name = {environment.name: environment for environment in environments}
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__.splitlines()[0])
     parser.add_argument("--environments", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.compat.environments import read_environments, uncovered_pairs
+from tests.compat.environments import read_environments
 from tests.compat.groups import GROUPS
 from tests.compat.results import read_results
 from tests.ranks import REPO
@@ -37,7 +37,6 @@ def with_tables(text: str, results: Results) -> str:
         "skipped and failed": exceptions_list(results),
         "frameworks": frameworks_table(results),
         "comparison": comparison_table(results),
-        "pairs": pairs_list(results),
     }
     marked = re.compile(r"(<!-- written by tests/compat: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
     written = []
@@ -77,7 +76,7 @@ def environments_table(results: Results) -> str:
             ", ".join(f"{name} {environment.pins[name]}" for name in MORE if name in environment.pins),
             f"{environment.why}; not run yet",
         ]
-        for environment in read_environments()[0]
+        for environment in read_environments()
         if environment.name not in done
     ]
     return table(["environment", *AXES.values(), "and", "why, and when it ran"], rows)
@@ -158,23 +157,6 @@ def comparison_table(results: Results) -> str:
 def _told(entries: Sequence[str]) -> str:
     rest = f"; {len(entries) - 2} more" if len(entries) > 2 else ""
     return "; ".join(entries[:2]).replace("|", "\\|") + rest
-
-
-def pairs_list(results: Results) -> str:
-    """Returns the pairs of lines of releases that no environment has together."""
-    _, lines = read_environments()
-    missing: dict[tuple[str, str], list[str]] = {}
-    total = 0
-    for (left, one), (right, other) in uncovered_pairs([result["versions"] for result in results], lines):
-        missing.setdefault((left, right), []).append(f"{one} with {other}")
-    axes = list(lines)
-    total = sum(
-        len(lines[left]) * len(lines[right]) for number, left in enumerate(axes) for right in axes[number + 1 :]
-    )
-    uncovered = sum(map(len, missing.values()))
-    text = [f"{total - uncovered} of {total} pairs are covered. Not covered:"]
-    text += [f"- {AXES[left]} with {AXES[right]}: {', '.join(pairs)}" for (left, right), pairs in missing.items()]
-    return text[0] + "\n\n" + "\n".join(text[1:])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def write_results(found: Iterable[tuple[Environment, dict[str, Any]]], path: Pat
     entries = {entry["name"]: entry for entry in read_results(path)} if path.is_file() else {}
     for environment, results in found:
         entries[environment.name] = _entry(environment, results)
-    order = [environment.name for environment in read_environments()[0]]
+    order = [environment.name for environment in read_environments()]
     kept = [entries[name] for name in order if name in entries]
     path.write_text(json.dumps({"environments": kept}, indent=1) + "\n", encoding="utf-8")
 

@@ -1,8 +1,7 @@
-"""What `make compat` computes: pairs that meet, requirements that pins break, counts, and the page that it writes."""
+"""What `make compat` computes: requirements that pins break, counts, and the page that it writes."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from packaging.version import Version
 
 from lowmem_load import contract
 from tests.compat import page
-from tests.compat.environments import MOST, Environment, line_of, read_environments, uncovered_pairs
+from tests.compat.environments import MOST, Environment, read_environments
 from tests.compat.groups import counted
 from tests.compat.pins import broken
 from tests.compat.results import read_results, write_results
@@ -23,7 +22,7 @@ def test_the_page_says_what_the_results_say() -> None:
 
 
 def test_a_result_is_of_the_present_pins_of_its_environment() -> None:
-    environments = {environment.name: environment for environment in read_environments()[0]}
+    environments = {environment.name: environment for environment in read_environments()}
     assert len(environments) <= MOST
     assert read_results()
     for result in read_results():
@@ -39,26 +38,6 @@ def test_the_supported_range_is_what_was_tested(supported: Any) -> None:
     assert Version(supported.newest) == max(tested)
     assert Version(supported.oldest).release[:2] == min(tested).release[:2]
     assert Version(supported.oldest) <= min(tested)
-
-
-def test_pairs_that_meet_nowhere() -> None:
-    lines = {"a": ["1.0", "2.0"], "b": ["3.1", "3.2"], "c": ["5"]}
-    found = uncovered_pairs([{"a": "1.7", "b": "3.1.4", "c": "6"}, {"a": "2.0", "b": "3.2+cpu", "c": "5.1"}], lines)
-    assert found == [(("a", "1.0"), ("b", "3.2")), (("a", "2.0"), ("b", "3.1"))]
-    everything = [dict(zip(lines, versions, strict=True)) for versions in itertools.product(*lines.values())]
-    assert uncovered_pairs(everything, lines) == []
-
-
-def test_a_release_belongs_to_the_line_that_began_before_it() -> None:
-    lines = ["3.9", "3.10", "3.12"]
-    assert [line_of(version, lines) for version in ("3.9.1", "3.10", "3.11.9", "4.0")] == [
-        "3.9",
-        "3.10",
-        "3.10",
-        "3.12",
-    ]
-    with pytest.raises(ValueError, match=r"3\.8\.1 is older than 3\.9"):
-        line_of("3.8.1", lines)
 
 
 def test_requirements_that_pins_break_are_named() -> None:
@@ -104,7 +83,7 @@ def test_what_came_of_tests_is_counted_by_group() -> None:
 
 
 def test_results_replace_those_of_the_same_environment(tmp_path: Path) -> None:
-    first, second = read_environments()[0][:2]
+    first, second = read_environments()[:2]
     path = tmp_path / "tested.json"
     found = {"date": "2026-11-22", "versions": {"torch": "1"}, "pins": {}, "groups": {}, "comparison": {}}
     write_results([(second, found)], path)
