@@ -125,7 +125,6 @@ class Partitioner:
                 *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
             ),
         )
-        self._ranges: dict[int, list[FlatRange]] = {}
         self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
@@ -172,11 +171,6 @@ class Partitioner:
 
         The first is the partition; a second one is hpZ's secondary partition, shared within a node.
         """
-        if numel not in self._ranges:  # most parameters are as large as another one
-            self._ranges[numel] = self._ranges_of(numel)
-        return self._ranges[numel]
-
-    def _ranges_of(self, numel: int) -> list[FlatRange]:
         init = self._init
         ranges = [partition_range(numel, self.rank, self.world_size)]
         if init.zero_param_process_group is not None:  # a whole number of partitions: padding is that of the first

@@ -53,16 +53,10 @@ class Zero3:
         self.device = device
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
-        self._layouts: dict[tuple[int, torch.dtype], Layout] = {}
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the protocol's
         """See `Target`. The second region, if there is one, is hpZ's secondary partition, shared within a node."""
-        key = parameter.numel(), parameter.dtype
-        if key not in self._layouts:  # it is asked for several times, and most parameters are like another one
-            self._layouts[key] = self._layout(*key)
-        return self._layouts[key]
-
-    def _layout(self, numel: int, stored: torch.dtype) -> Layout:
+        numel, stored = parameter.numel(), parameter.dtype
         world_size, secondary_size = self._world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
         if secondary_size:  # a whole number of partitions: padding is that of the first
