@@ -167,22 +167,20 @@ def run_mode(name: str, checkpoint: Path, out: Path, on_gpu: bool) -> Row:
     return Row(name, mode.num_ranks, "equal" if same else "DIFFER", losses, stock, lowmem)
 
 
-def _worst(results: list[RankResult] | None, value: Callable[[RankResult], float], form: str = ".0f") -> str:
-    return "-" if results is None else format(max(value(result) for result in results), form)
+def _worst(results: list[RankResult] | None, value: Callable[[RankResult], float]) -> str:
+    return "-" if results is None else f"{max(value(result) for result in results):.0f}"
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the cells, header first: memory in MiB above the start, seconds of the load."""
-    header = ["mode", "ranks", "partitions", "5 losses", "peak stock", "peak ours", "HBM stock", "HBM ours"]
-    cells = [[*header, "s stock", "s ours"]]
+    """Return the cells, header first: memory in MiB above the start."""
+    header = ["mode", "ranks", "partitions", "5 losses", "peak stock", "peak ours"]
+    on_gpu = torch.cuda.is_available()
+    cells = [[*header, "HBM stock", "HBM ours"] if on_gpu else header]
     for row in rows:
         line = [row.name, str(row.num_ranks), row.partitions.splitlines()[0], row.losses]
         line += [_worst(results, lambda r: r.memory.peak / MIB) for results in (row.stock, row.lowmem)]
-        line += [
-            _worst(results, lambda r: (r.hbm_peak_bytes or 0) / MIB) if torch.cuda.is_available() else "-"
-            for results in (row.stock, row.lowmem)
-        ]
-        line += [_worst(results, lambda r: r.seconds, ".2f") for results in (row.stock, row.lowmem)]
+        if on_gpu:
+            line += [_worst(results, lambda r: (r.hbm_peak_bytes or 0) / MIB) for results in (row.stock, row.lowmem)]
         cells.append(line)
     return cells
 
