@@ -11,9 +11,10 @@ import torch
 
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetPlan
+from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.planning.reads import Fill, ReadCost, ReadLimits, Scatter
+from lowmem_load.planning.reads import Fill, ReadCost, ReadLimits
 
 SHAPE = (5, 12, 30)
 NUMEL = 5 * 12 * 30
@@ -44,13 +45,13 @@ def plan_of(node: ex.Expression, world_size: int, cost: ReadCost, rank: int = 0)
     return LoadPlan("model", rank, world_size, (target,), (), (), (), (), (), (), (), Costs(), cost)
 
 
-def move(scatter: Scatter, values: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+def move(nest: Nest, values: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
     """Moves elements; returns what was there before."""
-    sizes = [loop.size for loop in scatter.loops]
-    offset = values.storage_offset() + scatter.source_start
-    source = values.as_strided(sizes, [loop.source for loop in scatter.loops], offset)
-    offset = destination.storage_offset() + scatter.destination_start
-    place = destination.as_strided(sizes, [loop.destination for loop in scatter.loops], offset)
+    sizes = [axis.size for axis in nest.axes]
+    offset = values.storage_offset() + nest.source
+    source = values.as_strided(sizes, [axis.source for axis in nest.axes], offset)
+    offset = destination.storage_offset() + nest.destination
+    place = destination.as_strided(sizes, [axis.destination for axis in nest.axes], offset)
     before = place.clone()
     place.copy_(source)
     return before

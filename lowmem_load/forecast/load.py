@@ -108,7 +108,7 @@ def _passing(plan: LoadPlan, *, device: int, num_threads: int) -> tuple[int, int
         return host + num_threads * (max(MIN_STAGING_BYTES, plan.staging_bytes) if plan.staging_bytes else 0), 0
     slot = ReadLimits().staging_bytes
     ring = (1 << (SLOTS_PER_THREAD * max(2, num_threads) - 1).bit_length()) * slot
-    converts = applies or any(read.scatter.casts or not is_run(read) for read in reads_of(fills, plan))
+    converts = applies or any(read.nest.casts or not is_run(read) for read in reads_of(fills, plan))
     return host + ring, NUM_LANES * slot if converts else 0
 
 

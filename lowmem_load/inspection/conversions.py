@@ -123,14 +123,14 @@ def _sources(names: Sequence[str], target: TargetPlan, tensors: Sequence[Source]
 def _moves(reads: list[Read]) -> Iterator[str]:
     if any(not is_run(read) for read in reads):
         yield "rearranged"
-    casts = {(read.tensor.dtype, read.scatter.casts[-1]) for read in reads if read.scatter.casts}
+    casts = {(read.tensor.dtype, read.nest.casts[-1]) for read in reads if read.nest.casts}
     for stored, held in sorted(casts, key=str):
         yield f"cast from {_spelled(stored)} to {_spelled(held)}"
 
 
 def is_run(read: Read) -> bool:
     """Return whether elements go to their places in the order in which they lie."""
-    return all(loop.source == loop.destination for loop in (*read.outer, *read.scatter.loops))
+    return all(axis.source == axis.destination for axis in (*read.outer, *read.nest.axes))
 
 
 def _spelled(dtype: torch.dtype) -> str:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan, Value
-from lowmem_load.planning.reads import Apply, Loop, Move, Piece, Read, ReadCost, Scatter, Step
+from lowmem_load.planning.nest import Nest, extent
+from lowmem_load.planning.reads import Apply, Move, Piece, Read, ReadCost, Step
 
 WINDOW_BYTES = 4 << 20
 """Of the memory that a rank shares: two bands, of which one is filled while the other is taken from."""
@@ -220,41 +221,15 @@ def nbytes_of(ranges: Iterable[Wanted]) -> int:
     return sum(each.end - each.start for each in ranges)
 
 
-def within(read: Read, segment: Segment) -> Iterator[Scatter]:
+def within(read: Read, segment: Segment) -> Iterator[Nest]:
     """Yield how those elements of a read that lie in a segment go from the segment to the destination of the read."""
     tensor, part = read.tensor, segment.wanted
     if (tensor.path, tensor.start, tensor.dtype.itemsize) != part[:3]:
         return
     start, end = (part.start - part.origin) // part.itemsize, (part.end - part.origin) // part.itemsize
-    loops = tuple(sorted((*read.outer, *read.scatter.loops), key=lambda loop: -loop.source))
-    first = read.first + read.scatter.source_start
-    for source, destination, inner in _within(loops, first, read.scatter.destination_start, start, end):
-        yield Scatter(source - start, destination, inner or (Loop(1, 1, 1),), read.scatter.casts)
-
-
-def _within(
-    loops: tuple[Loop, ...], source: int, destination: int, start: int, end: int
-) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
-    """Yield the parts of a nest of loops whose sources lie in `[start, end)`: first source, destination, loops.
-
-    The loops come with descending source strides.
-    """
-    span = 1 + sum((loop.size - 1) * loop.source for loop in loops)
-    if source >= end or source + span <= start:
-        return
-    if start <= source and source + span <= end:
-        yield source, destination, loops
-        return
-    (size, stride, destination_stride), inner = loops[0], loops[1:]
-    reach = span - (size - 1) * stride  # of one iteration
-    first, last = max(0, -((source - start) // stride)), min(size - 1, (end - reach - source) // stride)
-    if first <= last:  # iterations that lie within as a whole
-        whole = Loop(last - first + 1, stride, destination_stride)
-        yield source + first * stride, destination + first * destination_stride, (whole, *inner)
-    touched = range(max(0, (start - reach - source) // stride + 1), min(size - 1, -((source - end) // stride) - 1) + 1)
-    for number in touched:
-        if not first <= number <= last:
-            yield from _within(inner, source + number * stride, destination + number * destination_stride, start, end)
+    whole = replace(read.nest, source=read.first + read.nest.source, axes=(*read.outer, *read.nest.axes))
+    for nest in whole.clipped(start, end, "source"):
+        yield nest.shifted(source=-start)
 
 
 def _bands(ranges: Iterable[Wanted], band_bytes: int, block_bytes: int) -> Iterator[Band]:
@@ -322,7 +297,7 @@ def _block_bytes(read: Read, block_bytes: int) -> int:
         return read.read_bytes
     itemsize = read.tensor.dtype.itemsize
     start, nbytes = read.tensor.start + read.first * itemsize, read.numel * itemsize
-    reach = nbytes + sum((loop.size - 1) * loop.source for loop in read.outer) * itemsize
+    reach = nbytes + (extent(read.outer, "source") - 1) * itemsize
     return min(read.num_reads * _blocks(start, start + nbytes, block_bytes), _blocks(start, start + reach, block_bytes))
 
 

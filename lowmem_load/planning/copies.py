@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -39,34 +39,16 @@ from lowmem_load.planning.expression import (
     Slot,
     reshape,
 )
+from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.ranges import FlatRange
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One move of elements from a leaf into a destination.
-
-    For every combination of `t` below `sizes`, destination element `destination_start + sum(t * destination_strides)`
-    takes leaf element `leaf_start + sum(t * leaf_strides)`, cast through `casts` in order. All counts are in elements.
-    """
+    """One move of elements from a leaf into a destination; `nest` says which go where."""
 
     leaf: Leaf
-    leaf_start: int
-    destination_start: int
-    sizes: tuple[int, ...]
-    leaf_strides: tuple[int, ...]
-    destination_strides: tuple[int, ...]
-    casts: tuple[torch.dtype, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements moved."""
-        return math.prod(self.sizes)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether both sides are one run."""
-        return len(self.sizes) == 1 and self.leaf_strides == (1,) and self.destination_strides == (1,)
+    nest: Nest
 
 
 # -- loop nests ------------------------------------------------------------------------------------------------------
@@ -81,8 +63,8 @@ class _Index:
 
 
 @dataclass(frozen=True, slots=True)
-class _Nest:
-    """A loop nest over the current expression. See [Note: loop nests]."""
+class _Indexed:
+    """Loops over the current expression, and its index along each dim. See [Note: loop nests]."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -94,19 +76,19 @@ class _Nest:
         """Largest value of `index` minus its base."""
         return sum(c * (size - 1) for c, size in zip(index.coefficients, self.sizes, strict=True))
 
-    def split(self, loop: int, at: Sequence[int]) -> Iterator[_Nest]:
+    def split(self, loop: int, at: Sequence[int]) -> Iterator[_Indexed]:
         """Yield the nests of `loop` cut at the given iterations; empty pieces are left out."""
         cuts = [0, *at, self.sizes[loop]]
         for first, last in pairwise(cuts):
             if last > first:
                 yield self._window(loop, first, last - first)
 
-    def _window(self, loop: int, first: int, size: int) -> _Nest:
+    def _window(self, loop: int, first: int, size: int) -> _Indexed:
         index = tuple(_Index(i.base + first * i.coefficients[loop], i.coefficients) for i in self.index)
         start = self.start + first * self.strides[loop]
         return replace(self, sizes=_set(self.sizes, loop, size), start=start, index=index)
 
-    def tile(self, loop: int, inner: int) -> _Nest:
+    def tile(self, loop: int, inner: int) -> _Indexed:
         """Return the same nest with `loop` (a multiple of `inner` iterations) as an outer and an inner loop."""
         return replace(
             self,
@@ -167,17 +149,17 @@ def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]
     if flat_range.numel == 0:
         return
     if isinstance(expression, Leaf):
-        yield Copy(expression, flat_range.start, 0, (flat_range.numel,), (1,), (1,), casts)
+        yield Copy(expression, Nest(flat_range.start, 0, (Axis(flat_range.numel, 1, 1),), casts))
         return
     start = 0
     for box in _boxes(expression.shape, flat_range.start, flat_range.end):
         sizes = tuple(last - first for first, last in box)
         index = tuple(_Index(first, _set((0,) * len(box), dim, 1)) for dim, (first, _) in enumerate(box))
-        yield from _walk(expression, _Nest(sizes, _row_major_strides(sizes), start, index, casts))
+        yield from _walk(expression, _Indexed(sizes, _row_major_strides(sizes), start, index, casts))
         start += math.prod(sizes)
 
 
-def _walk(node: Expression, nest: _Nest) -> Iterator[Copy]:
+def _walk(node: Expression, nest: _Indexed) -> Iterator[Copy]:
     if isinstance(node, Leaf):
         yield _copy_of_leaf(node, node.shape, nest)
     elif isinstance(node, Cast):
@@ -210,7 +192,7 @@ def _walk(node: Expression, nest: _Nest) -> Iterator[Copy]:
             yield from _walk(node.part, piece)
 
 
-def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], nest: _Nest) -> _Index:
+def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], nest: _Indexed) -> _Index:
     """Return the index `base + sum(coefficient * index)`."""
     terms = [(c, i) for c, i in zip(coefficients, index, strict=True) if c]
     return _Index(
@@ -219,16 +201,17 @@ def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], n
     )
 
 
-def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Nest) -> Copy:
+def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Indexed) -> Copy:
     """Return the copy of the elements of `leaf`, seen as of `shape`, that `nest` goes through."""
     whole = _combined(0, _row_major_strides(shape), nest.index, nest)
-    loops = _merged(zip(nest.sizes, whole.coefficients, nest.strides, strict=True))
-    if isinstance(leaf, Elementwise) and [loop[1] for loop in loops] != [1]:
+    axes = tuple(map(Axis, nest.sizes, whole.coefficients, nest.strides))
+    moved = Nest(whole.base, nest.start, axes, nest.casts).merged()
+    if isinstance(leaf, Elementwise) and [axis.source for axis in moved.axes] != [1]:
         return _copy_of_picked(leaf, shape, nest, whole.coefficients)
-    return _copy(leaf, whole.base, nest, loops)
+    return Copy(leaf, moved)
 
 
-def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Nest, leaf_strides: Sequence[int]) -> Copy:
+def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Indexed, leaf_strides: Sequence[int]) -> Copy:
     """Return the copy of an operation, seen as of `shape`, that is done on the elements that `nest` goes through alone.
 
     The picked elements are in the order of the leaf, so that what they are made of is read front to back.
@@ -239,27 +222,11 @@ def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Nest, leaf_strides: 
     coefficients = tuple(tuple(i.coefficients[loop] for loop in order) for i in nest.index)
     parts = tuple(Pick(reshape(part, shape), bases, coefficients, sizes, part.dtype) for part in leaf.parts)
     strides = dict(zip(order, _row_major_strides(sizes), strict=True))
-    loops = ((size, strides.get(loop, 0), nest.strides[loop]) for loop, size in enumerate(nest.sizes))
-    return _copy(replace(leaf, parts=parts, shape=sizes), 0, nest, _merged(loops))
+    axes = tuple(Axis(size, strides.get(loop, 0), nest.strides[loop]) for loop, size in enumerate(nest.sizes))
+    return Copy(replace(leaf, parts=parts, shape=sizes), Nest(0, nest.start, axes, nest.casts).merged())
 
 
-def _merged(loops: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return loops of (size, leaf stride, destination stride) in the order of the destination, as few as possible."""
-    merged: list[tuple[int, int, int]] = []
-    for size, leaf_stride, stride in sorted((loop for loop in loops if loop[0] > 1), key=lambda loop: -loop[2]):
-        if merged and merged[-1][1] == size * leaf_stride and merged[-1][2] == size * stride:
-            merged[-1] = (merged[-1][0] * size, leaf_stride, stride)
-        else:
-            merged.append((size, leaf_stride, stride))
-    return merged or [(1, 1, 1)]
-
-
-def _copy(leaf: Leaf, leaf_start: int, nest: _Nest, loops: Sequence[tuple[int, int, int]]) -> Copy:
-    sizes, leaf_strides, strides = zip(*loops, strict=True)
-    return Copy(leaf, leaf_start, nest.start, sizes, leaf_strides, strides, nest.casts)
-
-
-def _walk_concat(node: Concat, nest: _Nest) -> Iterator[Copy]:
+def _walk_concat(node: Concat, nest: _Indexed) -> Iterator[Copy]:
     """Send each piece of the nest to the part that holds it, cutting the widest loop at the borders."""
     pending = [nest]
     while pending:
@@ -274,17 +241,17 @@ def _walk_concat(node: Concat, nest: _Nest) -> Iterator[Copy]:
         yield from _walk(node.parts[part], replace(current, index=within))
 
 
-def _cut(nest: _Nest, index: _Index, border: int) -> Iterator[_Nest]:
+def _cut(nest: _Indexed, index: _Index, border: int) -> Iterator[_Indexed]:
     """Yield the pieces of `nest` below `border` and from it on; between them the iteration that lies across, if any."""
     loop = _widest(nest, index)
     yield from nest.split(loop, _iterations_before(nest, index, loop, border))
 
 
-def _widest(nest: _Nest, index: _Index) -> int:
+def _widest(nest: _Indexed, index: _Index) -> int:
     return max((c, loop) for loop, c in enumerate(index.coefficients) if nest.sizes[loop] > 1)[1]
 
 
-def _iterations_before(nest: _Nest, index: _Index, loop: int, border: int) -> tuple[int, int]:
+def _iterations_before(nest: _Indexed, index: _Index, loop: int, border: int) -> tuple[int, int]:
     """Return how many iterations of the widest loop end before `border`, and how many begin before it.
 
     They differ by one at most. See [Note: loops do not meet].
@@ -297,7 +264,7 @@ def _iterations_before(nest: _Nest, index: _Index, loop: int, border: int) -> tu
     return min(ended, begun), begun
 
 
-def _regroup(nest: _Nest, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Nest]:
+def _regroup(nest: _Indexed, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Indexed]:
     """Yield nests over `part_shape` that together are `nest` over `shape`; both have the same elements in order."""
     groups = _groups(shape, part_shape)
     pending = [nest]
@@ -334,7 +301,7 @@ def _groups(shape: tuple[int, ...], part_shape: tuple[int, ...]) -> list[tuple[r
     return groups
 
 
-def _delinearize(nest: _Nest, linear: _Index, shape: list[int]) -> tuple[_Index, ...] | Iterator[_Nest]:
+def _delinearize(nest: _Indexed, linear: _Index, shape: list[int]) -> tuple[_Index, ...] | Iterator[_Indexed]:
     """Return the index along each dim of `shape`, or finer nests to try instead when a loop wraps around a dim."""
     index: list[_Index] = []
     for dim in range(len(shape)):
@@ -348,7 +315,7 @@ def _delinearize(nest: _Nest, linear: _Index, shape: list[int]) -> tuple[_Index,
     return tuple(index)
 
 
-def _unwrap(nest: _Nest, remainder: _Index, inner: int) -> Iterator[_Nest]:
+def _unwrap(nest: _Indexed, remainder: _Index, inner: int) -> Iterator[_Indexed]:
     """Cut the widest loop of `remainder`, which runs over the end of a row of `inner` elements."""
     loop = _widest(nest, remainder)
     size, step = nest.sizes[loop], remainder.coefficients[loop]

@@ -13,6 +13,7 @@ from lowmem_load.errors import PlanError
 from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Slice, Source, numel
 from lowmem_load.planning.load_plan import ComputedValue, Costs, HeldValue, Value
+from lowmem_load.planning.nest import Nest, extent
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange, Rectangle, Region
 from lowmem_load.planning.reads import (
@@ -23,11 +24,9 @@ from lowmem_load.planning.reads import (
     Piece,
     Read,
     ReadLimits,
-    Scatter,
     Step,
     plan_pieces,
     plan_reads,
-    scatter_of,
     written,
 )
 
@@ -104,18 +103,18 @@ class Planner:
         elif isinstance(leaf, Elementwise):
             yield self._apply(name, leaf, copy)
         elif isinstance(leaf, Computed):
-            yield Move(self._computed(name, leaf), scatter_of(copy, copy.leaf_start))
+            yield Move(self._computed(name, leaf), copy.nest)
         else:
-            yield Move(self._held(leaf), _within(name, leaf, scatter_of(copy, copy.leaf_start - leaf.first)))
+            yield Move(self._held(leaf), _within(name, leaf, copy.nest.shifted(source=-leaf.first)))
 
     def _apply(self, name: str, leaf: Elementwise, copy: Copy) -> Apply:
         nbytes_each = _piece_bytes(leaf.dtype, [part.dtype for part in leaf.parts])
         pieces: list[Piece] = []
-        for first, size, scatter in plan_pieces(copy, nbytes_each, self._limits):
+        for first, size, nest in plan_pieces(copy, nbytes_each, self._limits):
             if len(pieces) == MAX_COPIES:
                 raise PlanError(f"{name}: {leaf.operation} would run on more than {MAX_COPIES} scattered pieces")
             span = FlatRange(first, first + size)
-            pieces.append(Piece(size, tuple(self.plan_fill(name, part, span) for part in leaf.parts), scatter))
+            pieces.append(Piece(size, tuple(self.plan_fill(name, part, span) for part in leaf.parts), nest))
         return Apply(leaf.operation, self._function(leaf.compute), leaf.dtype, tuple(pieces))
 
     def _held(self, leaf: Held) -> int:
@@ -212,13 +211,13 @@ def _selected(name: str, expression: Expression, region: Region) -> tuple[Expres
     return expression, region
 
 
-def _within(name: str, leaf: Held, scatter: Scatter) -> Scatter:
-    """Return `scatter` if it stays within the elements that are in memory."""
-    reach = sum((loop.size - 1) * loop.source for loop in scatter.loops)
-    if scatter.source_start < 0 or scatter.source_start + reach >= leaf.flat.numel():
-        first = scatter.source_start + leaf.first
+def _within(name: str, leaf: Held, nest: Nest) -> Nest:
+    """Return `nest` if it stays within the elements that are in memory."""
+    num_spanned = extent(nest.axes, "source")
+    if nest.source < 0 or nest.source + num_spanned > leaf.flat.numel():
+        first = nest.source + leaf.first
         raise PlanError(
-            f"{name}: elements [{first}, {first + reach + 1}) of a value that is {leaf.origin} are needed, "
+            f"{name}: elements [{first}, {first + num_spanned}) of a value that is {leaf.origin} are needed, "
             f"[{leaf.first}, {leaf.first + leaf.flat.numel()}) are in memory"
         )
-    return scatter
+    return nest

@@ -7,16 +7,16 @@ its inputs is another plan.)
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
+from lowmem_load.planning.nest import Axis, Nest, extent, offsets
 
 LOCAL = "local"
 """`ReadCost.origin` of files that do not lie on the network."""
@@ -70,52 +70,30 @@ BLOCK_NUMEL = 1 << 16
 """Elements of an elementwise operation that are computed at a time: they stay in the processor's cache."""
 
 
-class Loop(NamedTuple):
-    """`size` iterations, each `source` and `destination` elements further on."""
-
-    size: int
-    source: int
-    destination: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """Moves elements of a flat buffer to a flat destination, cast through `casts` in order.
-
-    For every combination of the loops, element `source_start + sum(t * source)` of the buffer goes to element
-    `destination_start + sum(t * destination)`.
-    """
-
-    source_start: int
-    destination_start: int
-    loops: tuple[Loop, ...]
-    casts: tuple[torch.dtype, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Reads of one tensor in a file: for every combination of the `outer` loops, one of `numel` elements.
+    """Reads of one tensor in a file: for every combination of the `outer` axes, one of `numel` elements.
 
     Attributes:
         tensor: what is read.
         first: element of the tensor at which the first read starts.
         numel: elements that each read fetches, gaps between wanted ones included.
         outer: one read for every combination.
-        scatter: where what the first read fetched goes; the others' goes `outer.destination` further on.
+        nest: where the elements of the first read go; those of the others go `outer.destination` further on.
         is_direct: whether the bytes go straight to their destination, which is host memory of the same dtype.
     """
 
     tensor: Source
     first: int
     numel: int
-    outer: tuple[Loop, ...]
-    scatter: Scatter
+    outer: tuple[Axis, ...]
+    nest: Nest
     is_direct: bool
 
     @property
     def num_reads(self) -> int:
         """Number of reads."""
-        return math.prod(loop.size for loop in self.outer)
+        return math.prod(axis.size for axis in self.outer)
 
     @property
     def read_bytes(self) -> int:
@@ -125,11 +103,11 @@ class Read:
     @property
     def needed_bytes_each(self) -> int:
         """Bytes of one read that are wanted: an element that goes to several places counts once."""
-        return math.prod(loop.size for loop in self.scatter.loops if loop.source) * self.tensor.dtype.itemsize
+        return self.nest.source_numel * self.tensor.dtype.itemsize
 
     def each(self) -> Iterator[tuple[int, int]]:
         """Yield, for each read, its first element of the tensor and its offset in the destination."""
-        for start, destination in _offsets(self.outer):
+        for start, destination in offsets(self.outer):
             yield self.first + start, destination
 
 
@@ -138,7 +116,7 @@ class Move:
     """Elements of a value that is in memory when the step runs: number `value` of the plan's values."""
 
     value: int
-    scatter: Scatter
+    nest: Nest
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +126,12 @@ class Piece:
     Attributes:
         numel: elements that it computes.
         inputs: how the same range of each input is filled.
-        scatter: where the result goes.
+        nest: where the result goes.
     """
 
     numel: int
     inputs: tuple[Fill, ...]
-    scatter: Scatter
+    nest: Nest
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,34 +164,15 @@ class Fill:
     needs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The destination side of a step, for the proof of coverage."""
-
-    destination_start: int
-    sizes: tuple[int, ...]
-    destination_strides: tuple[int, ...]
-
-
-def written(step: Step) -> Iterator[Written]:
-    """Yield the elements of the destination that a step writes."""
+def written(step: Step) -> Iterator[Nest]:
+    """Yield nests whose destinations are the elements that a step writes."""
     if isinstance(step, Apply):
         for piece in step.pieces:
-            yield _written(piece.scatter, ())
+            yield piece.nest
+    elif isinstance(step, Read) and step.outer:
+        yield replace(step.nest, axes=(*step.outer, *step.nest.axes))
     else:
-        yield _written(step.scatter, step.outer if isinstance(step, Read) else ())
-
-
-def _written(scatter: Scatter, outer: tuple[Loop, ...]) -> Written:
-    loops = (*outer, *scatter.loops) or (Loop(1, 1, 1),)
-    return Written(
-        scatter.destination_start, tuple(loop.size for loop in loops), tuple(loop.destination for loop in loops)
-    )
-
-
-def scatter_of(copy: Copy, source_start: int) -> Scatter:
-    """Return how the elements of `copy` go from a buffer in which the first of them is at `source_start`."""
-    return Scatter(source_start, copy.destination_start, _loops(copy), copy.casts)
+        yield step.nest
 
 
 def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool) -> Iterator[Read]:
@@ -226,90 +185,75 @@ def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool)
         on_host: whether the destination is host memory, into which files can be read.
     """
     itemsize = tensor.dtype.itemsize
-    if copy.is_contiguous and not copy.casts and on_host:
-        yield from _direct(copy, tensor, max(1, limits.direct_bytes // itemsize))
+    if on_host and copy.nest.is_run and not copy.nest.casts:
+        yield from _direct(copy.nest, tensor, max(1, limits.direct_bytes // itemsize))
         return
-    for nest in _nests(copy, itemsize, limits):
-        scatter = Scatter(0, copy.destination_start + nest.destination, nest.inner, copy.casts)
-        yield Read(tensor, copy.leaf_start + nest.source, nest.numel, nest.outer, scatter, is_direct=False)
+    for part in _staged(copy.nest, itemsize, limits):
+        yield Read(tensor, part.first, part.numel, part.outer, part.nest, is_direct=False)
 
 
-def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, Scatter]]:
+def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, Nest]]:
     """Yield the pieces of a copy that fit a staging buffer of elements of `itemsize` bytes.
 
     Each is: first element of the leaf, elements that it spans, and where they go.
     """
-    for nest in _nests(copy, itemsize, limits):
-        for start, destination in _offsets(nest.outer):
-            first = copy.leaf_start + nest.source + start
-            yield (
-                first,
-                nest.numel,
-                Scatter(0, copy.destination_start + nest.destination + destination, nest.inner, copy.casts),
-            )
+    for part in _staged(copy.nest, itemsize, limits):
+        for start, destination in offsets(part.outer):
+            yield part.first + start, part.numel, part.nest.shifted(destination=destination)
 
 
-def _direct(copy: Copy, tensor: Source, step: int) -> Iterator[Read]:
-    full, rest = divmod(copy.numel, step)
+def _direct(nest: Nest, tensor: Source, step: int) -> Iterator[Read]:
+    full, rest = divmod(nest.numel, step)
     for first, count, size in ((0, full, step), (full * step, 1, rest)):
         if count and size:
-            scatter = Scatter(0, copy.destination_start + first, (Loop(size, 1, 1),), ())
-            outer = (Loop(count, step, step),) if count > 1 else ()
-            yield Read(tensor, copy.leaf_start + first, size, outer, scatter, is_direct=True)
+            run = Nest(0, nest.destination + first, (Axis(size, 1, 1),))
+            outer = (Axis(count, step, step),) if count > 1 else ()
+            yield Read(tensor, nest.source + first, size, outer, run, is_direct=True)
 
 
-class _Nest(NamedTuple):
-    """Reads of `numel` elements each; `source` and `destination` are offsets of the first in elements."""
+class _Staged(NamedTuple):
+    """One buffer of `numel` elements for every combination of `outer`.
 
-    source: int
-    destination: int
+    `first` is the element of the source at which the first buffer starts; `nest` says where its elements go.
+    """
+
+    first: int
     numel: int
-    outer: tuple[Loop, ...]
-    inner: tuple[Loop, ...]
+    outer: tuple[Axis, ...]
+    nest: Nest
 
 
-def _loops(copy: Copy) -> tuple[Loop, ...]:
-    return tuple(map(Loop, copy.sizes, copy.leaf_strides, copy.destination_strides))
+def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
+    """Yield the parts of a nest of which each buffer fits the staging limit.
 
-
-def _nests(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[_Nest]:
-    """Yield nests of which each read needs at most one staging buffer.
-
-    The loops with the smallest source strides are read in one go as long as the gaps between wanted elements stay
+    The axes with the smallest source strides are read in one go as long as the gaps between wanted elements stay
     within the limit; the others become separate reads.
     """
-    loops = sorted(_loops(copy), key=lambda loop: loop.source)
+    axes = sorted(nest.axes, key=lambda axis: axis.source)
     budget = max(1, limits.staging_bytes // itemsize)
     span, num_inner = 1, 0
-    for size, stride, _ in loops:
+    for size, stride, _ in axes:
         if (stride - span) * itemsize > limits.max_gap_bytes or stride + span > budget:
             break
         span, num_inner = (size - 1) * stride + span, num_inner + 1
         if span > budget:
             break
-    inner, outer = tuple(loops[:num_inner]), tuple(reversed(loops[num_inner:]))
+    inner, outer = tuple(axes[:num_inner]), tuple(reversed(axes[num_inner:]))
     if span <= budget:
-        yield _Nest(0, 0, span, outer, inner)
+        yield _Staged(nest.source, span, outer, replace(nest, source=0, axes=inner))
         return
-    widest = inner[-1]  # cut into blocks that fit the budget
-    below = 1 + sum((loop.size - 1) * loop.source for loop in inner[:-1])
-    block = max(1, (budget - below) // widest.source + 1)
-    full, rest = divmod(widest.size, block)
+    (widest_size, source, destination), inner = inner[-1], inner[:-1]  # cut into blocks that fit the budget
+    below = extent(inner, "source")
+    block = max(1, (budget - below) // source + 1)
+    full, rest = divmod(widest_size, block)
     for first, count, size in ((0, full, block), (full * block, 1, rest)):
         if not (count and size):
             continue
-        blocks = (Loop(count, block * widest.source, block * widest.destination),) if count > 1 else ()
-        yield _Nest(
-            first * widest.source,
-            first * widest.destination,
-            (size - 1) * widest.source + below,
+        blocks = (Axis(count, block * source, block * destination),) if count > 1 else ()
+        part = replace(nest, source=0, axes=(*inner, Axis(size, source, destination)))
+        yield _Staged(
+            nest.source + first * source,
+            (size - 1) * source + below,
             (*outer, *blocks),
-            (*inner[:-1], Loop(size, widest.source, widest.destination)),
+            part.shifted(destination=first * destination),
         )
-
-
-def _offsets(loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:
-    """Yield (source, destination) offsets of every combination of `loops`, the last of them running fastest."""
-    for iterations in itertools.product(*(range(loop.size) for loop in loops)):
-        pairs = list(zip(iterations, loops, strict=True))
-        yield sum(t * loop.source for t, loop in pairs), sum(t * loop.destination for t, loop in pairs)

@@ -36,7 +36,7 @@ MAX_READS = 512
 
 SmallRead = tuple[str, int, int, Read, int, torch.Tensor]
 """One of the reads of a step, and the memory that its elements go to: path and first byte in the file; bytes of the
-read; the step, and the elements by which its scatter is moved on; flat contiguous host memory. A plain tuple, since to
+read; the step, and the elements by which its nest is moved on; flat contiguous host memory. A plain tuple, since to
 make one of a class takes a tenth of the time that is left for each."""
 
 _PLACE_IN_FILE = itemgetter(0, 1)
@@ -122,7 +122,7 @@ def _addresses_of(reads: Sequence[SmallRead], staging: torch.Tensor) -> list[int
     for _, _, nbytes, step, shift, destination in reads:
         itemsize = nbytes // step.numel
         if step.is_direct:
-            offset = (step.scatter.destination_start + shift) * itemsize
+            offset = (step.nest.destination + shift) * itemsize
             if not (0 <= offset <= destination.nbytes - nbytes and destination.is_contiguous()):
                 raise ValueError(f"{step.tensor.name}: has no {nbytes} contiguous bytes at {offset} of its destination")
             addresses.append(destination.data_ptr() + offset)
@@ -169,7 +169,7 @@ def _place(reads: Sequence[SmallRead], addresses: Sequence[int], staging: torch.
     for (_, _, nbytes, step, shift, destination), address in zip(reads, addresses, strict=True):
         if not step.is_direct:
             values = staging[address - base : address - base + nbytes].view(step.tensor.dtype)
-            scatter_elements(step.scatter, values, destination, shift)
+            scatter_elements(step.nest, values, destination, shift)
 
 
 def _bytes_at(address: int, nbytes: int) -> memoryview:

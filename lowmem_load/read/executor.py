@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -17,8 +17,9 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
+from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Material
-from lowmem_load.planning.reads import Apply, Fill, Loop, Move, Piece, Read, Scatter, Step
+from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Step
 from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch, Run
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import scatter_elements
@@ -126,20 +127,20 @@ class Executor:
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
         casts = () if values.dtype == destination.dtype else (destination.dtype,)  # a cast takes memory of the device
-        scatter = Scatter(0, 0, (Loop(values.numel(), 1, 1),), casts)
-        for task in move_tasks(scatter, values.detach().contiguous().view(-1), self._put_into(destination)):
+        nest = Nest(0, 0, (Axis(values.numel(), 1, 1),), casts)
+        for task in move_tasks(nest, values.detach().contiguous().view(-1), self._put_into(destination)):
             self._tasks.run(task)
 
     def read_range(self, path: str, start: int, memory: torch.Tensor, what: str) -> None:
         """Fill host memory, uint8, from byte `start` of a file on; `what` names it. Raises as `finish` does."""
         self._read(Source(path, what, start, tuple(memory.shape), memory.dtype), 0, memory)
 
-    def place(self, scatter: Scatter, values: torch.Tensor, destination: torch.Tensor) -> None:
+    def place(self, nest: Nest, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Move elements of the flat host tensor `values` to `destination`; it may be overwritten once this returns."""
         if destination.device.type == "cpu":
-            scatter_elements(scatter, values, destination, 0)
+            scatter_elements(nest, values, destination, 0)
             return
-        for task in move_tasks(scatter, values, self._put_into(destination)):
+        for task in move_tasks(nest, values, self._put_into(destination)):
             self._tasks.run(task)
         self._finish_reads()
 
@@ -187,7 +188,7 @@ class Executor:
                 for first, shift in step.each():
                     yield self._read_task(step, first, shift, destination)
             elif isinstance(step, Move):
-                scatter_elements(step.scatter, known[step.value], destination, 0)
+                scatter_elements(step.nest, known[step.value], destination, 0)
             else:
                 yield from self._apply_tasks(step, destination, known, material)
 
@@ -227,7 +228,7 @@ class Executor:
                     if result is None:
                         result = take(piece.numel, step.dtype)
                     compute_into(result, compute, inputs)
-                    scatter_elements(piece.scatter, result, destination, 0)
+                    scatter_elements(piece.nest, result, destination, 0)
 
             yield task
 
@@ -244,14 +245,14 @@ class Executor:
     def _read_task(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
         tensor, itemsize = step.tensor, step.tensor.dtype.itemsize
         if step.is_direct:  # all that can be is done in advance: a read of MBs leaves the processor's caches cold
-            memory = destination.narrow(0, step.scatter.destination_start + shift, step.numel)
+            memory = destination.narrow(0, step.nest.destination + shift, step.numel)
             start, content = tensor.start + first * itemsize, _bytes_of(memory)
             return functools.partial(self._read_bytes, tensor, start, content, step.needed_bytes_each)
 
         def task() -> None:
             staged = self._staging(step.numel * itemsize).view(tensor.dtype)
             self._read(tensor, first, staged)
-            scatter_elements(step.scatter, staged, destination, shift)
+            scatter_elements(step.nest, staged, destination, shift)
             self.on_bytes(step.needed_bytes_each)
 
         return task
@@ -271,17 +272,17 @@ class Executor:
         for step in steps:
             if isinstance(step, Read):
                 for first, shift in step.each():
-                    scatter = replace(step.scatter, destination_start=step.scatter.destination_start + shift)
-                    yield self._device_read_task(step, first, scatter, put)
+                    nest = step.nest.shifted(destination=shift)
+                    yield self._device_read_task(step, first, nest, put)
             elif isinstance(step, Move):
-                yield from move_tasks(step.scatter, known[step.value], put)
+                yield from move_tasks(step.nest, known[step.value], put)
             else:
                 for piece in step.pieces:
                     yield self._device_apply_task(step, piece, put, known, material)
 
-    def _device_read_task(self, step: Read, first: int, scatter: Scatter, put: Put) -> Task:
+    def _device_read_task(self, step: Read, first: int, nest: Nest, put: Put) -> Task:
         def task() -> None:
-            put(scatter, step.numel, step.tensor.dtype, lambda memory: self._read(step.tensor, first, memory))
+            put(nest, step.numel, step.tensor.dtype, lambda memory: self._read(step.tensor, first, memory))
             self.on_bytes(step.needed_bytes_each)
 
         return task
@@ -293,7 +294,7 @@ class Executor:
             with self._temporaries().frame() as take:
                 compute_into(memory, material.functions[step.function], self._inputs(piece, known, material, take))
 
-        return lambda: put(piece.scatter, piece.numel, step.dtype, write)
+        return lambda: put(piece.nest, piece.numel, step.dtype, write)
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous host memory with the elements of `tensor` from `first` on."""

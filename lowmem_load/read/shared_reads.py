@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +28,9 @@ from lowmem_load.planning.cooperative import (
     within,
 )
 from lowmem_load.planning.load_plan import Value
+from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.planner import Material
-from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Scatter, Step
+from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Step
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.scatter import scatter_elements
 from lowmem_load.read.temporaries import compute_into
@@ -190,18 +190,18 @@ class _Taken:
 class _Delivery:
     """A read whose elements come from bands; `put` is given what has come, as its destination is to be filled."""
 
-    def __init__(self, read: Read, put: Callable[[Scatter, torch.Tensor], None]) -> None:
+    def __init__(self, read: Read, put: Callable[[Nest, torch.Tensor], None]) -> None:
         self.read, self._put = read, put
-        self.left = read.num_reads * _num_moved(read.scatter)
+        self.left = read.num_reads * read.nest.numel
 
     def deliver(self, segment: Segment, memory: torch.Tensor) -> int:
         """Put what is in a segment where it belongs; return the bytes of it that were needed."""
         part, dtype, num_bytes = segment.wanted, self.read.tensor.dtype, 0
         content = memory[segment.place : segment.place + part.end - part.start]
-        for scatter in within(self.read, segment):
-            self._put(scatter, content.view(dtype))
-            self.left -= _num_moved(scatter)
-            num_bytes += math.prod(loop.size for loop in scatter.loops if loop.source) * dtype.itemsize
+        for nest in within(self.read, segment):
+            self._put(nest, content.view(dtype))
+            self.left -= nest.numel
+            num_bytes += nest.source_numel * dtype.itemsize
         return num_bytes
 
 
@@ -213,34 +213,34 @@ class _OpenPiece:
         self._compute, self._dtype = material.functions[step.function], step.dtype
         self._inputs: list[torch.Tensor] = []
         reads = [part for fill in piece.inputs for part in fill.steps if isinstance(part, Read)]
-        self._left = sum(read.num_reads * _num_moved(read.scatter) for read in reads)
+        self._left = sum(read.num_reads * read.nest.numel for read in reads)
 
-    def put(self, number: int, scatter: Scatter, values: torch.Tensor) -> None:
+    def put(self, number: int, nest: Nest, values: torch.Tensor) -> None:
         """Fill a part of input `number`."""
         if not self._inputs:
             self._open()
-        scatter_elements(scatter, values, self._inputs[number], 0)
-        self._left -= _num_moved(scatter)
+        scatter_elements(nest, values, self._inputs[number], 0)
+        self._left -= nest.numel
         if self._left == 0:
             result = next((each for each in self._inputs if each.dtype == self._dtype), None)
             if result is None:
                 result = torch.empty(self._piece.numel, dtype=self._dtype, device=_CPU)
             compute_into(result, self._compute, self._inputs)
             self._inputs = []
-            self._executor.place(self._piece.scatter, result, self._taken.destination)
+            self._executor.place(self._piece.nest, result, self._taken.destination)
 
     def _open(self) -> None:
         for fill in self._piece.inputs:
             self._inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device=_CPU))
             for part in fill.steps:
                 if isinstance(part, Move):
-                    scatter_elements(part.scatter, self._taken.known[part.value], self._inputs[-1], 0)
+                    scatter_elements(part.nest, self._taken.known[part.value], self._inputs[-1], 0)
 
 
 def _deliveries(taken: _Taken, executor: Executor, material: Material) -> Iterator[_Delivery]:
     step = taken.step
     if isinstance(step, Read):
-        yield _Delivery(step, lambda scatter, values: executor.place(scatter, values, taken.destination))
+        yield _Delivery(step, lambda nest, values: executor.place(nest, values, taken.destination))
         return
     assert isinstance(step, Apply)  # as `shared_steps` chooses
     for piece in step.pieces:
@@ -255,10 +255,6 @@ def _parts(step: Step) -> list[Step]:
     if not isinstance(step, Apply):
         return [step]
     return [part for piece in step.pieces for fill in piece.inputs for part in fill.steps]
-
-
-def _num_moved(scatter: Scatter) -> int:
-    return math.prod(loop.size for loop in scatter.loops)
 
 
 def _write(window: torch.Tensor, block_bytes: int, ranges: Sequence[Wanted]) -> None:

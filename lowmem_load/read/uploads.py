@@ -23,8 +23,8 @@ from functools import partial
 
 import torch
 
-from lowmem_load.planning.reads import Loop, Scatter
-from lowmem_load.read.scatter import gathered, scatter_elements, source_elements, split
+from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.read.scatter import scatter_elements, source_elements
 
 SLOT_BYTES = 8 << 20
 """Of a pinned slot: what the largest staged read of a plan needs (`ReadLimits.staging_bytes`)."""
@@ -40,9 +40,9 @@ Span = tuple[float, float]
 """Begin and end, seconds of time.perf_counter."""
 
 
-Put = Callable[[Scatter, int, torch.dtype, Callable[[torch.Tensor], object]], None]
-"""`put(scatter, numel, dtype, write)`: has `numel` values of `dtype`, at most `SLOT_BYTES`, written by `write`, which
-is given flat pinned memory for them, and starts moving them to device memory as `scatter` says."""
+Put = Callable[[Nest, int, torch.dtype, Callable[[torch.Tensor], object]], None]
+"""`put(nest, numel, dtype, write)`: has `numel` values of `dtype`, at most `SLOT_BYTES`, written by `write`, which
+is given flat pinned memory for them, and starts moving them to device memory as `nest` says."""
 
 
 class _Lane:
@@ -122,7 +122,7 @@ class Uploads:
         self,
         destination: torch.Tensor,
         ready: torch.Event,
-        scatter: Scatter,
+        nest: Nest,
         numel: int,
         dtype: torch.dtype,
         write: Callable[[torch.Tensor], object],
@@ -141,7 +141,7 @@ class Uploads:
                 slot.begin.record(lane.stream)
                 slot.lane = lane
                 try:
-                    _copy(scatter, staged, destination)
+                    _copy(nest, staged, destination)
                 finally:
                     slot.end.record(lane.stream)
         finally:
@@ -170,24 +170,24 @@ class Uploads:
         return lane
 
 
-def move_tasks(scatter: Scatter, values: torch.Tensor, put: Put) -> Iterator[Callable[[], None]]:
+def move_tasks(nest: Nest, values: torch.Tensor, put: Put) -> Iterator[Callable[[], None]]:
     """Yield tasks that move values in host memory to a device: gathered on the host, cast and scattered there."""
-    for part in split(scatter, SLOT_BYTES // values.element_size()):
+    for part in nest.split(SLOT_BYTES // values.element_size()):
         chosen = source_elements(part, values)
 
-        def task(part: Scatter = part, chosen: torch.Tensor = chosen) -> None:
-            put(gathered(part), chosen.numel(), chosen.dtype, lambda memory: memory.view(chosen.shape).copy_(chosen))
+        def task(part: Nest = part, chosen: torch.Tensor = chosen) -> None:
+            put(part.gathered(), chosen.numel(), chosen.dtype, lambda memory: memory.view(chosen.shape).copy_(chosen))
 
         yield task
 
 
-def _copy(scatter: Scatter, staged: torch.Tensor, destination: torch.Tensor) -> None:
+def _copy(nest: Nest, staged: torch.Tensor, destination: torch.Tensor) -> None:
     """Enqueue one copy; where values are cast or rearranged, a copy of the bytes and what does that on the device."""
     numel = staged.numel()
-    lie_alike = scatter.source_start == 0 and scatter.loops == (Loop(numel, 1, 1),)
-    if lie_alike and staged.dtype == destination.dtype and not scatter.casts:
-        destination.narrow(0, scatter.destination_start, numel).copy_(staged, non_blocking=True)
+    lie_alike = nest.source == 0 and nest.axes == (Axis(numel, 1, 1),)
+    if lie_alike and staged.dtype == destination.dtype and not nest.casts:
+        destination.narrow(0, nest.destination, numel).copy_(staged, non_blocking=True)
     else:
         raw = torch.empty_like(staged, device=destination.device)
         raw.copy_(staged, non_blocking=True)
-        scatter_elements(scatter, raw, destination, 0)
+        scatter_elements(nest, raw, destination, 0)

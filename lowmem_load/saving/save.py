@@ -7,7 +7,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from lowmem_load.saving import folder as folders
 from lowmem_load.saving.holdings import Holding, groups_of, holdings_of
 from lowmem_load.saving.layout import FileLayout, digest_of, lay_out, lay_out_zip
 from lowmem_load.saving.merged import digest_of_values, merged_pieces, merged_whole, whole_adapters
-from lowmem_load.saving.plan import Write, held_part, held_writes, plan_writes, strided, total_bytes
+from lowmem_load.saving.plan import Write, held_writes, plan_writes, strided, total_bytes
 from lowmem_load.saving.report import SaveReport
 from lowmem_load.saving.writer import Writer
 
@@ -320,7 +320,7 @@ def _within(writes: Iterable[Write], memory: torch.Tensor, first: int) -> Iterat
     """Yield the writes as far as their elements are in memory."""
     held = FlatRange(first, first + memory.numel())
     for write in writes:
-        yield from (replace(write, copy=copy) for copy in held_part(write.copy, held))
+        yield from write.within(held)
 
 
 def _in_turn(todo: dict[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,9 +10,9 @@ from pathlib import Path
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.planning.reads import Loop, Scatter
-from lowmem_load.read.scatter import source_elements, split
-from lowmem_load.saving.plan import Write, run_of
+from lowmem_load.planning.nest import Nest, offsets
+from lowmem_load.read.scatter import source_elements
+from lowmem_load.saving.plan import Write
 
 STAGING_BYTES = 8 << 20
 """Of the one buffer through which elements go that are cast, rearranged or on a device."""
@@ -66,18 +64,14 @@ class Writer:
         Raises:
             CheckpointError: the system refuses; the disk is full, say.
         """
-        copy, itemsize = write.copy, write.dtype.itemsize
-        start = copy.leaf_start - first
-        is_run = run_of(copy) == copy.numel and (copy.numel == 1 or copy.leaf_strides == (1,))
-        is_same = {memory.dtype, *copy.casts} == {write.dtype}
-        if is_run and is_same and memory.device.type == "cpu":
-            at = write.start + copy.destination_start * itemsize
-            self._put(write.file, memory[start : start + copy.numel], at)
+        nest, itemsize = write.copy.nest.shifted(source=-first), write.dtype.itemsize
+        is_same = {memory.dtype, *nest.casts} == {write.dtype}
+        if nest.is_run and is_same and memory.device.type == "cpu":
+            at = write.start + nest.destination * itemsize
+            self._put(write.file, memory[nest.source : nest.source + nest.numel], at)
             return
-        loops = tuple(map(Loop, copy.sizes, copy.leaf_strides, copy.destination_strides))
         # A view has no bytes of its own, so the buffer is measured by what it holds.
-        whole = Scatter(start, copy.destination_start, loops, copy.casts)
-        for part in split(whole, max(1, STAGING_BYTES // itemsize)):
+        for part in nest.split(max(1, STAGING_BYTES // itemsize)):
             staged = self._stage(part, memory, write.dtype)
             self.staged_bytes += staged.numel() * itemsize
             for offset, destination, numel in _runs(part):
@@ -94,7 +88,7 @@ class Writer:
                 os.fsync(self._descriptor(number))
             self.num_synced += 1
 
-    def _stage(self, part: Scatter, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _stage(self, part: Nest, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the elements of a part in the order of its loops, cast, flat, in the buffer."""
         if self._staging is None:
             on_device = memory.device.type != "cpu" and torch.accelerator.is_available()
@@ -135,14 +129,11 @@ class Writer:
             raise CheckpointError(f"{self._paths[number]}: cannot be written: {error}") from error
 
 
-def _runs(part: Scatter) -> Iterator[tuple[int, int, int]]:
+def _runs(part: Nest) -> Iterator[tuple[int, int, int]]:
     """Yield what lies beside each other in the file: first staged element, first element there, elements."""
-    run, inner = 1, len(part.loops)
-    while inner and part.loops[inner - 1].destination == run:
-        run *= part.loops[inner - 1].size
+    run, inner = 1, len(part.axes)
+    while inner and part.axes[inner - 1].destination == run:
+        run *= part.axes[inner - 1].size
         inner -= 1
-    outer = part.loops[:inner]
-    assert run * math.prod(loop.size for loop in outer) == math.prod(loop.size for loop in part.loops)
-    for number, steps in enumerate(itertools.product(*(range(loop.size) for loop in outer))):
-        shift = sum(step * loop.destination for step, loop in zip(steps, outer, strict=True))
-        yield number * run, part.destination_start + shift, run
+    for number, (_, shift) in enumerate(offsets(part.axes[:inner])):
+        yield number * run, part.destination + shift, run

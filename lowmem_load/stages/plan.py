@@ -273,7 +273,7 @@ def _gathered_bytes(step: object) -> int | None:
     if not isinstance(step, Read) or step.is_direct:
         return None
     over = step.read_bytes - step.needed_bytes_each * step.num_reads
-    has_runs = any(loop.source == loop.destination == 1 for loop in (*step.outer, *step.scatter.loops))
+    has_runs = any(axis.source == axis.destination == 1 for axis in (*step.outer, *step.nest.axes))
     return over if over > 0 or not has_runs else None
 
 

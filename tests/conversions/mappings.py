@@ -34,6 +34,7 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import Copy, plan_copies
+from lowmem_load.planning.nest import extent
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
@@ -426,15 +427,14 @@ class Outcome:
         self.num_plans += 1
         self.num_copies = max(self.num_copies, len(copies))
         self.computed = self.computed or any(isinstance(copy.leaf, ex.Computed) for copy in copies)
-        self.contiguous = self.contiguous and all(copy.is_contiguous for copy in copies)
+        self.contiguous = self.contiguous and all(copy.nest.is_run for copy in copies)
         self.needed_bytes += needed_bytes
         self.read_bytes += read_bytes
         self.span_bytes += sum(map(_span_bytes, copies))
 
 
 def _span_bytes(copy: Copy) -> int:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(copy.sizes, copy.leaf_strides, strict=True))
-    return span * copy.leaf.dtype.itemsize
+    return extent(copy.nest.axes, "source") * copy.leaf.dtype.itemsize
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,9 @@ from lowmem_load.planning.cooperative import (
     wanted,
     within,
 )
+from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.planning.reads import Apply, Loop, Read, ReadLimits, Scatter
+from lowmem_load.planning.reads import Apply, Read, ReadLimits
 from lowmem_load.ranks.shared_memory import make_memory, memory_of, new_name
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.shared_reads import SharedReads
@@ -80,8 +81,8 @@ def test_the_union_is_read_once_and_holds_what_each_rank_needs(
         got = torch.full((fill.numel,), -1, dtype=torch.int32)
         for segment in (segment for of_band in found.bands for segment in of_band):
             values = torch.from_numpy(content[segment.wanted.start : segment.wanted.end].copy()).view(torch.int32)
-            for scatter in (scatter for read in mine for scatter in within(read, segment)):
-                assert (move(scatter, values, got) == -1).all(), "an element came twice"
+            for nest in (nest for read in mine for nest in within(read, segment)):
+                assert (move(nest, values, got) == -1).all(), "an element came twice"
         own = partition_range(NUMEL, first + offset, world_size)
         assert torch.equal(got, expected[own.start : own.end])
 
@@ -102,11 +103,11 @@ def test_ranks_that_want_little_share_it_evenly() -> None:
 
 
 def test_an_element_that_goes_to_many_places_goes_to_all_of_them() -> None:
-    repeated = Scatter(0, 0, (Loop(3, 0, 1), Loop(4, 1, 3)), ())
+    repeated = Nest(0, 0, (Axis(3, 0, 1), Axis(4, 1, 3)))
     read = Read(leaf(), 10, 4, (), repeated, is_direct=False)
     segment = Segment(Wanted("data", START, 4, START + 44, START + 52), 0)  # elements 11 and 12
-    (scatter,) = within(read, segment)
-    assert scatter == Scatter(0, 3, (Loop(2, 1, 3), Loop(3, 0, 1)), ())
+    (nest,) = within(read, segment)
+    assert nest == Nest(0, 3, (Axis(2, 1, 3), Axis(3, 0, 1)))
 
 
 # -- in threads --------------------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def test_storage_that_is_slower_has_smaller_models_read_together() -> None:
 
 def test_bytes_come_through_shared_memory_as_fast_from_slow_storage() -> None:
     source = ex.Source("data", "w", 0, (1 << 24,), torch.int32)
-    read = Read(source, 0, 1 << 20, (), Scatter(0, 0, (Loop(1 << 20, 1, 1),), ()), is_direct=True)
+    read = Read(source, 0, 1 << 20, (), Nest(0, 0, (Axis(1 << 20, 1, 1),)), is_direct=True)
     alone_s, shared_s = cooperative._seconds([read], cooperative.ReadCost(1e-9, 1e6))
     assert shared_s - alone_s == pytest.approx(4 * (1 << 20) / 5e9, rel=1e-3)
 
@@ -296,14 +297,14 @@ def test_bytes_come_through_shared_memory_as_fast_from_slow_storage() -> None:
 )
 def test_small_slices_of_large_blocks_are_shared(numel: int, block_bytes: int, is_shared: bool) -> None:
     source = ex.Source("data", "w", 0, (1 << 24,), torch.int32)
-    read = Read(source, 0, numel, (), Scatter(0, 0, (Loop(numel, 1, 1),), ()), is_direct=True)
+    read = Read(source, 0, numel, (), Nest(0, 0, (Axis(numel, 1, 1),)), is_direct=True)
     cost = cooperative.ReadCost(block_bytes=block_bytes)
     assert cooperative._pays(*cooperative._seconds([read], cost)) is is_shared
 
 
 def test_strided_reads_touch_no_more_blocks_than_there_are() -> None:
     source = ex.Source("data", "w", 0, (1 << 18,), torch.int32)
-    read = Read(source, 0, 8, (Loop(256, 1 << 10, 8),), Scatter(0, 0, (Loop(8, 1, 1),), ()), is_direct=True)
+    read = Read(source, 0, 8, (Axis(256, 1 << 10, 8),), Nest(0, 0, (Axis(8, 1, 1),)), is_direct=True)
     assert cooperative._block_bytes(read, 1 << 20) == 1 << 20
     assert cooperative._block_bytes(read, 1 << 12) == 256 << 12
     assert cooperative._block_bytes(read, 1) == read.read_bytes == 256 * 32

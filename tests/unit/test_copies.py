@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lowmem_load.errors import PlanError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import Copy, plan_copies
+from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange, partition_range
@@ -44,7 +45,7 @@ def value_of(node: ex.Expression, data: dict[str, torch.Tensor]) -> torch.Tensor
 
 def copies_of(node: ex.Expression, span: FlatRange) -> list[Copy]:
     copies = list(plan_copies(node, span))
-    prove_coverage("p", copies, span.numel)
+    prove_coverage("p", [copy.nest for copy in copies], span.numel)
     return copies
 
 
@@ -52,10 +53,11 @@ def execute(copies: list[Copy], data: dict[str, torch.Tensor], span: FlatRange, 
     out = torch.full((span.numel,), -1, dtype=dtype)
     for copy in copies:
         assert isinstance(copy.leaf, ex.Source)
-        values = data[copy.leaf.name].reshape(-1).as_strided(copy.sizes, copy.leaf_strides, copy.leaf_start)
-        for cast in copy.casts:
+        sizes, sources, destinations = zip(*copy.nest.axes, strict=True)
+        values = data[copy.leaf.name].reshape(-1).as_strided(sizes, sources, copy.nest.source)
+        for cast in copy.nest.casts:
             values = values.to(cast)
-        out.as_strided(copy.sizes, copy.destination_strides, copy.destination_start).copy_(values)
+        out.as_strided(sizes, destinations, copy.nest.destination).copy_(values)
     return out
 
 
@@ -128,7 +130,7 @@ def test_partition_of_fewer_elements_than_ranks() -> None:
 
 def test_an_unconverted_partition_is_one_run() -> None:
     (copy,) = copies_of(source("w", 7, 5), partition_range(35, 1, 4))  # ceil(35 / 4) = 9: elements [9, 18)
-    assert (copy.leaf_start, copy.sizes, copy.is_contiguous) == (9, (9,), True)
+    assert copy.nest == Nest(9, 0, (Axis(9, 1, 1),))
 
 
 def stacked(parts: list[ex.Source]) -> ex.Expression:
@@ -140,8 +142,8 @@ def test_fused_experts_stay_runs() -> None:
     gate, up = ([source(f"{kind}{e}", 6, 8) for e in range(4)] for kind in ("gate", "up"))
     fused = ex.concat([stacked(gate), stacked(up)], 1)
     copies = copies_of(fused, partition_range(ex.numel(fused), 1, 2))  # experts 2 and 3
-    in_order = sorted(copies, key=lambda copy: copy.destination_start)
-    assert all(copy.is_contiguous and copy.numel == 48 for copy in in_order)
+    in_order = sorted(copies, key=lambda copy: copy.nest.destination)
+    assert all(copy.nest.is_run and copy.nest.numel == 48 for copy in in_order)
     assert [copy.leaf.name for copy in in_order if isinstance(copy.leaf, ex.Source)] == ["gate2", "up2", "gate3", "up3"]
 
 

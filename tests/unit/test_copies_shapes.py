@@ -55,7 +55,7 @@ def test_loops_do_not_meet(node: ex.Expression, world_size: int) -> None:
     """What [Note: loops do not meet] says of every index, and what `_cut` and `_unwrap` take from it."""
     walk, iterations_before = copies._walk, copies._iterations_before
 
-    def checked_walk(node: ex.Expression, nest: copies._Nest) -> Iterator[copies.Copy]:
+    def checked_walk(node: ex.Expression, nest: copies._Indexed) -> Iterator[copies.Copy]:
         for index in nest.index:
             sizes = zip(index.coefficients, nest.sizes, strict=True)
             reach = 0
@@ -64,7 +64,7 @@ def test_loops_do_not_meet(node: ex.Expression, world_size: int) -> None:
                 reach += coefficient * (size - 1)
         return walk(node, nest)
 
-    def checked_iterations(nest: copies._Nest, index: copies._Index, loop: int, border: int) -> tuple[int, int]:
+    def checked_iterations(nest: copies._Indexed, index: copies._Index, loop: int, border: int) -> tuple[int, int]:
         ended, begun = iterations_before(nest, index, loop, border)
         assert 0 <= ended <= begun <= ended + 1
         return ended, begun
@@ -98,13 +98,14 @@ def test_regrouping_costs_what_one_period_of_the_rows_costs(
 def test_a_tensor_of_a_file_has_no_rows_of_its_own() -> None:
     node = ex.permute(ex.reshape(source("w", 5, 3), (3, 5)), (1, 0))
     (copy,) = copies_of(node, FlatRange(0, 15))
-    assert (copy.sizes, copy.leaf_strides) == ((5, 3), (1, 5))
+    assert [axis[:2] for axis in copy.nest.axes] == [(5, 1), (3, 5)]
 
 
 def test_whole_rows_after_a_part_of_a_row_stay_together() -> None:
     """Elements [3, 64) of a transposed matrix of 8 columns: the end of one row, and 7 whole rows."""
     node = ex.slice_dim(ex.reshape(ex.permute(source("w", 8, 8), (1, 0)), (64,)), 0, 3, 1, 61)
-    assert [copy.sizes for copy in copies_of(node, FlatRange(0, 61))] == [(5,), (7, 8)]
+    found = copies_of(node, FlatRange(0, 61))
+    assert [[axis.size for axis in copy.nest.axes] for copy in found] == [[5], [7, 8]]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,9 @@ def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[copies.Copy]
 
 def shortened(found: list[copies.Copy]) -> list[copies.Copy]:
     (copy,) = found
-    return [replace(copy, sizes=(copy.sizes[0] - 1, *copy.sizes[1:]))]
+    first, *others = copy.nest.axes
+    axes = (first._replace(size=first.size - 1), *others)
+    return [replace(copy, nest=replace(copy.nest, axes=axes))]
 
 
 def repeated(found: list[copies.Copy]) -> list[copies.Copy]:
@@ -180,7 +182,7 @@ def repeated(found: list[copies.Copy]) -> list[copies.Copy]:
 
 
 def moved(found: list[copies.Copy]) -> list[copies.Copy]:
-    return [replace(copy, destination_start=copy.destination_start + 1) for copy in found]
+    return [replace(copy, nest=copy.nest.shifted(destination=1)) for copy in found]
 
 
 @pytest.mark.parametrize("change", [shortened, repeated, moved])

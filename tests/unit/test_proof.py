@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,35 +15,35 @@ from hypothesis import strategies as st
 from lowmem_load.errors import PlanError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning import proof
+from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import partition_range
 from tests.unit.test_copies import source
 
 
-@dataclass(frozen=True)
-class Nest:
-    destination_start: int
-    sizes: tuple[int, ...]
-    destination_strides: tuple[int, ...]
+def nest(start: int, sizes: Sequence[int], strides: Sequence[int]) -> Nest:
+    """A nest that writes; where its elements come from does not matter here, and differs from axis to axis."""
+    return Nest(
+        7, start, tuple(Axis(size, 3 + n, stride) for n, (size, stride) in enumerate(zip(sizes, strides, strict=True)))
+    )
 
 
 def run(start: int, size: int) -> Nest:
-    return Nest(start, (size,), (1,))
+    return nest(start, (size,), (1,))
 
 
 def elements_of(nest: Nest) -> np.ndarray:
     """Returns the elements that a nest writes, as often as it writes them."""
-    elements = np.array([nest.destination_start])
-    for size, stride in zip(nest.sizes, nest.destination_strides, strict=True):
+    elements = np.array([nest.destination])
+    for size, _, stride in nest.axes:
         elements = (elements[:, None] + stride * np.arange(size)).reshape(-1)
     return elements
 
 
 def in_ascending_order(nest: Nest) -> bool:
     """Whether the loops do not run into each other: from the largest stride to the smallest, elements only grow."""
-    loops = sorted(zip(nest.destination_strides, nest.sizes, strict=True), reverse=True)
-    ordered = replace(nest, sizes=tuple(n for _, n in loops), destination_strides=tuple(s for s, _ in loops))
+    ordered = replace(nest, axes=tuple(sorted(nest.axes, key=lambda axis: (-axis.destination, -axis.size))))
     return bool((np.diff(elements_of(ordered)) > 0).all())
 
 
@@ -71,7 +71,7 @@ def check_against_counting(nests: Sequence[Nest], numel: int) -> None:
 
 nests = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 8)), max_size=3).flatmap(
     lambda loops: st.builds(
-        Nest, st.integers(-1, 8), st.just(tuple(n for n, _ in loops)), st.just(tuple(s for _, s in loops))
+        nest, st.integers(-1, 8), st.just(tuple(n for n, _ in loops)), st.just(tuple(s for _, s in loops))
     )
 )
 
@@ -81,23 +81,22 @@ def tilings(draw: st.DrawFn) -> tuple[list[Nest], int]:
     """Nests that write each element once: a box, cut and interleaved again and again."""
     shape = draw(st.lists(st.integers(1, 6), max_size=3))
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    pieces = [Nest(0, tuple(shape), strides)]
+    pieces = [nest(0, tuple(shape), strides)]
     for _ in range(draw(st.integers(0, 8))):
-        nest = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
-        loops = [loop for loop, size in enumerate(nest.sizes) if size > 1]
+        piece = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
+        loops = [loop for loop, axis in enumerate(piece.axes) if axis.size > 1]
         if not loops:
-            pieces.append(nest)
+            pieces.append(piece)
             continue
         loop = draw(st.sampled_from(loops))
-        size, stride = nest.sizes[loop], nest.destination_strides[loop]
+        size, source, stride = piece.axes[loop]
         number = draw(st.integers(2, size))
         cut, interleave = [(0, number - 1, 1), (number - 1, size - number + 1, 1)], []
         for first in range(number):
             interleave.append((first, -(-(size - first) // number), number))
         for first, new_size, step in draw(st.sampled_from([cut, interleave])):
-            new_sizes = (*nest.sizes[:loop], new_size, *nest.sizes[loop + 1 :])
-            new_strides = (*nest.destination_strides[:loop], stride * step, *nest.destination_strides[loop + 1 :])
-            pieces.append(Nest(nest.destination_start + first * stride, new_sizes, new_strides))
+            axes = (*piece.axes[:loop], Axis(new_size, source * step, stride * step), *piece.axes[loop + 1 :])
+            pieces.append(replace(piece.shifted(destination=first * stride), axes=axes))
     return draw(st.permutations(pieces)), math.prod(shape)
 
 
@@ -105,18 +104,17 @@ def tilings(draw: st.DrawFn) -> tuple[list[Nest], int]:
 def disturbed(draw: st.DrawFn) -> tuple[list[Nest], int]:
     """A tiling with one nest changed, left out or repeated."""
     pieces, numel = draw(tilings())
-    nest = pieces.pop()
+    piece = pieces.pop()
     change = draw(st.sampled_from(["start", "size", "stride", "drop", "repeat"]))
     if change == "start":
-        pieces.append(replace(nest, destination_start=nest.destination_start + draw(st.sampled_from([-1, 1, 2]))))
-    elif change in ("size", "stride") and nest.sizes:
-        loop = draw(st.integers(0, len(nest.sizes) - 1))
-        field = "sizes" if change == "size" else "destination_strides"
-        values = list(getattr(nest, field))
-        values[loop] += draw(st.sampled_from([-1, 1]))
-        pieces.append(replace(nest, **{field: tuple(values)}))
+        pieces.append(piece.shifted(destination=draw(st.sampled_from([-1, 1, 2]))))
+    elif change in ("size", "stride") and piece.axes:
+        loop = draw(st.integers(0, len(piece.axes) - 1))
+        field, by = "size" if change == "size" else "destination", draw(st.sampled_from([-1, 1]))
+        axis = piece.axes[loop]._replace(**{field: getattr(piece.axes[loop], field) + by})
+        pieces.append(replace(piece, axes=(*piece.axes[:loop], axis, *piece.axes[loop + 1 :])))
     elif change == "repeat":
-        pieces += [nest, nest]
+        pieces += [piece, piece]
     return pieces, numel
 
 
@@ -144,10 +142,10 @@ def test_a_bitmap_in_windows_agrees_with_counting(case: tuple[list[Nest], int], 
         ([], r"elements \[0, 10\) are not covered"),
         ([run(0, 11)], r"a copy to \[0, 11\) leaves the 10 elements"),
         ([run(-1, 11)], r"a copy to \[-1, 10\) leaves the 10 elements"),
-        ([Nest(0, (5,), (2,))], r"elements \[1, 2\) are not covered"),
-        ([Nest(0, (5,), (2,)), run(1, 5)], r"elements \[2, 3\) are covered twice"),
-        ([Nest(0, (5, 2), (1, 1))], r"loops of a copy run into each other: \(5, 2\) by \(1, 1\)"),
-        ([Nest(0, (10, 2), (1, 0))], "loops of a copy run into each other"),
+        ([nest(0, (5,), (2,))], r"elements \[1, 2\) are not covered"),
+        ([nest(0, (5,), (2,)), run(1, 5)], r"elements \[2, 3\) are covered twice"),
+        ([nest(0, (5, 2), (1, 1))], "axes of a copy run into each other"),
+        ([nest(0, (10, 2), (1, 0))], "axes of a copy run into each other"),
     ],
 )
 def test_holes_and_overlaps_are_named(copies: list[Nest], message: str) -> None:
@@ -156,9 +154,9 @@ def test_holes_and_overlaps_are_named(copies: list[Nest], message: str) -> None:
 
 
 def test_copies_of_nothing_write_nothing() -> None:
-    prove_coverage("w", [Nest(3, (0, 2), (2, 1)), run(0, 4), run(20, 0)], 4)
+    prove_coverage("w", [nest(3, (0, 2), (2, 1)), run(0, 4), run(20, 0)], 4)
     prove_coverage("w", [], 0)
-    prove_coverage("w", [Nest(0, (), ())], 1)
+    prove_coverage("w", [nest(0, (), ())], 1)
 
 
 @pytest.fixture
@@ -177,15 +175,15 @@ MANY = 1 << 27
     ("copies", "numel", "message"),
     [
         # even and odd elements; the last odd one is missing, and the first even one is there twice
-        ([Nest(0, (MANY,), (2,)), Nest(1, (MANY - 1,), (2,)), run(0, 1)], 2 * MANY, r"\[0, 1\) are covered twice"),
-        ([Nest(0, (MANY,), (2,)), Nest(1, (MANY - 1,), (2,)), run(2 * MANY - 2, 1)], 2 * MANY, "are covered twice"),
+        ([nest(0, (MANY,), (2,)), nest(1, (MANY - 1,), (2,)), run(0, 1)], 2 * MANY, r"\[0, 1\) are covered twice"),
+        ([nest(0, (MANY,), (2,)), nest(1, (MANY - 1,), (2,)), run(2 * MANY - 2, 1)], 2 * MANY, "are covered twice"),
         # left and right columns, one element too wide and one too narrow
-        ([Nest(0, (MANY, 4), (9, 1)), Nest(3, (MANY, 5), (9, 1))], 9 * MANY, r"\[3, 4\) are covered twice"),
+        ([nest(0, (MANY, 4), (9, 1)), nest(3, (MANY, 5), (9, 1))], 9 * MANY, r"\[3, 4\) are covered twice"),
     ],
 )
 @pytest.mark.usefixtures("no_bitmap")
 def test_an_element_written_twice_is_found_at_any_size(copies: list[Nest], numel: int, message: str) -> None:
-    assert sum(math.prod(copy.sizes) for copy in copies) == numel
+    assert sum(copy.numel for copy in copies) == numel
     with pytest.raises(PlanError, match=message):
         prove_coverage("w", copies, numel)
 
@@ -193,20 +191,20 @@ def test_an_element_written_twice_is_found_at_any_size(copies: list[Nest], numel
 @pytest.mark.parametrize(
     ("copies", "numel"),
     [
-        ([Nest(0, (MANY,), (2,)), Nest(1, (MANY,), (2,))], 2 * MANY),
+        ([nest(0, (MANY,), (2,)), nest(1, (MANY,), (2,))], 2 * MANY),
         # a partition that begins and ends within a row of (4, 5) elements
-        ([run(0, 3), Nest(3, (MANY, 4), (9, 1)), Nest(7, (MANY - 1, 5), (9, 1)), run(9 * MANY - 2, 5)], 9 * MANY + 3),
+        ([run(0, 3), nest(3, (MANY, 4), (9, 1)), nest(7, (MANY - 1, 5), (9, 1)), run(9 * MANY - 2, 5)], 9 * MANY + 3),
         # columns that themselves interleave, with strides that do not divide the row
-        ([Nest(0, (MANY, 3), (9, 1)), Nest(3, (MANY, 3), (9, 2)), Nest(4, (MANY, 3), (9, 2))], 9 * MANY),
+        ([nest(0, (MANY, 3), (9, 1)), nest(3, (MANY, 3), (9, 2)), nest(4, (MANY, 3), (9, 2))], 9 * MANY),
         # columns [4, 6) and [10, 12) of 12 are one copy of stride 6
-        ([Nest(0, (MANY, 4), (12, 1)), Nest(4, (2 * MANY, 2), (6, 1)), Nest(6, (MANY, 4), (12, 1))], 12 * MANY),
+        ([nest(0, (MANY, 4), (12, 1)), nest(4, (2 * MANY, 2), (6, 1)), nest(6, (MANY, 4), (12, 1))], 12 * MANY),
         # such a copy, that begins and ends within a row
-        ([Nest(0, (2 * MANY, 3), (4, 1)), run(3, 1), Nest(7, (MANY - 1,), (8,)), Nest(11, (MANY - 1,), (8,))], 0),
+        ([nest(0, (2 * MANY, 3), (4, 1)), run(3, 1), nest(7, (MANY - 1,), (8,)), nest(11, (MANY - 1,), (8,))], 0),
     ],
 )
 @pytest.mark.usefixtures("no_bitmap")
 def test_copies_that_interleave_need_no_bitmap(copies: list[Nest], numel: int) -> None:
-    prove_coverage("w", copies, numel or sum(math.prod(copy.sizes) for copy in copies))
+    prove_coverage("w", copies, numel or sum(copy.numel for copy in copies))
 
 
 @pytest.mark.usefixtures("no_bitmap")
@@ -224,9 +222,9 @@ def test_plans_of_large_conversions_need_no_bitmap() -> None:
 ROWS = 5
 UNEQUAL = [
     # even elements of 12 in steps of 4, odd ones in steps of 6
-    [*(Nest(start, (3 * ROWS,), (4,)) for start in (0, 2)), *(Nest(start, (2 * ROWS,), (6,)) for start in (1, 3, 5))],
+    [*(nest(start, (3 * ROWS,), (4,)) for start in (0, 2)), *(nest(start, (2 * ROWS,), (6,)) for start in (1, 3, 5))],
     # whatever row of 4 the first two are put into, another copy runs over its end
-    [Nest(0, (2,), (2,)), Nest(1, (3,), (4,)), Nest(3, (3, 2), (4, 1)), Nest(6, (2,), (4,))],
+    [nest(0, (2,), (2,)), nest(1, (3,), (4,)), nest(3, (3, 2), (4, 1)), nest(6, (2,), (4,))],
 ]
 
 
@@ -237,21 +235,21 @@ def test_copies_that_do_not_fall_into_rows_take_a_bitmap(
     monkeypatch: pytest.MonkeyPatch, nests: list[Nest], granule: int, cells: int
 ) -> None:
     copies = [
-        Nest(
-            nest.destination_start * granule,
-            (*nest.sizes, granule),
-            (*(stride * granule for stride in nest.destination_strides), 1),
+        nest(
+            each.destination * granule,
+            (*(axis.size for axis in each.axes), granule),
+            (*(axis.destination * granule for axis in each.axes), 1),
         )
-        for nest in nests
+        for each in nests
     ]
-    numel = sum(math.prod(copy.sizes) for copy in copies)
+    numel = sum(copy.numel for copy in copies)
     monkeypatch.setattr(proof, "PROOF_CELLS", cells)
     windows: list[int] = []
     zeros = np.zeros
     monkeypatch.setattr(np, "zeros", lambda size, dtype: windows.append(size) or zeros(size, dtype))
     prove_coverage("w", copies, numel)
     assert sum(windows) == numel // granule and max(windows) <= cells
-    shifted = replace(copies[2], destination_start=copies[2].destination_start - 1)
+    shifted = copies[2].shifted(destination=-1)
     check_against_counting([*copies[:2], shifted, *copies[3:]], numel)
 
 
@@ -260,27 +258,27 @@ def test_what_a_window_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch, cell
     monkeypatch.setattr(proof, "PROOF_CELLS", cells)
     monkeypatch.setattr(proof, "_rows", lambda group, start, end: None)
     with pytest.raises(PlanError, match=re.escape(f"elements {named} are not covered")):
-        prove_coverage("w", [Nest(0, (2,), (9,))], 10)
+        prove_coverage("w", [nest(0, (2,), (9,))], 10)
 
 
 def test_a_bitmap_larger_than_one_window_finds_the_last_element() -> None:
     rows = 1 << 21  # 12 * 2 ** 21 elements: two windows
-    copies = [Nest(start, (3 * rows,), (4,)) for start in (0, 2)]
-    copies += [Nest(start, (2 * rows,), (6,)) for start in (1, 3)]
+    copies = [nest(start, (3 * rows,), (4,)) for start in (0, 2)]
+    copies += [nest(start, (2 * rows,), (6,)) for start in (1, 3)]
     last = 12 * rows - 1
-    prove_coverage("w", [*copies, Nest(5, (2 * rows,), (6,))], 12 * rows)
+    prove_coverage("w", [*copies, nest(5, (2 * rows,), (6,))], 12 * rows)
     with pytest.raises(PlanError, match=rf"elements \[{last - 1}, {last}\) are covered twice"):
-        prove_coverage("w", [*copies, Nest(5, (2 * rows - 1,), (6,)), run(last - 1, 1)], 12 * rows)
+        prove_coverage("w", [*copies, nest(5, (2 * rows - 1,), (6,)), run(last - 1, 1)], 12 * rows)
     with pytest.raises(PlanError, match=rf"elements \[{last}, {last + 1}\) are not covered"):
-        prove_coverage("w", [*copies, Nest(5, (2 * rows - 1,), (6,))], 12 * rows)
+        prove_coverage("w", [*copies, nest(5, (2 * rows - 1,), (6,))], 12 * rows)
 
 
 @pytest.mark.usefixtures("no_bitmap")
 def test_many_copies_beside_one_are_proved_without_pairing_them() -> None:
     """20 000 rows of a column each a copy of its own, beside one copy of the other columns; none is skipped."""
     rows = 20_000
-    copies = [Nest(0, (rows, 4), (9, 1)), *(run(9 * row + 4, 5) for row in range(rows))]
+    copies = [nest(0, (rows, 4), (9, 1)), *(run(9 * row + 4, 5) for row in range(rows))]
     prove_coverage("w", copies, 9 * rows)
-    copies[rows // 2] = replace(copies[rows // 2], destination_start=copies[rows // 2].destination_start - 1)
+    copies[rows // 2] = copies[rows // 2].shifted(destination=-1)
     with pytest.raises(PlanError, match="covered twice"):
         prove_coverage("w", copies, 9 * rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -13,18 +12,16 @@ from hypothesis import strategies as st
 
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
+from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.reads import (
     Apply,
-    Loop,
     Move,
     Piece,
     Read,
     ReadCost,
     ReadLimits,
-    Scatter,
     plan_pieces,
     plan_reads,
-    scatter_of,
     written,
 )
 
@@ -34,23 +31,21 @@ ITEMSIZE = 4
 
 def copy_of(start: int, destination: int, *loops: tuple[int, int, int], casts: tuple[torch.dtype, ...] = ()) -> Copy:
     """Loops are (size, leaf stride, destination stride)."""
-    sizes, leaf_strides, destination_strides = zip(*loops, strict=True)
-    return Copy(SOURCE, start, destination, sizes, leaf_strides, destination_strides, casts)
+    return Copy(SOURCE, Nest(start, destination, tuple(Axis(*loop) for loop in loops), casts))
 
 
-def pairs(start: int, destination: int, loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:
+def pairs(nest: Nest) -> Iterator[tuple[int, int]]:
     """Yields which element goes where, one by one."""
-    for iterations in itertools.product(*(range(loop.size) for loop in loops)):
-        moved = list(zip(iterations, loops, strict=True))
+    for iterations in itertools.product(*(range(axis.size) for axis in nest.axes)):
+        moved = list(zip(iterations, nest.axes, strict=True))
         yield (
-            start + sum(t * loop.source for t, loop in moved),
-            destination + sum(t * loop.destination for t, loop in moved),
+            nest.source + sum(t * axis.source for t, axis in moved),
+            nest.destination + sum(t * axis.destination for t, axis in moved),
         )
 
 
 def expected(copy: Copy) -> list[tuple[int, int]]:
-    loops = list(map(Loop, copy.sizes, copy.leaf_strides, copy.destination_strides))
-    return sorted(pairs(copy.leaf_start, copy.destination_start, loops))
+    return sorted(pairs(copy.nest))
 
 
 def moved_by(reads: Sequence[Read]) -> list[tuple[int, int]]:
@@ -59,9 +54,7 @@ def moved_by(reads: Sequence[Read]) -> list[tuple[int, int]]:
         each = list(read.each())
         assert len(each) == read.num_reads
         for first, shift in each:
-            for source, destination in pairs(
-                read.scatter.source_start, read.scatter.destination_start, read.scatter.loops
-            ):
+            for source, destination in pairs(read.nest):
                 assert 0 <= source < read.numel, "of what was fetched"
                 found.append((first + source, destination + shift))
     return sorted(found)
@@ -95,7 +88,7 @@ def test_reads_move_what_the_copy_says(copy: Copy, staging: int, gap: int, on_ho
     assert moved_by(reads) == expected(copy)
     for read in reads:
         assert read.numel * ITEMSIZE <= max(staging, ITEMSIZE)
-        distinct = {source for source, _ in pairs(0, 0, read.scatter.loops)}
+        distinct = {source for source, _ in pairs(read.nest)}
         assert len(distinct) * ITEMSIZE == read.needed_bytes_each
         holes = sorted(distinct)
         assert all((b - a - 1) * ITEMSIZE <= gap for a, b in itertools.pairwise(holes)), (
@@ -107,9 +100,9 @@ def test_reads_move_what_the_copy_says(copy: Copy, staging: int, gap: int, on_ho
 @given(copies(), st.sampled_from([4, 16, 100, 1 << 20]))
 def test_pieces_are_those_of_the_copy(copy: Copy, staging: int) -> None:
     found = []
-    for first, numel, scatter in plan_pieces(copy, ITEMSIZE, ReadLimits(staging_bytes=staging)):
+    for first, numel, nest in plan_pieces(copy, ITEMSIZE, ReadLimits(staging_bytes=staging)):
         assert numel * ITEMSIZE <= max(staging, ITEMSIZE)
-        for source, destination in pairs(scatter.source_start, scatter.destination_start, scatter.loops):
+        for source, destination in pairs(nest):
             assert 0 <= source < numel
             found.append((first + source, destination))
     assert sorted(found) == expected(copy)
@@ -119,7 +112,7 @@ def test_a_run_is_read_into_place_in_pieces() -> None:
     (whole, rest) = plan_reads(copy_of(7, 3, (25, 1, 1)), SOURCE, ReadLimits(direct_bytes=40), on_host=True)
     assert (whole.is_direct, whole.numel, whole.num_reads) == (True, 10, 2)  # 40 bytes are 10 elements
     assert list(whole.each()) == [(7, 0), (17, 10)]
-    assert (rest.first, rest.numel, rest.scatter.destination_start) == (27, 5, 23)
+    assert (rest.first, rest.numel, rest.nest.destination) == (27, 5, 23)
     assert (whole.read_bytes, rest.read_bytes) == (80, 20)
 
 
@@ -137,7 +130,7 @@ def test_what_is_no_run_of_the_same_bytes_is_staged(
 ) -> None:
     (read,) = plan_reads(copy_of(0, 0, *loops, casts=casts), SOURCE, ReadLimits(), on_host=on_host)
     assert not read.is_direct
-    assert read.scatter.casts == casts
+    assert read.nest.casts == casts
 
 
 def test_pieces_that_lie_close_are_read_together() -> None:
@@ -172,21 +165,9 @@ def test_a_million_reads_are_one_step() -> None:
 
 def test_what_a_step_writes() -> None:
     """Reads with their outer loops, moves, and each piece of an operation."""
-    scatter = Scatter(0, 5, (Loop(3, 1, 1),), ())
-    (of_read,) = written(Read(SOURCE, 0, 3, (Loop(4, 7, 10),), scatter, is_direct=False))
-    assert (of_read.destination_start, of_read.sizes, of_read.destination_strides) == (5, (4, 3), (10, 1))
-    (of_move,) = written(Move(0, scatter))
-    assert (of_move.destination_start, of_move.sizes, of_move.destination_strides) == (5, (3,), (1,))
-    (one,) = written(Move(0, Scatter(0, 9, (), ())))
-    assert (one.destination_start, one.sizes, one.destination_strides) == (9, (1,), (1,))
-    other = Scatter(0, 8, (Loop(2, 1, 1),), ())
-    pieces = (Piece(3, (), scatter), Piece(2, (), other))
-    assert [part.destination_start for part in written(Apply("neg", 0, torch.float32, pieces))] == [5, 8]
-
-
-def test_a_scatter_starts_where_the_buffer_holds_the_first_element() -> None:
-    copy = copy_of(40, 6, (2, 10, 3), (3, 1, 1))
-    scatter = scatter_of(copy, 4)
-    assert (scatter.source_start, scatter.destination_start) == (4, 6)
-    assert scatter.loops == (Loop(2, 10, 3), Loop(3, 1, 1))
-    assert math.prod(loop.size for loop in scatter.loops) == copy.numel
+    nest = Nest(0, 5, (Axis(3, 1, 1),))
+    (of_read,) = written(Read(SOURCE, 0, 3, (Axis(4, 7, 10),), nest, is_direct=False))
+    assert (of_read.destination, of_read.axes) == (5, (Axis(4, 7, 10), Axis(3, 1, 1)))
+    assert list(written(Move(0, nest))) == [nest]
+    pieces = (Piece(3, (), nest), Piece(2, (), Nest(0, 8, (Axis(2, 1, 1),))))
+    assert [part.destination for part in written(Apply("neg", 0, torch.float32, pieces))] == [5, 8]

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_load.describe.tensor import SymbolicTensor
-from lowmem_load.errors import CheckpointError, PlanError, UnsupportedError
-from lowmem_load.planning.copies import Copy
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import writer as writer_module
 from lowmem_load.saving.layout import FileLayout, lay_out
-from lowmem_load.saving.plan import held_part, held_writes, plan_writes, run_of, strided, total_bytes
+from lowmem_load.saving.plan import held_writes, plan_writes, run_of, strided, total_bytes
 from lowmem_load.saving.writer import Writer
 
 SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7,)}
@@ -89,52 +88,12 @@ def test_all_ranks_together_write_each_byte_once(
             assert saved[name].dtype == value.dtype and torch.equal(saved[name], value), (name, world_size)
 
 
-@pytest.mark.parametrize("numel", [1, 2, 5, 24])
-def test_parts_of_ranks_are_disjoint_and_together_the_copy(numel: int) -> None:
-    """Of copies with up to three loops of any strides that do not run into each other."""
-    leaf = Source("", "p", 0, (1000,), torch.float32)
-    nests = [
-        ((4,), (1,), (1,)),
-        ((4,), (3,), (2,)),
-        ((3, 4), (1, 5), (4, 1)),
-        ((2, 3, 4), (20, 1, 4), (1, 8, 2)),
-        ((5, 2), (7, 0), (2, 1)),  # one element to two places
-    ]
-    for sizes, leaf_strides, strides in nests:
-        copy = Copy(leaf, 3, 11, sizes, leaf_strides, strides, ())
-        pairs = sorted(_pairs(copy))
-        found = []
-        for start in range(0, 48, numel):
-            part = FlatRange(start, start + numel)
-            for piece in held_part(copy, part):
-                mine = list(_pairs(piece))
-                assert all(part.start <= element < part.end for element, _ in mine)
-                found += mine
-                assert list(piece.destination_strides) == sorted(piece.destination_strides, reverse=True)
-        assert sorted(found) == pairs
-
-
-def _pairs(copy: Copy) -> list[tuple[int, int]]:
-    """Elements of the leaf with where they go, by brute force."""
-    pairs = [(copy.leaf_start, copy.destination_start)]
-    for size, leaf, destination in zip(copy.sizes, copy.leaf_strides, copy.destination_strides, strict=True):
-        pairs = [(at + t * leaf, to + t * destination) for at, to in pairs for t in range(size)]
-    return pairs
-
-
-def test_loops_that_run_into_each_other_are_refused() -> None:
-    leaf = Source("", "p", 0, (100,), torch.float32)
-    copy = Copy(leaf, 0, 0, (3, 4), (2, 1), (4, 1), ())
-    with pytest.raises(PlanError, match="run into each other"):
-        list(held_part(copy, FlatRange(2, 5)))
-
-
 def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     """No copy: a parameter that is saved as it is goes to the file in one call, straight from where it lies."""
     leaf = Source("", "p", 0, (10, 10), torch.float32)
     layout = layout_of("f", {"p": leaf})
     (write,) = held_writes(plan_writes([(layout, {"p": leaf})]), {"p": FlatRange(34, 67)})
-    assert write.nbytes == 33 * 4 == run_of(write.copy) * 4
+    assert write.nbytes == 33 * 4 == run_of(write.copy.nest) * 4
     (tmp_path / "f").write_bytes(bytes(layout.nbytes))
     with Writer([tmp_path / "f"], lambda _: None) as writer:
         writer.write(write, torch.ones(34), 34)

@@ -163,10 +163,10 @@ def test_what_the_loader_casts_is_read_in_the_files_dtype(file: Path) -> None:
     (read,) = found["cast"].destinations[0].fill.steps
     assert isinstance(read, Read)
     assert read.is_direct
-    assert read.scatter.casts == ()
+    assert read.nest.casts == ()
     (read,) = found["computed"].destinations[0].fill.steps
     assert isinstance(read, Read)
-    assert read.scatter.casts == (torch.bfloat16, torch.float32)  # rounded where an ordinary load rounds
+    assert read.nest.casts == (torch.bfloat16, torch.float32)  # rounded where an ordinary load rounds
 
 
 # -- buffers ---------------------------------------------------------------------------------------------------------
