@@ -45,50 +45,41 @@ def hooked(handler: Handler) -> Iterator[None]:
     Blocks may end in any order. Afterwards `deepspeed.initialize` is what it was before, unless somebody else has
     replaced it meanwhile: that is left in place. What somebody kept from inside passes calls on from then on.
     """
-    hook = _Hook(handler, deepspeed.initialize)
-    deepspeed.initialize = hook
+    found: Any = deepspeed.initialize
+    dispatcher = found if isinstance(found, _Dispatcher) else _Dispatcher(found)
+    deepspeed.initialize = dispatcher
+    dispatcher.handlers.append(handler)
     try:
         yield
     finally:
-        hook.remove()
+        dispatcher.handlers.remove(handler)
+        if not dispatcher.handlers and deepspeed.initialize is dispatcher:
+            deepspeed.initialize = dispatcher.__wrapped__
 
 
 _SIGNATURE = inspect.signature(deepspeed.initialize)
 """Of DeepSpeed's own: somebody's wrapper, later, may take *args and **kwargs."""
 
 
-class _Hook:
-    """Stands for `deepspeed.initialize`. `__wrapped__` is what it stands for: another hook, or DeepSpeed's own."""
+class _Dispatcher:
+    """Stands for `deepspeed.initialize`: asks the handlers of all open blocks, then calls what it stands for."""
 
     __wrapped__: Callable[..., Any]
 
-    def __init__(self, handler: Handler, ordinary: Callable[..., Any]) -> None:
+    def __init__(self, ordinary: Callable[..., Any]) -> None:
         functools.update_wrapper(self, ordinary)
-        self._handler: Handler | None = handler
+        self.handlers: list[Handler] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._handler is not None:
-            try:
-                given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
-            except TypeError:
-                return self.__wrapped__(*args, **kwargs)  # which says what is wrong with them
-            made = self._handler(given)
+        try:
+            given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            return self.__wrapped__(*args, **kwargs)  # which says what is wrong with them
+        for handler in reversed(self.handlers):
+            made = handler(given)
             if made is not None:
                 return made
         return self.__wrapped__(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Take this hook out of the chain that starts at `deepspeed.initialize`, as far as that consists of hooks."""
-        self._handler = None
-        if deepspeed.initialize is self:
-            deepspeed.initialize = self.__wrapped__
-            return
-        outer = deepspeed.initialize
-        while isinstance(outer, _Hook):
-            if outer.__wrapped__ is self:
-                outer.__wrapped__ = self.__wrapped__
-                return
-            outer = outer.__wrapped__
 
 
 # -- methods of engines ----------------------------------------------------------------------------------------------
