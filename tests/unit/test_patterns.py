@@ -86,4 +86,4 @@ def test_an_instance_of_a_leaf_is_planned_as_that_leaf() -> None:
     patterns, x = Patterns(), torch.rand(2, 3)
     made = patterns.applied(lambda tensor: tensor.reshape(6), (symbolic(x),), None)
     (copy,) = plan_copies(expression_of(made), FlatRange(0, 6))
-    assert copy.is_contiguous
+    assert copy.nest.is_run

@@ -24,12 +24,12 @@ def evaluated(expression: Expression, size: int, files: dict[str, torch.Tensor])
     """Return what the copies of an expression take of the files."""
     made = torch.full((size,), math.nan)
     copies = list(plan_copies(expression, FlatRange(0, size)))
-    prove_coverage("a part", copies, size)
+    prove_coverage("a part", [copy.nest for copy in copies], size)
     for copy in copies:
-        assert isinstance(copy.leaf, Source) and copy.is_contiguous
-        first = (copy.leaf.start - HEADER) // 4 + copy.leaf_start
-        made[copy.destination_start : copy.destination_start + copy.numel] = files[copy.leaf.path][
-            first : first + copy.numel
+        assert isinstance(copy.leaf, Source) and copy.nest.is_run
+        first = (copy.leaf.start - HEADER) // 4 + copy.nest.source
+        made[copy.nest.destination : copy.nest.destination + copy.nest.numel] = files[copy.leaf.path][
+            first : first + copy.nest.numel
         ]
     return made
 
