@@ -116,7 +116,7 @@ def parts() -> list[Part]:
         Part("zoo", "all model types", "make zoo", read_zoo),
         Part("frameworks", "frameworks, stock and streamed", "make frameworks", read_frameworks),
         *(
-            Part(f"compat/{each.name}", f"releases: {each.why}", compat.format(each.name), read_compat)
+            Part(f"compat/{each.name}", "a set of releases", compat.format(each.name), read_compat)
             for each in read_environments()
         ),
     ]

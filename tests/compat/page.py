@@ -130,7 +130,7 @@ def frameworks_table(results: Results) -> str:
 
 
 def comparison_table(results: Results) -> str:
-    """Returns who differs in what, and where that was seen; the digits of losses are one example's."""
+    """Returns who differs in what, and where that was seen; models that differ alike share a row and an example."""
     rows: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
     alike, unknown = [], []
     for result in results:
@@ -147,16 +147,20 @@ def comparison_table(results: Results) -> str:
             rows.setdefault(key, (told, []))[1].append(result["name"])
         if not found:
             alike.append(result["name"])
-    cells = [[*key, told, ", ".join(names)] for key, (told, names) in sorted(rows.items())]
-    text = [table(["model", "who", "differs in", "such as", "environments"], cells)] if cells else []
+    alike_rows: dict[tuple[str, str, str], list[str]] = {}
+    for (model, way, topic), (told, names) in sorted(rows.items()):
+        cells = alike_rows.setdefault((way, topic, ", ".join(names)), ["", told])
+        cells[0] = f"{cells[0]}, {model}".removeprefix(", ")
+    lines = [[models, way, topic, told, names] for (way, topic, names), (models, told) in alike_rows.items()]
+    text = [table(["models", "who", "differs in", "such as", "environments"], lines)] if lines else []
     text += [f"No difference at all: {', '.join(alike)}."] if alike else []
     text += [f"Not compared: {', '.join(unknown)}."] if unknown else []
     return "\n\n".join(text)
 
 
 def _told(entries: Sequence[str]) -> str:
-    rest = f"; {len(entries) - 2} more" if len(entries) > 2 else ""
-    return "; ".join(entries[:2]).replace("|", "\\|") + rest
+    rest = f"; {len(entries) - 1} more" if len(entries) > 1 else ""
+    return entries[0].replace("|", "\\|") + rest
 
 
 if __name__ == "__main__":
