@@ -6,7 +6,6 @@ defaults at the end left out.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,12 +34,6 @@ def is_described(operation: Any) -> bool:
     return operation in _BUILDERS
 
 
-@functools.lru_cache(maxsize=4096)
-def _sizes(shape: torch.Size) -> tuple[int, ...]:
-    """Return a shape as a plain tuple; of equal ones the same: experts have some dozens of them."""
-    return tuple(shape)
-
-
 def _same(args: Args, twin: torch.Tensor) -> Expression | None:
     return cast(args[0], twin.dtype)
 
@@ -48,7 +41,7 @@ def _same(args: Args, twin: torch.Tensor) -> Expression | None:
 def _reshaped(args: Args, twin: torch.Tensor) -> Expression | None:
     if twin.dtype != args[0].dtype:  # view(dtype) reinterprets bytes
         return None
-    return reshape(args[0], _sizes(twin.shape))
+    return reshape(args[0], tuple(twin.shape))
 
 
 def _padded(args: Args, twin: torch.Tensor) -> Expression | None:
@@ -56,7 +49,7 @@ def _padded(args: Args, twin: torch.Tensor) -> Expression | None:
 
 
 def _expanded(args: Args, twin: torch.Tensor) -> Expression | None:
-    return expand(args[0], _sizes(twin.shape))
+    return expand(args[0], tuple(twin.shape))
 
 
 def _transposed(args: Args, twin: torch.Tensor) -> Expression | None:
@@ -92,7 +85,7 @@ def _narrowed(args: Args, twin: torch.Tensor) -> Expression | None:
 def _selected(args: Args, twin: torch.Tensor) -> Expression | None:
     dim = args[1] % len(args[0].shape)
     row = slice_dim(args[0], dim, args[2] % args[0].shape[dim], 1, 1)
-    return reshape(row, _sizes(twin.shape))
+    return reshape(row, tuple(twin.shape))
 
 
 def _parts(args: Args, twins: Sequence[torch.Tensor]) -> list[Expression] | None:
@@ -107,7 +100,7 @@ def _parts(args: Args, twins: Sequence[torch.Tensor]) -> list[Expression] | None
 
 def _unbound(args: Args, twins: Sequence[torch.Tensor]) -> list[Expression] | None:
     dim = (args[1] if len(args) > 1 else 0) % len(args[0].shape)
-    return [reshape(slice_dim(args[0], dim, i, 1, 1), _sizes(twin.shape)) for i, twin in enumerate(twins)]
+    return [reshape(slice_dim(args[0], dim, i, 1, 1), tuple(twin.shape)) for i, twin in enumerate(twins)]
 
 
 def _joined(args: Args, twin: torch.Tensor) -> Expression | None:
@@ -119,7 +112,7 @@ def _joined(args: Args, twin: torch.Tensor) -> Expression | None:
 def _stacked(args: Args, twin: torch.Tensor) -> Expression | None:
     dim = (args[1] if len(args) > 1 else 0) % twin.dim()
     if dim == 0 and twin.dim() > 1:  # one node for all: there may be hundreds of parts
-        return reshape(concat([cast(part, twin.dtype) for part in args[0]], 0), _sizes(twin.shape))
+        return reshape(concat([cast(part, twin.dtype) for part in args[0]], 0), tuple(twin.shape))
     shape = (*twin.shape[:dim], 1, *twin.shape[dim + 1 :])
     return concat([reshape(cast(part, twin.dtype), shape) for part in args[0]], dim)
 

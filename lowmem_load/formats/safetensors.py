@@ -10,7 +10,7 @@ import hashlib
 import math
 import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,42 +261,26 @@ class Safetensors:
         raw = read_bytes(source, PREFIX_NBYTES, header_nbytes(prefix, path, source.nbytes))
         header = parse_header(raw, path, source.nbytes)
         digest = hashlib.sha256(raw).hexdigest()[:16]
-        found = _Sources(path, header.tensors)
-        return CheckpointFile(path, source.nbytes, digest, version, found.names, header.metadata, found.source)
+        expression = _expressions(path, header.tensors)
+        return CheckpointFile(path, source.nbytes, digest, version, tuple(header.tensors), header.metadata, expression)
 
 
-class _Sources:
-    """The tensors of a file: of a hundred thousand, which stay as long as a model is described, as little as is needed.
+def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str], Source]:
+    """Return what gives the tensor of a name; it keeps little, for a model may have a hundred thousand tensors."""
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    Args:
-        path: of the file.
-        entries: of its header.
-    """
-
-    def __init__(self, path: str, entries: Mapping[str, TensorEntry]) -> None:
-        self.names = tuple(entries)
-        self._path = path
-        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._found = {name: self._kept(entry) for name, entry in entries.items()}
-
-    def source(self, name: str) -> Source:
-        """Return a tensor; always the same object.
-
-        Raises:
-            UnsupportedError: torch cannot hold it.
-        """
-        found = self._found[name]
-        return found if isinstance(found, Source) else self._source(found)
-
-    def _kept(self, entry: TensorEntry) -> Source | TensorEntry:
-        try:
-            return self._source(entry)
-        except UnsupportedError:
-            return entry
-
-    def _source(self, entry: TensorEntry) -> Source:
+    def source_of(entry: TensorEntry) -> Source:
         shape = entry.shape
-        return Source(self._path, entry.name, entry.start, self._shapes.setdefault(shape, shape), entry.dtype)
+        return Source(path, entry.name, entry.start, shapes.setdefault(shape, shape), entry.dtype)
+
+    sources: dict[str, Source] = {}
+    unsupported: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        try:
+            sources[name] = source_of(entry)
+        except UnsupportedError:  # it is an error only for a model that uses this tensor
+            unsupported[name] = entry
+    return lambda name: sources[name] if name in sources else source_of(unsupported[name])
 
 
 _CODE_OF: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}

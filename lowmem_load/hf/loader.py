@@ -315,15 +315,10 @@ def _checked_indexes(once: Once, *, keeps_names: bool) -> Iterator[None]:
         def pack(found: tuple[list[str], dict[str, Any]]) -> bytes:
             return json.dumps(found, separators=(",", ":")).encode()
 
-        return once(f"index {name} {index} {os.getcwd()}", find, pack, _unpacked_index)
+        return once(f"index {name} {index} {os.getcwd()}", find, pack, json.loads)
 
     with replaced(modeling_utils, "get_checkpoint_shard_files", checked):
         yield
-
-
-def _unpacked_index(content: bytes) -> tuple[list[str], dict[str, Any]]:
-    paths, metadata = json.loads(content)
-    return paths, metadata
 
 
 def _never(path: object) -> bool:
