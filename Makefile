@@ -68,7 +68,7 @@ $(STAMP): $(ROOT)/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python with venv and ensurepip found; pass PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet 'torch==2.13.0'
-	cd $(ROOT) && $(RUN) -m pip install --quiet -e '.[test,plots]'
+	cd $(ROOT) && $(RUN) -m pip install --quiet -e '.[test]'
 	@$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) libaio
 	@touch $@
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lowmem_load.bench import page_cache
+from lowmem_load.bench.memory import drop, warm
 
 # The shape of the model is chosen from these widths; depth fills up to the wanted parameter count.
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)
@@ -146,9 +146,9 @@ def _read_header(path: Path) -> list[SourceTensor]:
 
 def warm_page_cache(path: Path) -> None:
     """Read every shard file once, so that each method finds it in the page cache."""
-    page_cache.warm(shard_files(path))
+    warm(shard_files(path))
 
 
 def drop_page_cache(path: Path) -> None:
     """Ask the kernel to drop the cached pages of every shard file (a hint, which needs no privileges)."""
-    page_cache.drop(shard_files(path))
+    drop(shard_files(path))

@@ -1,6 +1,7 @@
 """Draw the figures of the documentation: `python -m benchmarks.figures RESULTS.json docs/figures`.
 
 RESULTS.json is written by `python -m benchmarks.compare` (here: `--preset demo`, stock and lowmem on two ranks).
+Needs matplotlib (`pip install matplotlib`), which nothing else here does.
 """
 
 from __future__ import annotations

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.checkpoint import SourceTensor, read_headers
-from lowmem_load.bench import floor
-from lowmem_load.bench.floor import Piece
 from lowmem_load.bench.memory import available_bytes
+from lowmem_load.errors import TruncatedFileError
 
 # As many at most as lowmem_load has reads in flight (lowmem_load/stages/load.py).
 MAX_THREADS = 4
@@ -27,6 +30,14 @@ REPORT_DELAY_S = 2.0
 SPARE_SHARE = 0.7
 
 
+class Piece(NamedTuple):
+    """Bytes of a file."""
+
+    path: str
+    start: int
+    nbytes: int
+
+
 def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the flat range (elements, end exclusive) of a parameter that `rank` owns, without padding."""
     partition_numel = -(-numel // world_size)
@@ -36,7 +47,7 @@ def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 def read_plain(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], int]:
     """Return this rank's partitions, and the number of reads: file order, one thread, memory of its own for each."""
     names, pieces = partitions(path, rank, world_size)
-    memory, num_reads = floor.read_plain(pieces)
+    memory, num_reads = read_pieces(pieces)
     return dict(zip(names, memory, strict=True)), num_reads
 
 
@@ -44,7 +55,7 @@ def read_tuned(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.
     """Do the same as fast as the machine allows: as many threads as lowmem_load has, into huge pages."""
     names, pieces = partitions(path, rank, world_size)
     num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // world_size))
-    memory, num_reads = floor.read_tuned(pieces, num_threads)
+    memory, num_reads = read_pieces_tuned(pieces, num_threads)
     return dict(zip(names, memory, strict=True)), num_reads
 
 
@@ -63,7 +74,7 @@ def have_memory_backed(path: Path, world_size: int, meet: Callable[[], object], 
     """
     spare_bytes = (SPARE_MEMORY_COLD if is_cold else SPARE_MEMORY) * sum(tensor.nbytes for tensor in read_headers(path))
     nbytes = int(min(spare_bytes, SPARE_SHARE * (available_bytes() or math.inf)) / world_size)
-    with floor.huge_pages(nbytes) as pages:
+    with huge_pages(nbytes) as pages:
         for start in range(0, nbytes, HUGE_PAGE_BYTES):
             pages[start] = 0
         meet()
@@ -80,3 +91,68 @@ def _piece(tensor: SourceTensor, rank: int, world_size: int) -> Piece:
     start, end = partition_range(tensor.numel, rank, world_size)
     itemsize = tensor.nbytes // tensor.numel
     return Piece(str(tensor.path), tensor.byte_offset + start * itemsize, (end - start) * itemsize)
+
+
+def read_pieces(pieces: Sequence[Piece]) -> tuple[list[torch.Tensor], int]:
+    """Return the bytes of each piece, and the number of reads: in order, one thread, memory of its own for each.
+
+    Raises:
+        TruncatedFileError: a file ends before a piece does.
+    """
+    memory, num_reads = [], 0
+    with _opened(pieces) as descriptors:
+        for piece in pieces:
+            memory.append(torch.empty(piece.nbytes, dtype=torch.uint8))
+            num_reads += _read_into(descriptors[piece.path], memory[-1], piece)
+    return memory, num_reads
+
+
+def read_pieces_tuned(pieces: Sequence[Piece], num_threads: int) -> tuple[list[torch.Tensor], int]:
+    """Do the same as fast as the machine allows: with several threads, into huge pages.
+
+    Raises:
+        TruncatedFileError: a file ends before a piece does.
+    """
+    pages = huge_pages(sum(piece.nbytes for piece in pieces))
+    memory, used = [], 0
+    for piece in pieces:
+        part = torch.frombuffer(pages, dtype=torch.uint8, count=piece.nbytes, offset=used) if piece.nbytes else None
+        memory.append(torch.empty(0, dtype=torch.uint8) if part is None else part)
+        used += piece.nbytes
+
+    with _opened(pieces) as descriptors, ThreadPoolExecutor(num_threads) as threads:
+
+        def read(piece: Piece, part: torch.Tensor) -> int:
+            return _read_into(descriptors[piece.path], part, piece)
+
+        return memory, sum(threads.map(read, pieces, memory))
+
+
+def huge_pages(nbytes: int) -> mmap.mmap:
+    """Return fresh memory, in huge pages where the system has any."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+@contextlib.contextmanager
+def _opened(pieces: Iterable[Piece]) -> Iterator[dict[str, int]]:
+    descriptors = {path: os.open(path, os.O_RDONLY) for path in {piece.path for piece in pieces}}
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def _read_into(descriptor: int, part: torch.Tensor, piece: Piece) -> int:
+    view = memoryview(part.numpy().data)
+    done = num_reads = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], piece.start + done)
+        if count == 0:
+            raise TruncatedFileError(f"{piece.path}: ends {len(view) - done} bytes too early")
+        done += count
+        num_reads += 1
+    return num_reads

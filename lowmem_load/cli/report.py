@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowmem_load.cli import options
-from lowmem_load.cli.output import print_all, print_json, working
+from lowmem_load.cli.common import Json, print_all, print_json, working
 from lowmem_load.quantities import size
 from lowmem_load.tables import table
 
@@ -27,7 +26,7 @@ def report(
     files: Annotated[
         list[Path], typer.Argument(help="Reports of ranks, or folders of them.", exists=True, show_default=False)
     ],
-    as_json: options.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Join the reports of ranks: who was slow, and in which phase.
 

@@ -36,7 +36,7 @@ def main() -> None:
 def _exit_code(error: BaseException) -> str | int | None:
     if isinstance(error, SystemExit):
         return error.code
-    from lowmem_load.cli.output import FAILED, exit_code
+    from lowmem_load.cli.common import FAILED, exit_code
     from lowmem_load.errors import LowMemLoadError
 
     if isinstance(error, LowMemLoadError):

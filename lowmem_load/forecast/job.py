@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed, of which the memory of a process is measured here
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.forecast.load import RankNeeds, rank_needs, swap_bytes
-from lowmem_load.forecast.stock import StockNeeds, stock_needs
-from lowmem_load.forecast.together import NodeReads, node_reads
-from lowmem_load.forecast.training import Model, Setup, TrainingNeeds, model_of, training_needs
-from lowmem_load.forecast.verdict import Fixed, Limits, Verdict, judge
+from lowmem_load.forecast.load import NodeReads, RankNeeds, StockNeeds, node_reads, rank_needs, stock_needs, swap_bytes
+from lowmem_load.forecast.training import (
+    Fixed,
+    Limits,
+    Model,
+    Setup,
+    TrainingNeeds,
+    Verdict,
+    judge,
+    model_of,
+    training_needs,
+)
 from lowmem_load.hf.names import model_config
 from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.load.plan import plan_ranks
 from lowmem_load.phases import host_memory
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.read.rate import read_rate
 from lowmem_load.remote.checkpoint import OpenCheckpoint
 from lowmem_load.settings.settings import Settings, read_settings
 
@@ -28,34 +35,8 @@ ALL_RANKS = 8
 """World size up to which every rank is planned. Of larger ones the first, a middle and the last are, which has least to
 read where partitions do not come out even."""
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is asked about.
-
-    Attributes:
-        ds_config: as `load_model` takes it.
-        world_size: ranks.
-        gpus_per_node: ranks on a node.
-        ranks: to be planned; none for a choice.
-        device: the type of the accelerator.
-        num_threads: that read, of each rank.
-        limits: what memory there is.
-        read_rate: bytes a second that a node reads; None to measure it here.
-        dequantize: whether quantized weights are loaded dequantized.
-        keywords: of `plan`.
-    """
-
-    ds_config: Any
-    world_size: int
-    gpus_per_node: int
-    ranks: Sequence[int] = ()
-    device: str = "cuda"
-    num_threads: int = 4
-    limits: Limits = field(default_factory=lambda: Limits(None, None))
-    read_rate: float | None = None
-    dequantize: bool = False
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+Planner = Callable[..., list[LoadPlan]]
+"""`plan_ranks` with all of its arguments but `ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +44,34 @@ class Forecast:
     """What a job will need.
 
     Attributes:
-        name, world_size, gpus_per_node, dtype: of it.
+        name, dtype: of it.
         file_bytes, num_files: of the checkpoint.
+        setup: the job.
         ranks: those planned.
         process_bytes: host memory of a process before the load, as of this one: with torch, transformers and DeepSpeed.
-        read_rate: bytes a second of a node, and where the figure comes from.
         together: what the ranks of the node that reads most read together; None where each reads alone.
-        read_seconds: of that node; None if nothing is known of the rate.
+        node_bytes: that this node reads.
         model: what decides what training needs.
         training: that.
         verdict: whether it fits.
         stock: what stock would take.
-        seconds: that this took.
+        read_seconds: that the node takes to read; None if no rate was given.
     """
 
     name: str
-    world_size: int
-    gpus_per_node: int
     dtype: str
     file_bytes: int
     num_files: int
+    setup: Setup
     ranks: tuple[RankNeeds, ...]
     process_bytes: int
-    read_rate: tuple[float, str] | None
     together: NodeReads | None
-    read_seconds: float | None
+    node_bytes: int
     model: Model
-    setup: Setup
     training: TrainingNeeds
     verdict: Verdict
     stock: StockNeeds
-    seconds: Mapping[str, float]
+    read_seconds: float | None = None
 
     @property
     def largest(self) -> RankNeeds:
@@ -101,79 +79,94 @@ class Forecast:
         return max(self.ranks, key=lambda rank: (rank.host_peak_bytes + rank.device_peak_bytes, rank.read_bytes))
 
 
-def forecast(checkpoint: OpenCheckpoint, job: Job) -> Forecast:
-    """Return what a job will need. Reads headers, and for a measured rate some of the weights.
+def forecast(
+    checkpoint: OpenCheckpoint,
+    ds_config: Any,
+    *,
+    world_size: int,
+    gpus_per_node: int,
+    device: str = "cuda",
+    limits: Limits,
+    read_rate: float | None = None,
+    dequantize: bool = False,
+    **keywords: Any,
+) -> Forecast:
+    """Return what a job will need. Reads headers only.
+
+    Args:
+        checkpoint: to be loaded.
+        ds_config: as `load_model` takes it.
+        world_size: ranks.
+        gpus_per_node: ranks on a node.
+        device: the type of the accelerator.
+        limits: what memory there is.
+        read_rate: bytes a second that a node reads.
+        dequantize: whether quantized weights are loaded dequantized.
+        **keywords: of `plan`.
 
     Raises:
         ConfigError: the ds_config or an argument cannot be used.
         CheckpointError: the checkpoint cannot.
-        UnsupportedError: a combination that cannot be streamed.
+        UnsupportedError: a combination that cannot be streamed, or of which needs cannot be estimated.
     """
-    start = time.perf_counter()
-    keywords = dict(job.keywords)
-    if job.dequantize:
+    if dequantize:
         keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-    settings = read_settings(job.ds_config, world_size=job.world_size)
+    settings = read_settings(ds_config, world_size=world_size)
     _require_estimable(settings)
-
-    def planned_for(ranks: Sequence[int]) -> list[LoadPlan]:
-        return plan_ranks(
-            *(checkpoint.folder, job.ds_config),
-            ranks=ranks,
-            world_size=job.world_size,
-            device=_device(job.device),
-            open_source=checkpoint.open_source,
-            **keywords,
-        )
-
-    plans = planned_for(job.ranks or _chosen(job.world_size))
+    planned: Planner = partial(
+        plan_ranks,
+        checkpoint.folder,
+        ds_config,
+        world_size=world_size,
+        device=_device(device),
+        open_source=checkpoint.open_source,
+        **keywords,
+    )
+    plans = planned(ranks=_chosen(world_size))
     settings = settings.for_model(model_config(checkpoint.folder, keywords))
-    is_host = job.device == "cpu"
-    needs = tuple(rank_needs(plan, settings, is_host=is_host, num_threads=job.num_threads) for plan in plans)
-    model = model_of(plans[0], settings)
-    setup = _setup(job, settings)
-    training = training_needs(model, setup)
-    fixed = _fixed(needs[0], plans[0], settings, is_host=is_host)
-    planned = time.perf_counter()
-    rate = _rate(checkpoint, plans[0], job)
-    in_node = min(job.gpus_per_node, job.world_size)
-    together = _together(plans, settings, in_node, planned_for)
-    most = max(rank.read_bytes for rank in needs) * in_node
-    if together is not None:
-        most -= together.alone_bytes - together.shared_bytes
+    setup = _setup(settings, gpus_per_node)
+    together = _together(plans, settings, setup.node_size, planned)
+    found = _forecast_of(checkpoint.name, plans, settings, setup, together, limits, is_host=device == "cpu")
+    return replace(found, read_seconds=None if read_rate is None else found.node_bytes / read_rate)
+
+
+def _forecast_of(
+    name: str,
+    plans: Sequence[LoadPlan],
+    settings: Settings,
+    setup: Setup,
+    together: NodeReads | None,
+    limits: Limits,
+    *,
+    is_host: bool,
+) -> Forecast:
+    ranks = tuple(rank_needs(plan, settings, is_host=is_host) for plan in plans)
+    model, fixed = model_of(plans[0], settings), _fixed(ranks[0], plans[0], settings, is_host=is_host)
+    spared = 0 if together is None else together.wanted_bytes - together.shared_bytes
     return Forecast(
-        name=checkpoint.name,
-        world_size=job.world_size,
-        gpus_per_node=job.gpus_per_node,
+        name=name,
         dtype=str(settings.dtype).removeprefix("torch."),
         file_bytes=sum(file.nbytes for file in plans[0].files),
         num_files=len(plans[0].files),
-        ranks=needs,
-        process_bytes=fixed.process_bytes + fixed.shared_bytes,
-        read_rate=rate,
-        together=together,
-        read_seconds=None if rate is None else most / rate[0],
-        model=model,
         setup=setup,
-        training=training,
-        verdict=judge(model, setup, fixed, job.limits),
-        stock=stock_needs(plans[0], held_on_host_bytes=needs[0].host_bytes),
-        seconds={**plans[0].seconds, "all": planned - start},
+        ranks=ranks,
+        process_bytes=fixed.process_bytes + fixed.shared_bytes,
+        together=together,
+        node_bytes=max(rank.read_bytes for rank in ranks) * setup.node_size - spared,
+        model=model,
+        training=training_needs(model, setup),
+        verdict=judge(model, setup, fixed, limits),
+        stock=stock_needs(plans[0], held_on_host_bytes=ranks[0].host_bytes),
     )
 
 
-def _together(
-    plans: Sequence[LoadPlan], settings: Settings, in_node: int, planned_for: Callable[[Sequence[int]], list[LoadPlan]]
-) -> NodeReads | None:
-    """Return what the ranks of a node read together: of that whose rank reads most, which is planned whole for it."""
-    most = max(plans, key=lambda plan: plan.read_bytes)
-    if settings.offload_device == "nvme" or not most.shareable_bytes:
-        return None
-    first = most.rank // in_node * in_node
-    of_node = range(first, min(first + in_node, most.world_size))
-    known = {plan.rank: plan for plan in plans}
-    whole = [known[rank] for rank in of_node] if set(of_node) <= set(known) else planned_for(of_node)
-    return node_reads(whole)
+def _require_estimable(settings: Settings) -> None:
+    """Refuse what the estimate of training, and the verdict, would be wrong for."""
+    if settings.stage != 3 or settings.shard_size != settings.world_size:
+        what = f"stage {settings.stage}" if settings.stage != 3 else f"mics_shard_size {settings.shard_size}"
+        raise UnsupportedError(
+            f"zero_optimization.{what}: needs are estimated for stage 3 with partitions over all ranks only"
+        )
 
 
 def _device(name: str) -> torch.device:
@@ -183,23 +176,22 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"accelerator: expected cuda, cpu or another device of torch, got {name!r}") from error
 
 
-def _require_estimable(settings: Settings) -> None:
-    """Refuse what the estimate of training, and the verdict, would be wrong for."""
-    section = settings.ds_config["zero_optimization"]
-    stage, shard = section.get("stage", 0), section.get("mics_shard_size") or -1
-    if stage != 3 or shard > 0:
-        what = f"zero_optimization.stage {stage}" if stage != 3 else f"zero_optimization.mics_shard_size {shard}"
-        raise UnsupportedError(f"{what}: needs are estimated for stage 3 with partitions over all ranks only")
-
-
 def _chosen(world_size: int) -> list[int]:
     return list(range(world_size)) if world_size <= ALL_RANKS else [0, world_size // 2, world_size - 1]
 
 
+def _setup(settings: Settings, gpus_per_node: int) -> Setup:
+    offload = settings.ds_config["zero_optimization"].get("offload_optimizer") or {}
+    optimizer = offload.get("device", "none")
+    return Setup(
+        *(settings.world_size, gpus_per_node, str(getattr(optimizer, "value", optimizer)), settings.offload_device),
+        hpz_ranks=settings.secondary_size,
+    )
+
+
 def _fixed(needs: RankNeeds, plan: LoadPlan, settings: Settings, *, is_host: bool) -> Fixed:
     """Return what a load takes beside its partitions; where the CPU is the accelerator these count as its own."""
-    process = host_memory()  # DeepSpeed is imported by now
-    offload = settings.offload_device
+    process, offload = host_memory(), settings.offload_device
     swap = swap_bytes(settings) if offload == "nvme" else 0
     is_in_host = offload == "cpu" or (is_host and offload == "none")
     is_on_device = offload == "none" and not is_host
@@ -213,19 +205,13 @@ def _fixed(needs: RankNeeds, plan: LoadPlan, settings: Settings, *, is_host: boo
     )
 
 
-def _setup(job: Job, settings: Settings) -> Setup:
-    section = settings.ds_config["zero_optimization"]
-    optimizer = (section.get("offload_optimizer") or {}).get("device", "none")
-    return Setup(
-        *(job.world_size, job.gpus_per_node, str(getattr(optimizer, "value", optimizer)), settings.offload_device),
-        hpz_ranks=int(section.get("zero_hpz_partition_size") or 1),
-    )
-
-
-def _rate(checkpoint: OpenCheckpoint, plan: LoadPlan, job: Job) -> tuple[float, str] | None:
-    if job.read_rate is not None:
-        return job.read_rate, "given"
-    if checkpoint.remote:
+def _together(plans: Sequence[LoadPlan], settings: Settings, node_size: int, planned: Planner) -> NodeReads | None:
+    """Return what the ranks of a node read together: of that whose rank reads most, which is planned whole for it."""
+    most = max(plans, key=lambda plan: plan.read_bytes)
+    if settings.offload_device == "nvme" or not most.shareable_bytes:
         return None
-    measured = read_rate([file.path for file in plan.files], num_threads=job.num_threads)
-    return None if measured is None else (measured, "measured here, as far as the page cache has it from there")
+    first = most.rank // node_size * node_size
+    of_node = range(first, min(first + node_size, most.world_size))
+    known = {plan.rank: plan for plan in plans}
+    whole = [known[rank] for rank in of_node] if set(of_node) <= set(known) else planned(ranks=of_node)
+    return node_reads(whole)

@@ -1,4 +1,4 @@
-"""What a load takes on one rank, read off its plan. Pure.
+"""What a load takes on one rank and on one node, and what stock ZeRO-3 would take, read off plans. Pure.
 
 Peaks are above what the process holds when the load begins, as `LoadReport` measures them.
 """
@@ -6,29 +6,25 @@ Peaks are above what the process holds when the load begins, as `LoadReport` mea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lowmem_load.inspection.conversions import is_run, read_sizes, reads_of
+from lowmem_load.planning.cooperative import node_schedule, reads_of, shared_steps, touched_bytes, wanted
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.planning.reads import Apply, ReadLimits
+from lowmem_load.planning.reads import Apply, Read, ReadLimits, Step
 from lowmem_load.read.executor import MIN_STAGING_BYTES
 from lowmem_load.read.uploads import NUM_LANES, SLOTS_PER_THREAD
 from lowmem_load.settings.settings import Settings
+from lowmem_load.stages.load import MAX_THREADS
 
 OVERHEAD_BYTES = 16 << 20
 """Of a load, besides what its plan says: threads, page tables, objects of DeepSpeed and the model. Measured by
 `make bench`: 14 to 15 MiB for a model of 1.5 billion parameters on 1, 2 and 4 ranks."""
 
-
-@dataclass(frozen=True, slots=True)
-class SlowWay:
-    """Why parameters are not read straight to where they stay: how many, the bytes beyond theirs, and one of them."""
-
-    reason: str
-    num_parameters: int
-    extra_bytes: int
-    example: str
+COLLECTIVE_FACTOR = 3
+"""How often stock ZeRO-3 sends every byte of the model through collectives: each parameter is broadcast when it is
+made, gathered, and broadcast with its values. `make bench` measured 3.0 times the model's bytes.
+Source: transformers 5.23 `integrations/deepspeed.py`, deepspeed 0.19.8 `runtime/zero/partition_parameters.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,77 +35,53 @@ class RankNeeds:
         rank: in the partition group.
         partition_bytes: of the partitions, padding included.
         whole_bytes: of what every rank holds whole: parameters beside the partitions, buffers, scales.
-        host_bytes, device_bytes: that are held when the load is done.
+        host_bytes: held of host memory when the load is done.
         host_peak_bytes, device_peak_bytes: the most that is held during it.
-        disk_bytes: that are written for offload_param to nvme.
         needed_bytes, read_bytes, num_reads: see `LoadPlan`.
-        read_sizes: how many reads fetch how many bytes.
-        slow_ways: by reason.
+        slow_ways: parameters, and the bytes beyond theirs, by why they are not read straight to where they stay.
     """
 
     rank: int
     partition_bytes: int
     whole_bytes: int
     host_bytes: int
-    device_bytes: int
     host_peak_bytes: int
     device_peak_bytes: int
-    disk_bytes: int
     needed_bytes: int
     read_bytes: int
     num_reads: int
-    read_sizes: Mapping[int, int]
-    slow_ways: tuple[SlowWay, ...]
+    slow_ways: Mapping[str, tuple[int, int]]
 
 
-def rank_needs(plan: LoadPlan, settings: Settings, *, is_host: bool, num_threads: int) -> RankNeeds:
+def rank_needs(plan: LoadPlan, settings: Settings, *, is_host: bool) -> RankNeeds:
     """Return what a load takes.
 
     Args:
         plan: of the rank.
         settings: resolved for the model.
         is_host: whether the accelerator is the CPU.
-        num_threads: that read.
     """
-    host = device = 0
+    held = {True: 0, False: 0}  # on the host, on the device
     for target in plan.targets:
         for destination in target.destinations:
-            nbytes = destination.numel * target.dtype.itemsize
-            host, device = (host + nbytes, device) if destination.on_host else (host, device + nbytes)
+            held[destination.on_host] += destination.numel * target.dtype.itemsize
     beside = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in plan.buffers) + plan.companion_bytes
-    host, device = (host + beside, device) if is_host else (host, device + beside)
-    disk = 0
+    held[is_host] += beside
     if settings.offload_device == "nvme":
-        disk, host = plan.partition_bytes, host - plan.partition_bytes + swap_bytes(settings)
-    host_passing, device_passing = _passing(plan, device=device, num_threads=num_threads)
+        held[True] += swap_bytes(settings) - plan.partition_bytes
+    host_passing, device_passing = _passing(plan, on_device=held[False] > 0)
     return RankNeeds(
         rank=plan.rank,
         partition_bytes=plan.partition_bytes,
         whole_bytes=plan.replicated_bytes + beside,
-        host_bytes=host,
-        device_bytes=device,
-        host_peak_bytes=host + plan.planning_bytes + OVERHEAD_BYTES + host_passing,
-        device_peak_bytes=device + device_passing,
-        disk_bytes=disk,
+        host_bytes=held[True],
+        host_peak_bytes=held[True] + plan.planning_bytes + OVERHEAD_BYTES + host_passing,
+        device_peak_bytes=held[False] + device_passing,
         needed_bytes=plan.needed_bytes,
         read_bytes=plan.read_bytes,
         num_reads=plan.num_reads,
-        read_sizes=read_sizes(plan),
         slow_ways=_slow_ways(plan),
     )
-
-
-def _passing(plan: LoadPlan, *, device: int, num_threads: int) -> tuple[int, int]:
-    """Return the bytes of host and device memory through which bytes go on their way."""
-    fills = [fill for target in plan.targets for fill in target.fills]
-    applies = any(isinstance(step, Apply) for fill in fills for step in fill.steps)
-    host = plan.largest_temporary_bytes * (num_threads if applies else 1)
-    if not device:
-        return host + num_threads * (max(MIN_STAGING_BYTES, plan.staging_bytes) if plan.staging_bytes else 0), 0
-    slot = ReadLimits().staging_bytes
-    ring = (1 << (SLOTS_PER_THREAD * max(2, num_threads) - 1).bit_length()) * slot
-    converts = applies or any(read.nest.casts or not is_run(read) for read in reads_of(fills, plan))
-    return host + ring, NUM_LANES * slot if converts else 0
 
 
 def swap_bytes(settings: Settings) -> int:
@@ -118,11 +90,92 @@ def swap_bytes(settings: Settings) -> int:
     return int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 1e8)) * settings.dtype.itemsize
 
 
-def _slow_ways(plan: LoadPlan) -> tuple[SlowWay, ...]:
-    found: dict[str, SlowWay] = {}
+def _passing(plan: LoadPlan, *, on_device: bool) -> tuple[int, int]:
+    """Return the bytes of host and device memory through which bytes go on their way, on a rank with enough cores."""
+    steps = [step for target in plan.targets for fill in target.fills for step in fill.steps]
+    host = plan.largest_temporary_bytes * (MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1)
+    if not on_device:
+        return host + MAX_THREADS * (max(MIN_STAGING_BYTES, plan.staging_bytes) if plan.staging_bytes else 0), 0
+    slot_bytes = ReadLimits().staging_bytes
+    ring_bytes = SLOTS_PER_THREAD * MAX_THREADS * slot_bytes
+    return host + ring_bytes, NUM_LANES * slot_bytes if any(map(_changes, steps)) else 0
+
+
+def _changes(step: Step) -> bool:
+    """Return whether a step does more on a device than to copy elements in the order in which they lie."""
+    if isinstance(step, Read):
+        return bool(step.nest.casts) or any(axis.source != axis.destination for axis in (*step.outer, *step.nest.axes))
+    return isinstance(step, Apply)
+
+
+def _slow_ways(plan: LoadPlan) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
     for path in plan.slow_paths:
-        known = found.get(path.reason, SlowWay(path.reason, 0, 0, path.name))
-        found[path.reason] = SlowWay(
-            path.reason, known.num_parameters + 1, known.extra_bytes + path.extra_bytes, known.example
-        )
-    return tuple(sorted(found.values(), key=lambda way: -way.extra_bytes))
+        number, extra_bytes = found.get(path.reason, (0, 0))
+        found[path.reason] = number + 1, extra_bytes + path.extra_bytes
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReads:
+    """What the ranks of one node read together. Bytes; of a file system that reads whole blocks, those of the blocks.
+
+    Attributes:
+        num_ranks: of the node, that take part.
+        wanted_bytes: of the reads that they do together, without what else is in their blocks.
+        alone_bytes: that they would read for these if each read alone.
+        shared_bytes: that they read for these instead.
+    """
+
+    num_ranks: int
+    wanted_bytes: int
+    alone_bytes: int
+    shared_bytes: int
+
+
+def node_reads(plans: Sequence[LoadPlan]) -> NodeReads | None:
+    """Return what the ranks of one node, of these plans, will read together; None where each reads alone."""
+    chosen = [shared_steps(plan) for plan in plans]
+    ranges = [wanted(read for step in steps for read in reads_of(step)) for steps in chosen if steps]
+    if len(ranges) < 2:
+        return None
+    block_bytes = max(plan.read_cost.block_bytes for plan in plans)
+    found = node_schedule(ranges, block_bytes)
+    if found is None:
+        return None
+    alone_bytes = sum(touched_bytes(each, block_bytes) for each in ranges)
+    return NodeReads(found.num_ranks, found.wanted_bytes, alone_bytes, found.touched_bytes(block_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class StockNeeds:
+    """What stock ZeRO-3 takes for the same load, at least. Bytes.
+
+    Attributes:
+        read_bytes: that rank 0 reads: all files. The other ranks read nothing.
+        host_peak_bytes: of rank 0: all files, mapped, beside its partition where that is on the host.
+        whole_parameter_bytes: that every rank holds besides, of the largest parameter, whole.
+        collective_bytes: that each rank receives or sends.
+    """
+
+    read_bytes: int
+    host_peak_bytes: int
+    whole_parameter_bytes: int
+    collective_bytes: int
+
+
+def stock_needs(plan: LoadPlan, *, held_on_host_bytes: int) -> StockNeeds:
+    """Return what stock takes for a planned load.
+
+    Args:
+        plan: of any rank.
+        held_on_host_bytes: of a rank when the load is done.
+    """
+    file_bytes = sum(file.nbytes for file in plan.files)
+    sizes = [target.numel * target.dtype.itemsize for target in plan.targets]
+    return StockNeeds(
+        read_bytes=file_bytes,
+        host_peak_bytes=file_bytes + held_on_host_bytes,
+        whole_parameter_bytes=max(sizes, default=0),
+        collective_bytes=COLLECTIVE_FACTOR * sum(sizes) if plan.world_size > 1 else 0,
+    )

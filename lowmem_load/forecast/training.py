@@ -1,55 +1,59 @@
-"""What training needs after a load: DeepSpeed's own estimate, corrected by what the ds_config says."""
+"""What training needs after a load, whether all of a job fits, and the smallest job that would. Pure."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lowmem_load.ds.estimates import model_states
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.settings.settings import Settings
 
-ADAM_STATE_BYTES, HALF_BYTES = 8, 2
-"""For each parameter, what DeepSpeed's estimate takes for the optimizer's states, and for a parameter itself."""
+ADAM_STATE_BYTES = 8
+"""Of Adam for each parameter, in fp32; taken for granted where the ds_config names no optimizer, or an unknown one."""
+
+STATE_BYTES: Mapping[str, int] = {"adagrad": 4, "lion": 4, "muon": 4, "sgd": 0}
+"""Of the optimizers of DeepSpeed that keep less; SGD with momentum keeps 4."""
+
+MASTER_BYTES, GRADIENT_BYTES = 4, 4
+"""For each parameter: its copy in fp32, which the optimizer steps on, and the accumulated gradient."""
 
 HOST_FACTOR = 1.5
 """By which DeepSpeed's estimate raises what it counts on the host."""
 
-STATE_BYTES: Mapping[str, int] = {
-    **dict.fromkeys(("adam", "adamw", "lamb", "onebitadam", "onebitlamb", "zerooneadam", "cpuadam", "fusedadam"), 8),
-    **dict.fromkeys(("adagrad", "lion", "muon"), 4),
-    "sgd": 0,
-}
-"""Of optimizers that a ds_config can name, fp32 states for each parameter; SGD with momentum has 4."""
-
 PERSISTENCE_THRESHOLD = 100_000
 """Elements. Default of stage3_param_persistence_threshold (deepspeed 0.19.8 `runtime/zero/config.py`)."""
+
+MAX_NODES = 1024
+"""Nodes of the largest job that is tried."""
+
+OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+"""Of optimizer and parameters, tried in this order: each costs more time in a step than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A job: how many ranks, how many of them on a node, and where states and parameters stay between steps.
 
-    `hpz_ranks` hold the parameters a second time between them (zero_hpz_partition_size); 1 where there is no such copy.
+    `hpz_ranks` hold the parameters a second time between them (zero_hpz_partition_size); 0 where there is no such copy.
     """
 
     world_size: int
     gpus_per_node: int
     offload_optimizer: str = "none"
     offload_param: str = "none"
-    hpz_ranks: int = 1
+    hpz_ranks: int = 0
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a full node, or all of them if they do not fill one."""
+        return min(self.gpus_per_node, self.world_size)
 
     @property
     def num_nodes(self) -> int:
         """Nodes that the ranks fill, the last one perhaps not wholly."""
         return -(-self.world_size // self.gpus_per_node)
-
-    @property
-    def full_nodes(self) -> float:
-        """Nodes' worth of ranks: a full node holds one part in so many of the job, wherever the other ranks are."""
-        return self.world_size / min(self.gpus_per_node, self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class Model:
     Attributes:
         num_elements: of all parameters.
         largest_layer: elements of the module with the most parameters of its own.
-        persistent_parameters, persistent_elements: that stay whole on every rank between steps.
+        persistent_elements: of the small parameters that stay whole on every rank between steps.
         item_bytes: of a parameter, as DeepSpeed runs it.
         optimizer: as the ds_config names it; "" where it names none.
         state_bytes: that the optimizer keeps for each parameter.
@@ -67,28 +71,10 @@ class Model:
 
     num_elements: int
     largest_layer: int
-    persistent_parameters: int
     persistent_elements: int
     item_bytes: int
     optimizer: str
     state_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingNeeds:
-    """What training needs, without activations. Bytes.
-
-    Attributes:
-        device_bytes: of each GPU; host_bytes: of each node. Corrected for dtype, optimizer and persistent parameters.
-        deepspeed_device_bytes, deepspeed_host_bytes: as DeepSpeed's estimator gives them.
-        disk_bytes: of each node, of what is offloaded to nvme, which DeepSpeed's estimator knows nothing of.
-    """
-
-    device_bytes: int
-    host_bytes: int
-    deepspeed_device_bytes: int
-    deepspeed_host_bytes: int
-    disk_bytes: int
 
 
 def model_of(plan: LoadPlan, settings: Settings) -> Model:
@@ -100,16 +86,15 @@ def model_of(plan: LoadPlan, settings: Settings) -> Model:
     section = settings.ds_config["zero_optimization"]
     threshold = section.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
     at_most = section.get("stage3_model_persistence_threshold", sys.maxsize)
-    persistent_parameters = persistent_elements = 0
+    persistent_elements = 0
     for target in plan.targets:
         if target.numel <= min(threshold, at_most - persistent_elements):
-            persistent_parameters, persistent_elements = persistent_parameters + 1, persistent_elements + target.numel
+            persistent_elements += target.numel
     optimizer = settings.ds_config.get("optimizer") or {}
     kind = str(optimizer.get("type") or "")
     return Model(
         num_elements=sum(target.numel for target in plan.targets),
         largest_layer=max(layers.values(), default=0),
-        persistent_parameters=persistent_parameters,
         persistent_elements=persistent_elements,
         item_bytes=settings.dtype.itemsize,
         optimizer=kind,
@@ -118,40 +103,144 @@ def model_of(plan: LoadPlan, settings: Settings) -> Model:
 
 
 def _state_bytes(kind: str, params: Mapping[str, Any]) -> int:
-    if kind == "sgd" and params.get("momentum"):
-        return 4
-    return STATE_BYTES.get(kind, ADAM_STATE_BYTES)
+    return 4 if kind == "sgd" and params.get("momentum") else STATE_BYTES.get(kind, ADAM_STATE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingNeeds:
+    """What training needs, without activations: bytes of each GPU, and of host memory and nvme of each node."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
 
 
 def training_needs(model: Model, setup: Setup) -> TrainingNeeds:
-    """Return what training needs under ZeRO-3: of the fullest node, where the last one has fewer ranks."""
-    offloads_optimizer, offloads_parameters = setup.offload_optimizer != "none", setup.offload_param != "none"
-    host, device = model_states(
-        *(model.num_elements, model.largest_layer),
-        gpus_per_node=min(setup.gpus_per_node, setup.world_size),
-        num_nodes=setup.full_nodes,
-        offloads_optimizer=offloads_optimizer,
-        offloads_parameters=offloads_optimizer and offloads_parameters,
+    """Return what training needs under ZeRO-3: of the fullest node, where the last one has fewer ranks.
+
+    It is what DeepSpeed's estimator gives (`estimate_zero3_model_states_mem_needs` of deepspeed 0.19.8
+    `runtime/zero/stage3.py`) for Adam in 16 bits, with the dtype, the optimizer, nvme, persistent parameters and the
+    secondary copy of this ds_config besides, of which it knows nothing.
+    """
+    parameters = model.num_elements * model.item_bytes
+    states = model.num_elements * (MASTER_BYTES + model.state_bytes)
+    gradients = model.num_elements * GRADIENT_BYTES
+    kept = {"none": 0, "cpu": 0, "nvme": 0}
+    kept[setup.offload_param] += parameters
+    kept[setup.offload_optimizer] += states
+    kept["none" if setup.offload_optimizer == "none" else "cpu"] += gradients  # which never go to nvme
+    device = kept["none"] / setup.world_size
+    device += 2 * model.largest_layer * model.item_bytes  # whole, with its gradient
+    device += model.persistent_elements * model.item_bytes
+    device += parameters / setup.hpz_ranks if setup.hpz_ranks else 0
+    of_node = setup.node_size / setup.world_size
+    host = kept["cpu"] * of_node * HOST_FACTOR
+    if setup.offload_optimizer == "none":
+        host += model.largest_layer * 4 * setup.node_size * HOST_FACTOR  # while it is made: a layer in fp32
+    return TrainingNeeds(int(device), int(host), int(kept["nvme"] * of_node))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What there is: bytes of a node's host memory and of a GPU's; None where nothing was said."""
+
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What a load takes whatever the world size is. Bytes.
+
+    Attributes:
+        process_bytes: that a process holds before it, of its own.
+        shared_bytes: that all processes of a node share, of libraries.
+        host_bytes, device_bytes: of the load beside its partitions, of each rank.
+        is_host: whether the accelerator is the CPU, so that all is host memory.
+        swap_bytes: of host memory of each rank, through which parameters pass that are offloaded to nvme, also in
+            training.
+    """
+
+    process_bytes: int
+    shared_bytes: int
+    host_bytes: int
+    device_bytes: int
+    is_host: bool
+    swap_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What is needed for something of something, beside what there is. Bytes; `available_bytes` None if not known."""
+
+    what: str
+    needed_bytes: int
+    available_bytes: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough, as far as is known."""
+        return self.available_bytes is None or self.needed_bytes <= self.available_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a job fits.
+
+    Attributes:
+        needs: of loading and training.
+        world_size: the smallest that fits with the same settings; None if none does.
+        offloads: (offload_optimizer, offload_param) with which it fits at the same world size, in which least is moved;
+            None if none does.
+    """
+
+    needs: tuple[Need, ...]
+    world_size: int | None
+    offloads: tuple[str, str] | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether all needs are met."""
+        return all(need.fits for need in self.needs)
+
+
+def judge(model: Model, setup: Setup, fixed: Fixed, limits: Limits) -> Verdict:
+    """Return whether a job fits, and what would."""
+
+    def fits(**changed: Any) -> bool:
+        return all(need.fits for need in needs_of(model, replace(setup, **changed), fixed, limits))
+
+    return Verdict(
+        needs_of(model, setup, fixed, limits),
+        next((size for size in _world_sizes(setup) if fits(world_size=size)), None),
+        next((pair for pair in OFFLOADS if fits(offload_optimizer=pair[0], offload_param=pair[1])), None),
     )
-    states = (model.state_bytes - ADAM_STATE_BYTES) * model.num_elements
-    parameters = (model.item_bytes - HALF_BYTES) * model.num_elements
-    own_host, own_device, disk = float(host), float(device), 0.0
-    for extra, where in ((states, setup.offload_optimizer), (parameters, setup.offload_param)):
-        if where == "none":
-            own_device += extra / setup.world_size
-        else:
-            own_host += extra / setup.full_nodes * HOST_FACTOR
-    if offloads_parameters and not offloads_optimizer:  # which DeepSpeed's estimator has no case for
-        moved = model.item_bytes * model.num_elements
-        own_device, own_host = own_device - moved / setup.world_size, own_host + moved / setup.full_nodes * HOST_FACTOR
-    for each, where in (
-        (model.num_elements * (12 + model.state_bytes - ADAM_STATE_BYTES), setup.offload_optimizer),
-        (model.num_elements * model.item_bytes, setup.offload_param),
-    ):
-        if where == "nvme":
-            own_host, disk = own_host - each / setup.full_nodes * HOST_FACTOR, disk + each / setup.full_nodes
-    own_device += 2 * (model.item_bytes - HALF_BYTES) * model.largest_layer  # whole with its gradient
-    own_device += model.persistent_elements * model.item_bytes
-    if setup.hpz_ranks > 1:
-        own_device += model.num_elements * model.item_bytes / setup.hpz_ranks
-    return TrainingNeeds(int(own_device), int(max(0.0, own_host)), device, host, int(disk))
+
+
+def needs_of(model: Model, setup: Setup, fixed: Fixed, limits: Limits) -> tuple[Need, ...]:
+    """Return what loading and training need of the host memory of a node and the device memory of a GPU."""
+    ranks, training = setup.node_size, training_needs(model, setup)
+    partition = -(-model.num_elements // setup.world_size) * model.item_bytes
+    device_load = fixed.device_bytes + (partition if setup.offload_param == "none" else 0)
+    swap = fixed.swap_bytes if setup.offload_param == "nvme" else 0
+    processes = ranks * (fixed.process_bytes + swap) + fixed.shared_bytes
+    host_load = processes + ranks * (fixed.host_bytes + (partition if setup.offload_param == "cpu" else 0))
+    host_training = processes + training.host_bytes
+    if fixed.is_host:
+        host_load, host_training = host_load + ranks * device_load, host_training + ranks * training.device_bytes
+    host = (
+        Need("host memory of a node while loading", host_load, limits.host_bytes),
+        Need("host memory of a node in training", host_training, limits.host_bytes),
+    )
+    device = (
+        Need("device memory of a GPU while loading", device_load, limits.device_bytes),
+        Need("device memory of a GPU in training", training.device_bytes, limits.device_bytes),
+    )
+    return host if fixed.is_host else host + device
+
+
+def _world_sizes(setup: Setup) -> Iterator[int]:
+    """Yield powers of two within a node, then whole nodes, and among them the world size that is asked about."""
+    sizes = {setup.world_size, *(num_nodes * setup.gpus_per_node for num_nodes in range(1, MAX_NODES + 1))}
+    sizes |= {1 << power for power in range((setup.gpus_per_node - 1).bit_length())}
+    yield from sorted(sizes)

@@ -1,23 +1,25 @@
-"""The plan of a load, made in a plain process."""
+"""The plan of a load, and the model that it describes, made in a plain process."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import intercept, loader
-from lowmem_load.load.request import Request, spelled
-from lowmem_load.planning.alike import Alike
+from lowmem_load.load.request import Checked, Request, spelled
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.source import LocalFile, Opener
 from lowmem_load.settings.settings import Partition, read_settings
-from lowmem_load.stages.plan_only import plan_only
+from lowmem_load.stages.describe import Described
+from lowmem_load.stages.plan_only import describe_only, plan_only
 from lowmem_load.targets.make import target_maker
+
+T = TypeVar("T")
 
 
 def plan(
@@ -78,7 +80,6 @@ def plan_ranks(
     world_size: int,
     device: torch.device,
     open_source: Opener = LocalFile,
-    alike: Alike | None = None,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
@@ -93,7 +94,6 @@ def plan_ranks(
         world_size: as for `plan`.
         device: the accelerator of the job; its type is enough.
         open_source: opens files of the checkpoint.
-        alike: where given, parameters that are like another are noted there, and left out of the plans.
         auto_class: as for `plan`.
         dtype: as for `plan`.
         partition: as for `plan`.
@@ -106,24 +106,62 @@ def plan_ranks(
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     checked = request.checked(settings)
 
-    def handler(call: loader.Call) -> NoReturn:
+    def planned(call: loader.Call) -> list[LoadPlan]:
         make_target = functools.partial(target_maker, device=device)
-        raise _Planned(plan_only(call, checked.settings, make_target, ranks, open_source, alike))
+        return plan_only(call, checked.settings, make_target, ranks, open_source)
+
+    return _instead_of_loading(checked, planned)
+
+
+def describe_checkpoint(
+    name: str,
+    dtype: torch.dtype,
+    *,
+    open_source: Opener,
+    auto_class: str | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Described:
+    """Return the model of a checkpoint as a load by one rank on the host describes it.
+
+    Args:
+        name: as for `plan`, like all that is not named here.
+        dtype: of the parameters.
+        open_source: opens files of the checkpoint.
+        auto_class: as for `plan`.
+        **from_pretrained_kwargs: as for `plan`.
+    """
+    precision = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
+    settings = read_settings({"zero_optimization": {"stage": 3}, **precision}, world_size=1)
+    checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(settings)
+    make_target = target_maker(0, torch.device("cpu"))
+    return _instead_of_loading(checked, lambda call: describe_only(call, checked.settings, make_target, open_source))
+
+
+def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
+    """Return what `act` makes of the call of `from_pretrained` that would load.
+
+    Raises:
+        UnsupportedError: the class does not load by transformers' own `from_pretrained`.
+    """
+
+    def handler(call: loader.Call) -> NoReturn:
+        raise _Done(act(call))
 
     with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
         try:
             checked.from_pretrained()
-        except _Planned as planned:
-            return planned.plans
+        except _Done as done:
+            result: T = done.result
+            return result
     raise UnsupportedError(f"{checked.cls.__name__} does not load through transformers' from_pretrained")
 
 
-class _Planned(BaseException):
-    """Carries plans out of a `from_pretrained`, past overrides that would go on to use the model."""
+class _Done(BaseException):
+    """Carries a result out of a `from_pretrained`, past overrides that would go on to use the model."""
 
-    def __init__(self, plans: list[LoadPlan]) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self.plans = plans
+        self.result = result
 
 
 def _accelerator() -> torch.device:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.planning.expression import Shape, Source
+from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.ranges import Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost
 
@@ -180,15 +180,11 @@ class TargetPlan:
         return [each.fill for each in self.destinations if each.fill is not None] + of_companions
 
     @property
-    def first_tensor(self) -> Source | None:
-        """The first tensor that is read for it without an operation; None without one."""
+    def place(self) -> tuple[str, int, str]:
+        """By which the parameters of a plan are sorted: file and first byte of what is read first, then the name."""
         steps = (step for fill in self.fills for step in fill.steps)
-        return next((step.tensor for step in steps if isinstance(step, Read)), None)
-
-
-def place_of(name: str, first: Source | None) -> tuple[str, int, str]:
-    """Return by what the parameters of a plan are sorted, of one of this name and `first_tensor`: by place in files."""
-    return ("", 0, name) if first is None else (first.path, first.start, name)
+        first = next((step.tensor for step in steps if isinstance(step, Read)), None)
+        return ("", 0, self.name) if first is None else (first.path, first.start, self.name)
 
 
 @dataclass(frozen=True, slots=True)

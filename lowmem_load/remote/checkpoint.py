@@ -7,8 +7,8 @@ import os
 import posixpath
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +38,12 @@ class OpenCheckpoint:
         folder: local. Weights that are on the Hub have empty files in their place there.
         revision: commit of the Hub; None for a local folder.
         open_source: opens files of `folder`, wherever their bytes are.
-        remote: files on the Hub, by path in `folder`.
     """
 
     name: str
     folder: str
     revision: str | None
     open_source: Opener
-    remote: Mapping[str, HubFile] = field(default_factory=dict)
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes of weight files that were fetched so far."""
-        return sum(file.fetched_bytes for file in self.remote.values())
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that fetched them."""
-        return sum(file.num_requests for file in self.remote.values())
 
 
 @contextlib.contextmanager
@@ -85,7 +73,7 @@ def open_checkpoint(
         def open_source(path: str) -> ByteSource:
             return remote.get(os.path.abspath(path)) or LocalFile(path)
 
-        yield OpenCheckpoint(name, folder, str(info.sha), open_source, remote)
+        yield OpenCheckpoint(name, folder, str(info.sha), open_source)
 
 
 def _cached(name: str, revision: str | None) -> str:

@@ -38,14 +38,10 @@ class HubFile:
         nbytes: its size.
         version: its hash, as the Hub gives it.
         token: as huggingface_hub takes it; None for the one that is stored.
-
-    Attributes:
-        num_requests, fetched_bytes: so far.
     """
 
     def __init__(self, path: str, url: str, nbytes: int, version: str, token: str | bool | None = None) -> None:
         self.path, self.nbytes, self.version = path, nbytes, version
-        self.num_requests = self.fetched_bytes = 0
         self._url, self._token = url, token
         self._kept: dict[tuple[int, int], bytes] = {}
         self._kept_nbytes = 0
@@ -88,8 +84,6 @@ class HubFile:
         first, last = run[0][0], sum(run[-1])
         found = self._fetch(first, last - first)
         with self._lock:
-            self.num_requests += 1
-            self.fetched_bytes += len(found)
             self._kept_nbytes += len(found)
         return {(offset, nbytes): found[offset - first : offset - first + nbytes] for offset, nbytes in run}
 
@@ -102,8 +96,6 @@ class HubFile:
             return kept
         found = self._fetch(offset, nbytes)
         with self._lock:
-            self.num_requests += 1
-            self.fetched_bytes += len(found)
             if self._kept_nbytes + nbytes <= MAX_KEPT_NBYTES:
                 self._kept_nbytes += nbytes
                 self._kept[offset, nbytes] = found

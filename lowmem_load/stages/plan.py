@@ -16,7 +16,6 @@ from lowmem_load.describe.quantized import QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.planning.alike import Alike
 from lowmem_load.planning.cooperative import reads_of, shared_steps
 from lowmem_load.planning.expression import (
     IN_MEMORY,
@@ -39,7 +38,6 @@ from lowmem_load.planning.load_plan import (
     LoadPlan,
     SlowPath,
     TargetPlan,
-    place_of,
 )
 from lowmem_load.planning.planner import Material, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
@@ -77,7 +75,6 @@ def make_plan(
     rank: int,
     cost: ReadCost | None = None,
     shares_reads: bool = True,
-    alike: Alike | None = None,
 ) -> Planned:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
 
@@ -86,20 +83,17 @@ def make_plan(
         rank: whose plan it is.
         cost: of reading; the default of `ReadCost`.
         shares_reads: whether the ranks of a node may read together.
-        alike: where given, parameters that are like another are noted there instead of being planned.
     """
     start, cost = time.perf_counter(), cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
     model, target = described.model, described.target
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters, places, names_of = _distinct(modules, model.named_parameters(remove_duplicate=False))
-    layouts = {name: target.layout(name, parameter) for name, parameter in parameters.items()}
     targets = [
-        _plan_target(planner, names_of[name], parameter, layouts[name])
+        _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
         for name, parameter in parameters.items()
-        if alike is None or not _is_left_out(alike, names_of[name], parameter, layouts[name])
     ]
-    targets.sort(key=lambda plan: place_of(plan.name, plan.first_tensor))
+    targets.sort(key=lambda plan: plan.place)
     buffers, buffer_places, buffer_names = _distinct(modules, model.named_buffers(remove_duplicate=False))
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
@@ -146,13 +140,6 @@ def _distinct(
         places.setdefault(key, []).append((modules[prefix], last))
         all_names.setdefault(key, []).append(name)
     return tensors, places, all_names
-
-
-def _is_left_out(alike: Alike, names_: list[str], parameter: nn.Parameter, layout: Layout) -> bool:
-    """Return whether a parameter is like an earlier one; what is packed has companions, which are not compared."""
-    if isinstance(parameter, QuantizedTensor):
-        return False
-    return alike.leaves_out(names_, _described(names_[0], parameter), layout)
 
 
 def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowmem_load.bench import compare as compare_module
-from lowmem_load.bench.compare import Row, checked_methods, compare, equal_weights
+from lowmem_load.bench.compare import Row, compare, equal_weights
 from lowmem_load.bench.launch import GroupError, run_ranks
-from lowmem_load.bench.worker import FLOOR, METHODS, STOCK, STREAMED
+from lowmem_load.bench.worker import FLOOR, STOCK, STREAMED, read_floor
 from lowmem_load.cli.main import app
-from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.errors import CheckpointError
 from tests.builders import tiny_llama
 
 CONFIG = {"zero_optimization": {"stage": 3}}
@@ -29,15 +30,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         digest = "" if spec["method"] == FLOOR else "d"
         return [
             json.dumps(
-                {
-                    "method": spec["method"],
-                    "rank": rank,
-                    "world_size": world_size,
-                    "digest": digest,
-                    "seconds": len(specs) + rank,
-                    "peak_bytes": 10 - rank,
-                    "device_peak_bytes": 0,
-                }
+                {"digest": digest, "seconds": len(specs) + rank, "peak_bytes": 10 - rank, "device_peak_bytes": rank}
             )
             for rank in range(world_size)
         ]
@@ -46,15 +39,20 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return specs
 
 
-def compared(folder: Path, **options: Any) -> list[Row]:
-    given = {"methods": list(METHODS), "ranks": 2, "repeats": 1, "is_cold": False, "on_gpu": False, **options}
-    return compare(str(folder), CONFIG, **given)
+def compared(folder: Path, **options: Any) -> dict[str, Row]:
+    given = {"ranks": 2, "repeats": 1, "is_cold": False, "on_gpu": False, **options}
+    return {row.method: row for row in compare(str(folder), CONFIG, **given)}
 
 
 def test_seconds_are_of_the_slowest_rank_and_the_middle_run(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
-    rows = compared(tiny_llama(tmp_path), methods=[STREAMED], repeats=3, is_cold=True)
-    assert [(row.seconds, row.all_seconds, row.peak_bytes, row.digest) for row in rows] == [(3, (2, 3, 4), 10, "d")]
-    assert len(ran) == 3 and ran[0]["files"] and ran[0]["ds_config"] == CONFIG
+    rows = compared(tiny_llama(tmp_path), repeats=3, is_cold=True)
+    assert [(row.seconds, row.all_seconds) for row in rows.values()] == [
+        (3, (2, 3, 4)),
+        (6, (5, 6, 7)),
+        (9, (8, 9, 10)),
+    ]
+    assert all((row.peak_bytes, row.device_peak_bytes) == (10, 1) for row in rows.values())
+    assert len(ran) == 9 and all(spec["files"] and spec["ds_config"] == CONFIG for spec in ran)
 
 
 def test_what_has_no_room_is_left_out(
@@ -63,23 +61,32 @@ def test_what_has_no_room_is_left_out(
     folder = tiny_llama(tmp_path)
     nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     monkeypatch.setattr(compare_module, "available_bytes", lambda: nbytes)
-    rows = {row.method: row for row in compared(folder)}
-    assert rows[STOCK].skipped.startswith("rank 0 alone would take") and not rows[FLOOR].skipped
+    rows = compared(folder)
+    assert rows[STOCK].skipped.startswith("would take") and not rows[FLOOR].skipped
     assert [spec["method"] for spec in ran] == [STREAMED, FLOOR]
 
 
 def test_weights_are_compared() -> None:
-    assert equal_weights([Row("a", 1, digest="d"), Row("b", 1, digest="d"), Row("floor", 1)])
-    assert not equal_weights([Row("a", 1, digest="d"), Row("b", 1, digest="e")])
+    assert equal_weights([Row("a", digest="d"), Row("b", digest="d"), Row("floor")])
+    assert not equal_weights([Row("a", digest="d"), Row("b", digest="e")])
 
 
-def test_methods_are_known() -> None:
-    assert checked_methods([], list(METHODS)) == [STOCK, STREAMED, FLOOR]
-    assert checked_methods(["floor", "floor"], list(METHODS)) == [FLOOR]
-    with pytest.raises(ConfigError, match="--method: expected stock, lowmem_load, floor, got ours"):
-        checked_methods(["ours"], list(METHODS))
+def test_the_floor_is_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(251)))
+    (tmp_path / "b").write_bytes(b"xyz")
+    monkeypatch.setattr("lowmem_load.bench.worker.PIECE_BYTES", 100)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    read = {}
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        read[rank] = torch.cat(read_floor({"files": [str(tmp_path / "a"), str(tmp_path / "b")]}))
+    parts = [bytes(part.tolist()) for part in read.values()]
+    assert parts == [bytes(range(83)) + b"x", bytes(range(83, 167)) + b"y", bytes(range(167, 251)) + b"z"]
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no weights"):
-        compared(Path("/nowhere"))
+        compared(tmp_path)
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
@@ -90,8 +97,10 @@ def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
 def test_the_command_shows_what_it_measured(
     tmp_path: Path, ran: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
-    app(["bench", str(tiny_llama(tmp_path)), "--png", str(tmp_path / "b.png")], standalone_mode=False)
+    app(["bench", str(tiny_llama(tmp_path))], standalone_mode=False)
     told = capsys.readouterr()
     assert "All ended with the same weights." in told.out and "lowmem_load, 2 ranks, run 1 of 1" in told.err
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG") and len(ran) == 3
+    assert len(ran) == 3
+    app(["bench", str(tiny_llama(tmp_path)), "--json"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal_weights"] and [row["method"] for row in found["rows"]] == [STOCK, STREAMED, FLOOR]

@@ -10,10 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-
-OPTIONAL = {"matplotlib": "matplotlib"}
-"""What is imported only where it is asked for, and the package of an extra that has it."""
-
 ALREADY_THERE = {"peft"}
 """What is imported only for objects that it has made."""
 
@@ -24,7 +20,6 @@ def test_what_is_imported_is_declared() -> None:
     assert section is not None
     declared = {name.lower().replace("_", "-") for name in re.findall(r'^\s*"([\w-]+)', section[1], re.MULTILINE)}
     assert "torch" in declared
-    assert all(re.search(rf'^\w+ = \["{package}', text, re.MULTILINE) for package in OPTIONAL.values())
     imported = set()
     for path in (ROOT / "lowmem_load").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -35,7 +30,7 @@ def test_what_is_imported_is_declared() -> None:
     distributions = packages_distributions()
     undeclared = {
         name
-        for name in imported - sys.stdlib_module_names - {"lowmem_load", *OPTIONAL, *ALREADY_THERE}
+        for name in imported - sys.stdlib_module_names - {"lowmem_load", *ALREADY_THERE}
         if declared.isdisjoint(each.lower().replace("_", "-") for each in distributions.get(name, [name]))
     }
     assert undeclared == set()

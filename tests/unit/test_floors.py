@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.floors import partition_range, read_plain, read_tuned
-from lowmem_load.bench import floor
+from benchmarks.floors import Piece, partition_range, read_pieces, read_pieces_tuned, read_plain, read_tuned
 from lowmem_load.errors import TruncatedFileError
 
 TENSORS = {"a": torch.arange(1001, dtype=torch.int16), "b": torch.arange(3, dtype=torch.int32).reshape(3, 1)}
@@ -30,7 +29,7 @@ def test_floors_read_partitions(rank: int, world_size: int, tmp_path: Path) -> N
 
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"1234")
-    pieces = [floor.Piece(str(tmp_path / "short"), 2, 4)]
-    for read in (floor.read_plain, lambda pieces: floor.read_tuned(pieces, 2)):
+    pieces = [Piece(str(tmp_path / "short"), 2, 4)]
+    for read in (read_pieces, lambda pieces: read_pieces_tuned(pieces, 2)):
         with pytest.raises(TruncatedFileError, match=r"short: ends 2 bytes too early"):
             read(pieces)

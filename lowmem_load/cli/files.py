@@ -1,4 +1,4 @@
-"""`lowmem-load consolidate`: a Hugging Face folder of a checkpoint of ZeRO training."""
+"""`lowmem-load verify` and `consolidate`: what is in the files of a checkpoint, checked or written anew."""
 
 from __future__ import annotations
 
@@ -8,11 +8,53 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load.cli import options
-from lowmem_load.cli.output import print_all, print_json, working
+from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, print_all, print_json, working
 from lowmem_load.errors import ConfigError
+from lowmem_load.quantities import size
+from lowmem_load.tables import table
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def verify(
+    name: Name,
+    subfolder: Subfolder = "",
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the files of a checkpoint with their checksums.
+
+    Nothing is fetched.
+
+    Known are those that the Hub gave with a download, and those of SHA256SUMS or *.sha256 beside the files. Exits with
+    1 if there are files of weights of which nothing is known, with 3 if one differs.
+
+    \b
+    lowmem-load verify /models/Llama-3.1-8B
+    lowmem-load verify meta-llama/Llama-3.1-8B      (what is in the cache of the Hub)
+    """
+    with working():
+        from lowmem_load.integrity.files import verify_checkpoint
+
+        checks = verify_checkpoint(name, subfolder=subfolder, revision=revision)
+    if as_json:
+        print_json([{**asdict(check), "is_proven": check.is_proven} for check in checks])
+    else:
+        rows = [
+            (
+                check.path.rpartition("/")[2],
+                size(check.nbytes),
+                check.algorithm,
+                check.found[:16],
+                "as expected" if check.is_proven else "nothing to compare with",
+                check.origin or "",
+            )
+            for check in checks
+        ]
+        columns = ("file", "size", "algorithm", "digest", "result", "known from")
+        print_all([table(name, columns, rows, right=("size",))])
+    if not all(check.is_proven for check in checks):
+        raise typer.Exit(NO)
 
 
 def consolidate(
@@ -25,7 +67,7 @@ def consolidate(
     config: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the model; by default the checkpoint's own config.json.")
     ] = None,
-    as_json: options.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint of DeepSpeed's ZeRO.
 

@@ -1,0 +1,94 @@
+"""What is said of a checkpoint: its files as safetensors sees them, its model as transformers builds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.inspection.checkpoint import Inspection, inspect_checkpoint
+from lowmem_load.inspection.files import weight_files
+from lowmem_load.remote.checkpoint import open_checkpoint
+from tests import builders
+from tests.multi_rank.test_formats import with_fp8
+
+
+def inspected(folder: Path, auto_class: str | None = None) -> Inspection:
+    with open_checkpoint(str(folder)) as checkpoint:
+        return inspect_checkpoint(checkpoint, "", auto_class)
+
+
+def kinds(found: Inspection) -> dict[str, int]:
+    return {each.kind: each.num_parameters for each in found.conversions}
+
+
+@pytest.mark.parametrize("build", [builders.tiny_llama, builders.tiny_mixtral, builders.tiny_qwen2_tied])
+def test_files_and_parameters_are_counted(build: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = build(tmp_path)
+    found = inspected(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert found.num_elements == sum(each.numel() for each in model.parameters())
+    assert sum(each.num_parameters for each in found.conversions) == len(list(model.parameters()))
+    assert sum(each.nbytes for each in found.conversions) == sum(each.nbytes for each in model.parameters())
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        assert found.files[path.name] == path.stat().st_size
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    assert {each.name for each in found.tensors} == names
+    header_bytes = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
+    assert found.by_dtype == {"bfloat16": (len(names), sum(found.files.values()) - header_bytes)}
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        # Of each of two layers: w1 and w3 of four experts in one, w2 of four in another; and the router.
+        (builders.tiny_mixtral, {"made of 8 tensors": 2, "made of 4 tensors": 2, "renamed": 2, "as it lies": 15}),
+        (builders.tiny_qwen3_vl_moe, {"rearranged": 4, "as it lies": 48}),  # gate_up and down of two layers, transposed
+        (builders.tiny_llava, {"renamed": 64}),
+        # seven projections in each of two layers have values and scales
+        (lambda root: with_fp8(root, root)[0], {"made of 2 tensors, aten.mul.Tensor on ranges": 14, "as it lies": 7}),
+    ],
+    ids=["experts", "transposed", "renamed", "fp8"],
+)
+def test_what_loading_does_is_named(build: Callable[[Path], Path], expected: dict[str, int], tmp_path: Path) -> None:
+    assert kinds(inspected(build(tmp_path))) == expected
+
+
+def test_a_cast_is_named(tmp_path: Path) -> None:
+    folder = builders.tiny_llama(tmp_path, torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    (found,) = inspected(folder).conversions
+    assert (found.kind, found.num_parameters) == ("cast from float32 to bfloat16", 21)
+
+
+def test_what_the_files_lack_and_what_is_tied_is_named(tmp_path: Path) -> None:
+    found = inspected(builders.tiny_llama(tmp_path), "AutoModelForSequenceClassification")
+    assert kinds(found) == {"as it lies": 20, "initialised on this rank": 1}
+    assert (found.missing_keys, found.unexpected_keys) == (["score.weight"], ["lm_head.weight"])
+    (missing,) = (each for each in found.conversions if each.kind == "initialised on this rank")
+    assert missing.example == "score.weight <- nothing in the files"
+    assert inspected(builders.tiny_qwen2_tied(tmp_path)).tied == [["model.embed_tokens.weight", "lm_head.weight"]]
+
+
+def test_the_files_are_those_that_from_pretrained_would_choose(tmp_path: Path) -> None:
+    def chosen(**options: Any) -> list[str]:
+        return [os.path.basename(path) for path in weight_files(str(tmp_path), **options)]
+
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        chosen()
+    for name in ("part.fp16.safetensors", "pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).touch()
+        assert chosen() == [name]
+    with pytest.raises(CheckpointError, match="gone: holds no weights"):
+        chosen(subfolder="gone")
