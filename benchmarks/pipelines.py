@@ -15,15 +15,14 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import run_processes
-from benchmarks.results import markdown
-from lowmem_load.bench.memory import MemorySampler, Rss, read_rss
+from benchmarks.results import MIB, markdown
+from lowmem_load.bench.memory import read_rss
 
 LLAMAFACTORY = "llamafactory_style/train"
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -35,25 +34,17 @@ than what is to be seen."""
 
 @dataclass(slots=True)
 class PipelineResult:
-    """What one rank saw. Bytes are above the start: after imports, before the script.
+    """What one rank saw.
 
     Attributes:
-        load: high-water mark, and largest anon and file, up to the first `deepspeed.initialize`, when all is loaded.
-        whole: the same of the whole script: training and saving included.
+        load_peak: high-water mark of resident bytes above the start (after imports, before the script), up to the first
+            `deepspeed.initialize`, when all is loaded.
         losses: of each step, as the script returns them.
     """
 
     rank: int
-    load: Rss
-    whole: Rss
+    load_peak: int
     losses: list[float]
-
-    @classmethod
-    def from_json(cls, text: str) -> PipelineResult:
-        """Return the result that `be_rank` wrote."""
-        fields = json.loads(text)
-        fields["load"], fields["whole"] = Rss(*fields["load"]), Rss(*fields["whole"])
-        return cls(**fields)
 
 
 def import_example(script: str) -> Any:
@@ -71,38 +62,29 @@ def run_pipeline(script: str, argv: list[str], rank: int) -> PipelineResult:
 
     main = import_example(script).main
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-    sampler = MemorySampler()
-    with _mark_initialize() as marks, sampler:
+    start = read_rss()[0]
+    Path("/proc/self/clear_refs").write_text("5")  # 5: reset the high-water mark (man 5 proc)
+    with _peaks_at_initialize() as peaks:
         losses = main(argv)
-    use = sampler.use()
-    load_high_water, initialize_s = marks[0] if marks else (use.peak + use.start_rss, float("inf"))
-    start_s = sampler.start_s
-    loading = [sample for sample in use.samples if sample[0] <= initialize_s - start_s]
-    return PipelineResult(
-        rank=rank,
-        load=Rss(
-            max(anon for _, anon, _ in loading), max(file for _, _, file in loading), load_high_water - use.start_rss
-        ),
-        whole=Rss(use.peak_anon, use.peak_file, use.peak),
-        losses=losses,
-    )
+        peaks.append(read_rss()[0].high_water)  # of a script that makes no engine
+    return PipelineResult(rank, peaks[0] - start.anon - start.file, losses)
 
 
 @contextlib.contextmanager
-def _mark_initialize() -> Iterator[list[tuple[int, float]]]:
-    """Note the high-water mark and the time at each `deepspeed.initialize`."""
+def _peaks_at_initialize() -> Iterator[list[int]]:
+    """Note the high-water mark at each `deepspeed.initialize`."""
     import deepspeed
 
     ordinary = deepspeed.initialize
-    marks: list[tuple[int, float]] = []
+    peaks: list[int] = []
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        marks.append((read_rss()[0].high_water, time.perf_counter()))
+        peaks.append(read_rss()[0].high_water)
         return ordinary(*args, **kwargs)
 
     deepspeed.initialize = initialize
     try:
-        yield marks
+        yield peaks
     finally:
         deepspeed.initialize = ordinary
 
@@ -141,15 +123,7 @@ PIPELINES = [
     Pipeline(LLAMAFACTORY),
 ]
 
-DEFINITIONS = """\
-MiB (2**20 bytes) above the start: after imports, before the script. The larger of the ranks, each figure by itself.
-load   up to the first deepspeed.initialize: all models are loaded, the reference model of DPO too.
-run    the whole script: training and saving too; where training needs more than loading, that is what it shows.
-peak   high-water mark of resident memory; anon and file: largest samples of its two parts. Blocks above 64 KiB are
-       returned to the kernel as soon as they are freed (mallopt), so that memory in use is counted.
-losses equal: bit for bit, on every rank and at every step."""
-
-COLUMNS = ("pipeline", "method", "load peak", "anon", "file", "run peak", "anon", "file", "losses")
+COLUMNS = ("pipeline", "load peak, stock", "load peak, lowmem_load", "losses")
 
 Run = Callable[[Pipeline, list[str], str], list[PipelineResult]]
 
@@ -171,8 +145,12 @@ class Comparison:
     @property
     def load_peak_is_lower(self) -> bool:
         """Whether the peak while loading, of the rank that needs most, is below stock's."""
-        stock, streamed = (max(r.load.high_water for r in results) for results in (self.stock, self.streamed))
-        return streamed < stock
+        return max(self.peaks(self.streamed)) < max(self.peaks(self.stock))
+
+    @staticmethod
+    def peaks(results: Sequence[PipelineResult]) -> list[int]:
+        """Return those of the load, by rank."""
+        return [result.load_peak for result in results]
 
 
 def compare(
@@ -198,27 +176,15 @@ def compare(
 
 
 def table(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the memory of all pipelines, then their losses, as lines of text."""
+    """Return the peaks of all pipelines in MiB (of the rank that needs most), then their losses, as lines of text."""
     rows: list[Sequence[str]] = [COLUMNS]
-    for comparison in comparisons:
-        verdict = "equal" if comparison.losses_equal else "DIFFERENT"
-        rows.append([comparison.pipeline.name, "stock", *_memory(comparison.stock), ""])
-        rows.append(["", "lowmem", *_memory(comparison.streamed), verdict])
-    lines = [markdown(rows)]
-    for comparison in comparisons:
-        for method, results in (("stock", comparison.stock), ("lowmem", comparison.streamed)):
-            losses = " ".join(f"{loss:.6f}" for loss in results[0].losses)
-            lines.append(f"{comparison.pipeline.name}, {method}: {losses}")
-    return lines
-
-
-def _memory(results: Sequence[PipelineResult]) -> list[str]:
-    figures = []
-    for part in ("load", "whole"):
-        of_ranks = [getattr(result, part) for result in results]
-        figures += [max(rss.high_water for rss in of_ranks), max(rss.anon for rss in of_ranks)]
-        figures.append(max(rss.file for rss in of_ranks))
-    return [f"{figure / 2**20:.1f}" for figure in figures]
+    lines = []
+    for found in comparisons:
+        peaks = [f"{max(found.peaks(results)) / MIB:.1f}" for results in (found.stock, found.streamed)]
+        rows.append([found.pipeline.name, *peaks, "equal" if found.losses_equal else "DIFFERENT"])
+        for method, results in (("stock", found.stock), ("lowmem", found.streamed)):
+            lines.append(f"{found.pipeline.name}, {method}: {' '.join(f'{loss:.6f}' for loss in results[0].losses)}")
+    return [markdown(rows), *lines]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -240,11 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"running {name}", file=sys.stderr, flush=True)
         spec = {"script": pipeline.script, "argv": argv}
         texts = run_processes("benchmarks.pipelines", spec, options.out / name, options.ranks, options.gpu)
-        return [PipelineResult.from_json(text) for text in texts]
+        return [PipelineResult(**json.loads(text)) for text in texts]
 
     wanted = [pipeline for pipeline in PIPELINES if not options.only or pipeline.script in options.only]
     comparisons = [compare(pipeline, model, options.out, options.steps, run) for pipeline in wanted]
-    print(DEFINITIONS, *table(comparisons), sep="\n")
+    print(*table(comparisons), sep="\n")
     return 0 if all(found.losses_equal and found.load_peak_is_lower for found in comparisons) else 1
 
 
