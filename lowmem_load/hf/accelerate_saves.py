@@ -61,23 +61,19 @@ def accelerate_saves(on_save: Saves, on_state: States) -> Iterator[None]:
     """Inside, `Accelerator.save_model` and `get_state_dict` are handed to these first. Imports accelerate."""
     from accelerate import Accelerator
 
-    ordinary_save, ordinary_state = Accelerator.save_model, Accelerator.get_state_dict
-    signature = inspect.signature(ordinary_save)
+    signature = inspect.signature(Accelerator.save_model)
 
-    @functools.wraps(ordinary_save)
-    def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
+    def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         given.pop("self")
-        if not on_save(self, functools.partial(ordinary_save, self), given):
-            ordinary_save(self, *args, **kwargs)
+        if not on_save(self, functools.partial(ordinary, self), given):
+            ordinary(self, *args, **kwargs)
 
-    @functools.wraps(ordinary_state)
-    def get_state_dict(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def get_state_dict(ordinary: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = on_state(model)
-        return ordinary_state(self, model, *args, **kwargs) if state is None else state
+        return ordinary(self, model, *args, **kwargs) if state is None else state
 
-    with (
-        replaced(Accelerator, "save_model", save_model),
-        replaced(Accelerator, "get_state_dict", get_state_dict),
+    with replaced(
+        (Accelerator, "save_model", save_model), (Accelerator, "get_state_dict", get_state_dict), everywhere=True
     ):
         yield

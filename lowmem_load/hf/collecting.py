@@ -13,38 +13,35 @@ from `copy`) and `WeightTransform.materialize_tensors`. 4.x has no such module.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.replaced import Handler, Replacement
 
 MODULE = "transformers.core_model_loading"
 
 
-@contextlib.contextmanager
-def described_collecting() -> Iterator[None]:
-    """Inside, transformers copies converters once for each target and uses no threads."""
-    loading = importlib.import_module(MODULE) if importlib.util.find_spec(MODULE) else None
-    with contextlib.ExitStack() as stack:
-        if hasattr(loading, "deepcopy") and hasattr(loading, "WeightConverter"):
-            stack.enter_context(replaced(loading, "deepcopy", _once_for_each_use(loading)))
-        if hasattr(loading, "spawn_materialize") and hasattr(loading, "_materialize_copy"):
-            stack.enter_context(replaced(loading, "spawn_materialize", _without_threads(loading)))
-        if loading is not None and hasattr(loading, "dot_natural_key"):
-            stack.enter_context(replaced(loading, "dot_natural_key", _shared_key(loading.dot_natural_key)))
-        yield
+def described_collecting() -> list[Replacement]:
+    """Return the replacements with which transformers copies converters once for each target and uses no threads."""
+    loading: Any = importlib.import_module(MODULE) if importlib.util.find_spec(MODULE) else None
+    replacements: list[Replacement] = []
+    if hasattr(loading, "deepcopy") and hasattr(loading, "WeightConverter"):
+        replacements.append((loading, "deepcopy", _once_for_each_use(loading)))
+    if hasattr(loading, "spawn_materialize") and hasattr(loading, "_materialize_copy"):
+        replacements.append((loading, "spawn_materialize", _without_threads(loading)))
+    if hasattr(loading, "dot_natural_key") and _sorts_by_parts(loading.dot_natural_key):
+        replacements.append((loading, "dot_natural_key", _shared_key()))
+    return replacements
 
 
-def _once_for_each_use(loading: Any) -> Callable[[Any], Any]:
+def _once_for_each_use(loading: Any) -> Handler:
     """Return a `deepcopy` that hands out the latest copy of a converter again as long as that has collected nothing."""
-    ordinary = loading.deepcopy
     latest: dict[int, tuple[Any, Any]] = {}
 
-    def deepcopy(value: Any, *args: Any) -> Any:
+    def deepcopy(ordinary: Callable[..., Any], value: Any, *args: Any) -> Any:
         if args or not isinstance(value, loading.WeightConverter):
             return ordinary(value, *args)
         original, copied = latest.get(id(value), (None, None))
@@ -68,11 +65,10 @@ class _Job:
         return self._copy(self._tensor, self._device, self._dtype)
 
 
-def _without_threads(loading: Any) -> Callable[..., Any]:
+def _without_threads(loading: Any) -> Handler:
     """Return a `spawn_materialize` that makes a `_Job`; a tensor that is also sharded goes to transformers' own."""
-    ordinary = loading.spawn_materialize
 
-    def spawn(pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **others: Any) -> Any:
+    def spawn(ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **others: Any) -> Any:
         if others.get("sharding_op") is not None or not others.keys() <= {"sharding_op", "tensor_idx"}:
             return ordinary(pool, tensor, device, dtype, **others)
         return _Job(loading._materialize_copy, tensor, device, dtype)
@@ -80,14 +76,16 @@ def _without_threads(loading: Any) -> Callable[..., Any]:
     return spawn
 
 
-def _shared_key(ordinary: Callable[[str], list[Any]]) -> Callable[[str], Sequence[Any]]:
-    """Return a `dot_natural_key` whose keys share what they have of equal parts of names."""
+def _sorts_by_parts(key: Callable[[str], list[Any]]) -> bool:
     parts = ("layers", "12", "w_3")
-    if ordinary(".".join(parts)) != [ordinary(part)[0] for part in parts]:  # a release that sorts by something else
-        return ordinary
+    return key(".".join(parts)) == [key(part)[0] for part in parts]
+
+
+def _shared_key() -> Handler:
+    """Return a `dot_natural_key` whose keys share what they have of equal parts of names."""
 
     @functools.cache
-    def key_of(part: str) -> Any:
+    def key_of(ordinary: Callable[[str], list[Any]], part: str) -> Any:
         return ordinary(part)[0]
 
-    return lambda name: tuple(map(key_of, name.split(".")))
+    return lambda ordinary, name: tuple(key_of(ordinary, part) for part in name.split("."))

@@ -19,7 +19,6 @@ Source: bitsandbytes 0.50.2 `nn/modules.py`, `functional.py`. Written for bitsan
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import importlib.util
 import math
@@ -33,6 +32,7 @@ from lowmem_load.contract import BITSANDBYTES, require
 from lowmem_load.describe.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
+from lowmem_load.hf.replaced import Replacement
 from lowmem_load.planning.expression import Computed, Shape
 from lowmem_load.settings.settings import Settings
 
@@ -66,8 +66,8 @@ def is_there() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
-def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return what has to stand in for names of bitsandbytes while a model is described: owner, name and function.
+def replacements() -> list[Replacement]:
+    """Return what has to stand in for functions of bitsandbytes while a model is described.
 
     Raises:
         IncompatibleVersionError: the installed bitsandbytes lacks what this module relies on.
@@ -87,8 +87,8 @@ def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     )
     parameter = _params4bit()
     return [
-        (parameter, "__new__", functools.partial(_of_weight, parameter.__new__)),
-        (parameter, "from_prequantized", functools.partial(_of_packed, parameter.from_prequantized)),
+        (parameter, "__new__", _of_weight),
+        (parameter, "from_prequantized", _of_packed),
     ]
 
 
@@ -187,6 +187,7 @@ def _trim_heap() -> None:
 
 def _of_packed(
     ordinary: Callable[..., Any],
+    cls: Any,
     data: Any,
     quantized_stats: Mapping[str, Any],
     requires_grad: bool = False,
@@ -196,7 +197,7 @@ def _of_packed(
 ) -> Any:
     """Stand in for `Params4bit.from_prequantized`: of described packed values, return a described parameter."""
     if not isinstance(data, SymbolicTensor):
-        return ordinary(data, quantized_stats, requires_grad, device, module=module, **kwargs)
+        return ordinary(cls, data, quantized_stats, requires_grad, device, module=module, **kwargs)
     companions = {
         key: Companion(tuple(value.shape), value.dtype, value.expression) for key, value in quantized_stats.items()
     }
@@ -204,7 +205,7 @@ def _of_packed(
     def restore(name: str, made: nn.Parameter, read: Mapping[str, torch.Tensor], device: torch.device) -> None:
         empty = torch.empty(0, dtype=data.dtype)
         try:
-            template = ordinary(empty, dict(read), device=torch.device("cpu"), module=None)
+            template = ordinary(cls, empty, dict(read), device=torch.device("cpu"), module=None)
             _check_statistics(template.quant_state, data, module)
         except Exception as error:  # of any class: bitsandbytes reads what it unpacks as if it were what it should be
             raise CheckpointError(f"{name}: no usable quantization state: {type(error).__name__}: {error}") from error

@@ -19,20 +19,22 @@ import torch
 
 from lowmem_load.describe.patterns import Patterns
 from lowmem_load.describe.tensor import SymbolicTensor
+from lowmem_load.hf.replaced import Replacement
 
 MODULE = "transformers.integrations.finegrained_fp8"
 
 
-def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return what stands in for transformers' dequantization while a model is described: owner, name and function."""
+def replacements() -> list[Replacement]:
+    """Return what stands in for transformers' dequantization while a model is described."""
     owner = importlib.import_module(MODULE).Fp8Dequantize
-    ordinary: Callable[..., torch.Tensor] | None = getattr(owner, "_dequantize_one", None)
-    if ordinary is None:  # it refuses weights whose blocks are not whole, then
+    if not hasattr(owner, "_dequantize_one"):  # it refuses weights whose blocks are not whole, then
         return []
 
     patterns = Patterns()
 
-    def dequantize(operation: Any, quantized: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
+    def dequantize(
+        ordinary: Callable[..., torch.Tensor], operation: Any, quantized: Any, scales: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if not (isinstance(quantized, SymbolicTensor) and isinstance(scales, SymbolicTensor)):
             return ordinary(operation, quantized, scales, **kwargs)
         missing = _missing(operation, quantized, scales)

@@ -5,11 +5,9 @@ Part of the transformers seam, see `loader.py`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers.models.auto.auto_factory as auto_factory
@@ -17,7 +15,7 @@ import transformers.utils.hub as transformers_hub
 
 from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.describe.context import Once
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.replaced import Replacement
 
 require(
     TRANSFORMERS,
@@ -49,37 +47,35 @@ def pinned_commit(kwargs: Mapping[str, Any]) -> str:
     return commit if _COMMIT.fullmatch(commit) else ""
 
 
-@contextlib.contextmanager
-def asked_once(once: Once) -> Iterator[None]:
+def asked_once(once: Once) -> Replacement:
     """Let one of the ranks that share what they find ask the Hub, and download; the others look when it has.
 
     Of a commit, transformers 5 asks the Hub for nothing that the cache knows, not even for what it knows not to be
     there. So what one rank has asked for needs no second request.
     """
-    ordinary, caller = transformers_hub.cached_files, threading.current_thread()
 
-    def cached_files(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+    def cached_files(
+        ordinary: Callable[..., Any], path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any
+    ) -> Any:
         def ask() -> Any:
             return ordinary(path_or_repo_id, filenames, *args, **kwargs)
 
         def look(_: bytes) -> Any:
             return ordinary(path_or_repo_id, filenames, *args, **{**kwargs, "force_download": False})
 
-        if os.path.isdir(path_or_repo_id) or threading.current_thread() is not caller:  # of no load, then
+        if os.path.isdir(path_or_repo_id):
             return ask()
         key = f"hub {path_or_repo_id} {kwargs.get('subfolder') or ''} {filenames}"
         return once(key, ask, lambda _: b"asked", look)
 
-    with replaced(transformers_hub, "cached_files", cached_files):
-        yield
+    return transformers_hub, "cached_files", cached_files
 
 
 _LOOKUP = ("cache_dir", "local_files_only")
 """Keywords of `from_pretrained` that say where an adapter is looked for."""
 
 
-@contextlib.contextmanager
-def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Replacement:
     """Let an auto class look for the adapter of a model where all else of it is looked for, not in the default cache.
 
     In the cache it is known that there is none; of another one each rank would ask the Hub.
@@ -89,12 +85,9 @@ def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Iterator[None]
         name: of the model; others' adapters are looked for as ever.
         kwargs: of its `from_pretrained`.
     """
-    ordinary, caller = auto_factory.find_adapter_config_file, threading.current_thread()
     handed_on = {key: kwargs[key] for key in _LOOKUP if key in kwargs}
 
-    def find_adapter_config_file(asked: Any, **keywords: Any) -> Any:
-        is_ours = asked == name and threading.current_thread() is caller
-        return ordinary(asked, **({**handed_on, **keywords} if is_ours else keywords))
+    def find_adapter_config_file(ordinary: Callable[..., Any], asked: Any, **keywords: Any) -> Any:
+        return ordinary(asked, **({**handed_on, **keywords} if asked == name else keywords))
 
-    with replaced(auto_factory, "find_adapter_config_file", find_adapter_config_file):
-        yield
+    return auto_factory, "find_adapter_config_file", find_adapter_config_file

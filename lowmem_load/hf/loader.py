@@ -13,11 +13,11 @@ Written for transformers 4.51 to 5.23.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,15 +37,19 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.collecting import described_collecting
 from lowmem_load.hf.hub import asked_once
+from lowmem_load.hf.load_lock import building
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
 
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
 )
 """What initialises the parameters that no file has, once those are marked that one has. 4.51 does both in one."""
+
+_IN_THREADS = "load_shard_files_with_threadpool"
+"""What reads shards in threads where HF_ENABLE_PARALLEL_LOADING is set: transformers 4.53 to 4.57."""
 
 MAX_MODULES = 1 << 18
 """Of a model, each some kilobytes of memory: twice what the largest published ones have."""
@@ -56,7 +60,7 @@ require(
     {
         "transformers:PreTrainedModel": (
             # class methods, which are replaced by such
-            *("from_pretrained.__func__", "_from_config.__func__", "get_init_context.__func__"),
+            *("from_pretrained.__func__", "_from_config.__func__"),
             *(_INITIALISES, "load_adapter"),
         ),
         "transformers.integrations.deepspeed": (
@@ -136,16 +140,23 @@ class Call:
         refuse_foreign(self.name, self.kwargs)
         # Nothing is mapped, so there is nothing to disable.
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}
-        with ordinary_path(), _quiet(), contextlib.ExitStack() as hooks:
-            hooks.enter_context(described_collecting())
-            hooks.enter_context(_symbolic_files(context))
-            keeps_names = self.kwargs.get("device_map") is not None
-            hooks.enter_context(_checked_indexes(context.once, keeps_names=keeps_names))
-            hooks.enter_context(asked_once(context.once))
-            hooks.enter_context(_initialised_in(context))
-            hooks.enter_context(_adapters(context.read_now))
-            hooks.enter_context(described_quantizers(is_cut_up=is_cut_up))
-            hooks.enter_context(_built(self._cls, self.name, context.check_built))
+        keeps_names = self.kwargs.get("device_map") is not None
+        replacements = [
+            *_symbolic_files(context),
+            *described_collecting(),
+            _checked_indexes(context.once, keeps_names=keeps_names),
+            asked_once(context.once),
+            _initialised_in(context),
+            _adapters(context.read_now),
+            _built(self._cls, self.name, context.check_built),
+        ]
+        with (
+            ordinary_path(),
+            _quiet(),
+            _modules_counted(self.name),
+            described_quantizers(is_cut_up=is_cut_up),
+            replaced(*replacements),
+        ):
             try:
                 return self._run(kwargs)
             except RuntimeError as error:
@@ -189,12 +200,10 @@ class _RealData(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _adapters(read_now: ReadNow) -> Iterator[None]:
+def _adapters(read_now: ReadNow) -> Replacement:
     """Let PEFT put an adapter on a model that is described and not yet loaded."""
-    ordinary = PreTrainedModel.load_adapter
 
-    def load_adapter(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _RealData(read_now):
             info = ordinary(model, *args, **kwargs)
         if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use it
@@ -204,19 +213,19 @@ def _adapters(read_now: ReadNow) -> Iterator[None]:
             )
         return info
 
-    with replaced(PreTrainedModel, "load_adapter", load_adapter):
-        yield
+    return PreTrainedModel, "load_adapter", load_adapter
 
 
-@contextlib.contextmanager
-def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Check the model that is built, name it when it cannot be, and stop one that would never end."""
-    ordinary, num_modules = cls.__init__, 0
+def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replacement:
+    """Check the model that is built, and name it when it cannot be."""
 
-    @functools.wraps(ordinary)
-    def build(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        try:
+    def build(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if type(model) is not cls:  # a part of it, of a class that has the same constructor
             ordinary(model, *args, **kwargs)
+            return
+        try:
+            with building():
+                ordinary(model, *args, **kwargs)
             check(model)
         except LowMemLoadError:
             raise
@@ -226,9 +235,17 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Iterator[
                 f"{spelled(error, MAX_TOLD)}"
             ) from error
 
+    return cls, "__init__", build
+
+
+@contextlib.contextmanager
+def _modules_counted(name: str) -> Iterator[None]:
+    """Stop the building of a model that would never end."""
+    num_modules, thread = 0, threading.get_ident()
+
     def count(*_: Any) -> None:
         nonlocal num_modules
-        num_modules += 1
+        num_modules += threading.get_ident() == thread  # torch calls this for the modules of all threads
         if num_modules > MAX_MODULES:
             raise CheckpointError(
                 f"{name}: its configuration (config.json) asks for more than {MAX_MODULES} modules; correct the number "
@@ -237,49 +254,44 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Iterator[
 
     counting = register_module_module_registration_hook(count)
     try:
-        with replaced(cls, "__init__", build):
-            yield
+        yield
     finally:
         counting.remove()
 
 
-@contextlib.contextmanager
-def _initialised_in(context: Context) -> Iterator[None]:
+def _initialised_in(context: Context) -> Replacement:
     """Let what transformers' initialisation writes into parameters go through the context's initialiser.
 
     transformers has given the missing ones `torch.empty` memory by then; they give it back untouched.
     """
-    ordinary = getattr(PreTrainedModel, _INITIALISES)
     initialiser, read_now = context.initialiser, context.read_now
 
-    def initialise(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        replaced: dict[int, nn.Parameter] = {}
+    def initialise(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made: dict[int, nn.Parameter] = {}
         keeps = context.keeps_of(model)
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if isinstance(parameter, SymbolicTensor):
                     initialise_in(parameter, initialiser, keeps(parameter))
                 elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
-                    if id(parameter) not in replaced:
+                    if id(parameter) not in made:
                         empty = uninitialised(parameter, read_now)
                         initialise_in(empty, initialiser, keeps(parameter))
-                        replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    setattr(module, name, replaced[id(parameter)])
+                        made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    setattr(module, name, made[id(parameter)])
         ordinary(model, *args, **kwargs)
         initialiser.release()
 
-    with replaced(PreTrainedModel, _INITIALISES, initialise):
-        yield
+    return PreTrainedModel, _INITIALISES, initialise
 
 
-@contextlib.contextmanager
-def _symbolic_files(context: Context) -> Iterator[None]:
-    def symbolic_open(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
+def _symbolic_files(context: Context) -> list[Replacement]:
+    def symbolic_open(_: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
         return SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
 
-    ordinary = modeling_utils.load_state_dict
-
-    def symbolic_state_dict(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def symbolic_state_dict(
+        ordinary: Callable[..., Any], path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
         if os.fspath(path).endswith(".safetensors"):
             return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
         file = context.file(os.fspath(path), TorchZip())
@@ -287,26 +299,33 @@ def _symbolic_files(context: Context) -> Iterator[None]:
         tensors = {id(node): SymbolicTensor(node, context.read_now) for node in nodes.values()}
         return {name: tensors[id(node)].detach() for name, node in nodes.items()}  # tied names share one value
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(modeling_utils, "safe_open", symbolic_open))
-        stack.enter_context(replaced(modeling_utils, "load_state_dict", symbolic_state_dict))
-        if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
-            stack.enter_context(replaced(modeling_utils, "_is_on_hf_mount", _never))
-        yield
+    replacements: list[Replacement] = [
+        (modeling_utils, "safe_open", symbolic_open),
+        (modeling_utils, "load_state_dict", symbolic_state_dict),
+    ]
+    if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
+        replacements.append((modeling_utils, "_is_on_hf_mount", lambda *_: False))
+    if hasattr(modeling_utils, _IN_THREADS):
+        replacements.append((modeling_utils, _IN_THREADS, _one_after_the_other))
+    return replacements
 
 
-@contextlib.contextmanager
-def _checked_indexes(once: Once, *, keeps_names: bool) -> Iterator[None]:
+def _one_after_the_other(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
+    """Stand in for `_IN_THREADS`, whose threads would read the files."""
+    found = [modeling_utils.load_shard_file(shard) for shard in shards]
+    return [message for messages, _ in found for message in messages], found[-1][1]
+
+
+def _checked_indexes(once: Once, *, keeps_names: bool) -> Replacement:
     """Check the index that transformers takes, which depends on the files, `variant` and `use_safetensors`.
 
     It is read once: transformers returns paths of the shards, and what the index says of them. 5.x holds its names to
     the end of the load, for a `device_map` that puts weights on the disk and for nothing else.
     """
-    ordinary = modeling_utils.get_checkpoint_shard_files
     keeps_names = keeps_names or transformers.__version__.startswith("4.")
     unused = () if keeps_names else ("all_checkpoint_keys", "weight_map")
 
-    def checked(name: str, index: str, *args: Any, **kwargs: Any) -> Any:
+    def checked(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
         def find() -> tuple[list[str], dict[str, Any]]:
             check_index(index, name if os.path.isdir(name) else None, kwargs.get("subfolder") or "")
             files, metadata = ordinary(name, index, *args, **kwargs)
@@ -317,12 +336,7 @@ def _checked_indexes(once: Once, *, keeps_names: bool) -> Iterator[None]:
 
         return once(f"index {name} {index} {os.getcwd()}", find, pack, json.loads)
 
-    with replaced(modeling_utils, "get_checkpoint_shard_files", checked):
-        yield
-
-
-def _never(path: object) -> bool:
-    return False
+    return modeling_utils, "get_checkpoint_shard_files", checked
 
 
 def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:

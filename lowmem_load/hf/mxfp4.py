@@ -23,6 +23,7 @@ from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.describe.initialise import ReadNow
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import IncompatibleVersionError
+from lowmem_load.hf.replaced import Replacement
 from lowmem_load.planning.expression import Elementwise, Expression, expand, held, permute, reshape
 
 MODULE = "transformers.integrations.mxfp4"
@@ -37,26 +38,26 @@ _HALVES = held(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
 Convert = Callable[..., torch.Tensor]
 
 
-def replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return what stands in for transformers' dequantization while a model is described: owner, name and function.
+def replacements() -> list[Replacement]:
+    """Return what stands in for transformers' dequantization while a model is described.
 
     Raises:
         IncompatibleVersionError: transformers does it in another way.
     """
     require(TRANSFORMERS, {MODULE: ("convert_moe_packed_tensors",)})
-    module = importlib.import_module(MODULE)
-    ordinary: Convert = module.convert_moe_packed_tensors
-    table_of = functools.cache(functools.partial(_checked_table, ordinary))
+    table_of = functools.cache(_checked_table)
 
-    def convert(blocks: Any, scales: Any, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> torch.Tensor:
+    def convert(
+        ordinary: Convert, blocks: Any, scales: Any, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+    ) -> torch.Tensor:
         symbolic = isinstance(blocks, SymbolicTensor) and isinstance(scales, SymbolicTensor)
         fits = blocks.dim() == 4 and blocks.shape[:-1] == scales.shape and blocks.dtype == scales.dtype == torch.uint8
         if not (symbolic and fits):
             return ordinary(blocks, scales, dtype=dtype, **kwargs)
-        table = table_of(dtype, blocks.read_now)
+        table = table_of(ordinary, dtype, blocks.read_now)
         return SymbolicTensor(_described(blocks.expression, scales.expression, table), blocks.read_now)
 
-    return [(module, "convert_moe_packed_tensors", convert)]
+    return [(importlib.import_module(MODULE), "convert_moe_packed_tensors", convert)]
 
 
 def _described(blocks: Expression, scales: Expression, table: torch.Tensor) -> Expression:

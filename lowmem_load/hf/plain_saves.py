@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -34,11 +33,9 @@ def plain_saves(module: str, on_state: PlainSave, check: Callable[[nn.Module], N
         check: called before it, where it is given no state, and writes.
     """
     cls = getattr(sys.modules[module], SAVING_CLASSES[module])
-    ordinary = cls.save_pretrained
-    signature = inspect.signature(ordinary)
+    signature = inspect.signature(cls.save_pretrained)
 
-    @functools.wraps(ordinary)
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs).arguments
         given = {**bound.pop("kwargs", {}), **bound}
         model, folder = given.pop("self"), str(given.pop("save_directory"))
@@ -51,7 +48,7 @@ def plain_saves(module: str, on_state: PlainSave, check: Callable[[nn.Module], N
             check(model)
         return ordinary(*args, **kwargs)
 
-    with replaced(cls, "save_pretrained", save_pretrained):
+    with replaced((cls, "save_pretrained", save_pretrained), everywhere=True):
         yield
 
 

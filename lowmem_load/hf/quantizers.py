@@ -13,15 +13,13 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf import four_bit, fp8, mxfp4
 from lowmem_load.hf.names import is_four_bit, model_config, quantization_method, refuse_quantized
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.replaced import Replacement, replaced
 
 _PLACING = ("caching_allocator_warmup", "dispatch_model")
 """What places a whole model on a device, which a quantizer asks for; 5.x dispatches only to several."""
 
 
-_Replacement = tuple[Any, str, Callable[..., Any]]
-
-_DEQUANTIZED: Mapping[str, Callable[[], list[_Replacement]]] = {"fp8": fp8.replacements, "mxfp4": mxfp4.replacements}
+_DEQUANTIZED: Mapping[str, Callable[[], list[Replacement]]] = {"fp8": fp8.replacements, "mxfp4": mxfp4.replacements}
 """Methods whose dequantization is described in another way than by running it, and what stands in for it."""
 
 
@@ -32,17 +30,15 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
     Args:
         is_cut_up: whether parameters will be cut up, for which other quantized ones are refused.
     """
-    ordinary = AutoHfQuantizer.from_config
     described: set[str] = set()
     with contextlib.ExitStack() as stack:
 
-        def describe(method: str, replacements: Callable[[], list[_Replacement]]) -> None:
+        def describe(method: str, replacements: Callable[[], list[Replacement]]) -> None:
             if method not in described:  # else by the quantizer of a model that contains this one
                 described.add(method)
-                for owner, name, function in replacements():
-                    stack.enter_context(replaced(owner, name, function))
+                stack.enter_context(replaced(*replacements()))
 
-        def from_config(*args: Any, **kwargs: Any) -> Any:
+        def from_config(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             quantizer = ordinary(*args, **kwargs)
             method = quantization_method(quantizer.quantization_config)
             if is_four_bit(quantizer.quantization_config):
@@ -56,11 +52,11 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
                 _refuse_stacked(quantizer)
             return quantizer
 
-        with replaced(AutoHfQuantizer, "from_config", from_config):
-            yield
+        stack.enter_context(replaced((AutoHfQuantizer, "from_config", from_config)))
+        yield
 
 
-def _packing() -> list[_Replacement]:
+def _packing() -> list[Replacement]:
     """Return `four_bit.replacements`, and nothing for what places a model.
 
     With a bitsandbytes with which this cannot be streamed, stock may load it.

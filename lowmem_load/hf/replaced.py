@@ -1,34 +1,85 @@
-"""Stands in for a function of somebody else's while a block lasts. Part of the transformers seam, see `loader.py`."""
+"""Handlers that stand in for functions of other packages while a block lasts. Part of the transformers seam.
+
+[Note: dispatchers] The first block that replaces a function puts a dispatcher in its place, which stays there. A
+dispatcher looks into a `ContextVar` for the blocks that its caller is in, and calls their handlers; outside of any
+block it calls the function itself. A new thread is in no block (unless Python 3.14 is told to hand contexts on). So
+nothing has to be put back, and a module that imports the function by name inside a block keeps a dispatcher, which does
+no harm.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import torch
+
+Handler: TypeAlias = Callable[..., Any]
+"""Is called with the function that it stands in for, and then with the arguments."""
+
+Replacement: TypeAlias = tuple[Any, str, Handler]
+"""A module or class, the name of a function in it, and what stands in for that."""
+
+_Block: TypeAlias = dict[Callable[..., Any], Handler]
+"""The handlers of a block, by dispatcher; empty once the block is over."""
+
+_MARK = "lowmem_load_dispatcher"
+"""Attribute of a dispatcher that holds itself: a wrapper that somebody puts around one may have a copy of it."""
+
+_BLOCKS: ContextVar[tuple[_Block, ...]] = ContextVar("lowmem_load_blocks", default=())
+_EVERYWHERE: list[_Block] = []
+_PLACING = threading.Lock()
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a function, but not for threads that run already: one of them may be in the middle of an ordinary load.
+def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[None]:
+    """Inside, the handlers are called instead of the functions that they stand in for.
 
-    A load that begins later in another thread waits for its turn, see `hf/intercept.py`.
+    Of several blocks for one function, the handler of the inner one is called with that of the outer one. Blocks may
+    end in any order.
+
+    Args:
+        replacements: a method is replaced in the class that defines it, so for all subclasses of that.
+        everywhere: whether for all threads, or only for the thread or the task of the block.
     """
-    inherited = name not in vars(owner)
-    before = None if inherited else vars(owner)[name]
-    ordinary = getattr(owner, name)
-    others = set(threading.enumerate()) - {threading.current_thread()}  # not by number: numbers are given again
-
-    @functools.wraps(value)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (ordinary if threading.current_thread() in others else value)(*args, **kwargs)
-
-    setattr(owner, name, chosen)
+    block = {_dispatcher(owner, name): handler for owner, name, handler in replacements}
+    if everywhere:
+        _EVERYWHERE.append(block)
+    else:
+        _BLOCKS.set((*_BLOCKS.get(), block))
     try:
         yield
     finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+        block.clear()  # a task that was begun inside has a copy of the context
+        _BLOCKS.set(tuple(filter(None, _BLOCKS.get())))
+        if everywhere:
+            _EVERYWHERE.remove(block)
+
+
+def _dispatcher(owner: Any, name: str) -> Callable[..., Any]:
+    """Return the dispatcher that is in the place of a function; put one there if there is none."""
+    if isinstance(owner, type):
+        owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+    with _PLACING:
+        held = vars(owner)[name]
+        kind = type(held) if isinstance(held, classmethod | staticmethod) else None
+        ordinary: Callable[..., Any] = held if kind is None else held.__func__
+        if getattr(ordinary, _MARK, None) is ordinary:
+            return ordinary
+
+        @functools.wraps(ordinary)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            function = ordinary
+            if not torch.compiler.is_compiling():  # Dynamo cannot trace a ContextVar
+                for block in (*_EVERYWHERE, *_BLOCKS.get()):
+                    if (handler := block.get(dispatch)) is not None:
+                        function = functools.partial(handler, function)
+            return function(*args, **kwargs)
+
+        setattr(dispatch, _MARK, dispatch)
+        setattr(owner, name, dispatch if kind is None else kind(dispatch))
+    return dispatch

@@ -28,7 +28,7 @@ from transformers.utils import logging as hf_logging
 from lowmem_load.contract import PEFT, TRANSFORMERS, require
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.planning.expression import Expression, Source
 
 _WRITE_WEIGHTS = "safe_save_file"
@@ -95,21 +95,21 @@ def describe_save(
     _refuse(model, dtype, kwargs)
     files: list[SavedFile] = []
 
-    def record(weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Any = None, **_: Any) -> None:
+    def record(
+        _: Any, weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Any = None, **__: Any
+    ) -> None:
         files.append(recorded(scratch, weights, path, metadata or {}))
 
     numel = sum(_numel(tensors[id(parameter)]) for parameter in model.parameters())
     arguments = {**kwargs, "state_dict": symbolic_state(model, tensors, dtype), "is_main_process": True}
     if isinstance(model, transformers.PreTrainedModel):
         arguments["max_shard_size"] = max_shard_size
-    with contextlib.ExitStack() as stack:
-        for module in _modules_that_write(model):
-            stack.enter_context(replaced(module, _WRITE_WEIGHTS, record))
-        # It counts elements, of which the parameters themselves have none where they are partitioned.
-        stack.enter_context(replaced(transformers.PreTrainedModel, "num_parameters", lambda *_, **__: numel))
-        if hasattr(transformers.PreTrainedModel, _WHETHER_TO_WRITE):
-            stack.enter_context(replaced(transformers.PreTrainedModel, _WHETHER_TO_WRITE, lambda *_: True))
-        stack.enter_context(_without_progress())
+    # It counts elements, of which the parameters themselves have none where they are partitioned.
+    replacements: list[Replacement] = [(transformers.PreTrainedModel, "num_parameters", lambda *_, **__: numel)]
+    replacements += [(module, _WRITE_WEIGHTS, record) for module in _modules_that_write(model)]
+    if hasattr(transformers.PreTrainedModel, _WHETHER_TO_WRITE):
+        replacements.append((transformers.PreTrainedModel, _WHETHER_TO_WRITE, lambda *_: True))
+    with replaced(*replacements), _without_progress():
         save: Any = model.save_pretrained
         save(scratch, **arguments)
     if dtype is not None:

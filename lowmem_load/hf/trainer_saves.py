@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.replaced import Handler, replaced
 from lowmem_load.hf.saver import OURS
 
 TrainerSave = Callable[[Any, Callable[[], None]], None]
@@ -58,11 +58,8 @@ def noted_saves() -> Iterator[list[WantedSave]]:
     """Inside, `save_pretrained` with a `NotGathered` writes nothing; each such call is in the list that is yielded."""
     wanted: list[WantedSave] = []
 
-    def noting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(ordinary)
-
-        @functools.wraps(ordinary)
-        def save(*args: Any, **kwargs: Any) -> Any:
+    def noting(signature: inspect.Signature) -> Handler:
+        def save(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs).arguments
             given = {**bound.pop("kwargs", {}), **bound}
             if not isinstance(given.get("state_dict"), NotGathered):
@@ -73,9 +70,7 @@ def noted_saves() -> Iterator[list[WantedSave]]:
 
         return save
 
-    with contextlib.ExitStack() as stack:
-        for cls in _classes():
-            stack.enter_context(replaced(cls, "save_pretrained", noting(cls.save_pretrained)))
+    with replaced(*((cls, "save_pretrained", noting(inspect.signature(cls.save_pretrained))) for cls in _classes())):
         yield wanted
 
 
@@ -103,11 +98,8 @@ def trainer_saves(handler: TrainerSave) -> Iterator[None]:
     """Inside, `Trainer.save_model` is handed to `handler`. Imports Trainer."""
     from transformers import Trainer
 
-    ordinary = Trainer.save_model
-
-    @functools.wraps(ordinary)
-    def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
+    def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         handler(self, functools.partial(ordinary, self, *args, **kwargs))
 
-    with replaced(Trainer, "save_model", save_model):
+    with replaced((Trainer, "save_model", save_model), everywhere=True):
         yield

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowmem_load.hf import intercept, names
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.load.request import Request, spelled
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.ranks.process_group import DistributedInterface
@@ -68,7 +69,7 @@ def load_model(
         UnsupportedError: a combination that cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    with intercept.in_turn(open_ended=False):
+    with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
         def asked() -> tuple[Request, Settings]:
@@ -90,7 +91,7 @@ def load_as_asked(
 
     Collective: the ranks of `ranks`.
     """
-    with intercept.in_turn(open_ended=False), ranks.together("the load"):
+    with load_lock(), ranks.together("the load"):
         with ranks.agreed("checking the arguments") as digest:
             request, settings = asked()
             names.check_name(request.name, request.kwargs.get("subfolder", ""))
@@ -101,7 +102,7 @@ def load_as_asked(
                 checked = request.checked(settings)
         if not is_folder:
             checked = request.checked_once(settings, ranks)
-        with intercept.intercepted(load_on(ranks, checked.settings, progress, verify), any_thread=False):
+        with intercept.intercepted(load_on(ranks, checked.settings, progress, verify)):
             return checked.from_pretrained()
 
 

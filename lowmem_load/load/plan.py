@@ -11,6 +11,7 @@ import torch
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import intercept, loader
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.load.request import Checked, Request, spelled
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.read.source import LocalFile, Opener
@@ -147,7 +148,7 @@ def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
     def handler(call: loader.Call) -> NoReturn:
         raise _Done(act(call))
 
-    with intercept.in_turn(open_ended=False), intercept.intercepted(handler, any_thread=False):
+    with load_lock(), intercept.intercepted(handler):
         try:
             checked.from_pretrained()
         except _Done as done:

@@ -12,6 +12,7 @@ import torch
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
 from lowmem_load.hf.hub import adapter_sought_alike
+from lowmem_load.hf.replaced import replaced
 from lowmem_load.ranks.board import board
 from lowmem_load.ranks.group import RankGroup
 from lowmem_load.settings.settings import Settings
@@ -99,7 +100,7 @@ class Checked:
 
     def from_pretrained(self) -> Any:
         """Return what the class's `from_pretrained` does."""
-        with adapter_sought_alike(self.name, self.kwargs):
+        with replaced(adapter_sought_alike(self.name, self.kwargs)):
             return self.cls.from_pretrained(self.name, **self.kwargs)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, was_dropped
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.load.model import load_on
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.report import OnLoad
@@ -38,7 +39,8 @@ def streaming(
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
     Models keep the dtype that the caller asked for under stages 0 to 2; under stage 3 the ds_config decides, as it
-    does with stock ZeRO-3. On exit, also after an exception, everything is as it was before.
+    does with stock ZeRO-3. On exit, also after an exception, everything is as it was before. Loads of other threads are
+    the ordinary ones.
 
     Args:
         ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that is
@@ -61,25 +63,30 @@ def streaming(
         with following(progress=progress, verify=verify):
             yield
         return
-    with intercept.in_turn(open_ended=True):
+    with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
         with ranks.agreed("checking the ds_config") as digest:
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
             digest.append(f"ds_config {settings.fingerprint}")
-        with (
-            deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-            intercept.intercepted(load_on(ranks, settings, progress, verify)),
-        ):
-            try:
-                yield
-            except BaseException as error:
-                if not isinstance(error, RankError):
-                    ranks.leave("streaming()", error)
-                raise
+    with (
+        deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
+        intercept.intercepted(load_on(ranks, settings, progress, verify)),
+    ):
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RankError):
+                ranks.leave("streaming()", error)
+            raise
 
 
 def following(
-    *, progress: bool | None, verify: bool, on_load: OnLoad | None = None, is_lenient: bool = False
+    *,
+    progress: bool | None,
+    verify: bool,
+    on_load: OnLoad | None = None,
+    is_lenient: bool = False,
+    everywhere: bool = False,
 ) -> AbstractContextManager[None]:
     """Return `streaming()` without a ds_config.
 
@@ -88,6 +95,7 @@ def following(
         verify: see `load_model`.
         on_load: called with the report of each streamed load, on every rank.
         is_lenient: whether what cannot be streamed is left to transformers.
+        everywhere: whether in all threads.
     """
 
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
@@ -99,12 +107,12 @@ def following(
             digest.append(f"ds_config {settings.fingerprint}")
         return load_on(ranks, settings, progress, verify, on_load, is_lenient=is_lenient)(call)
 
-    return intercept.intercepted(load, _zero3_is_active)
+    return intercept.intercepted(load, _zero3_is_active, everywhere=everywhere)
 
 
 def _zero3_is_active() -> bool:
     if active_zero3_config() is not None:
         return True
     if was_dropped():
-        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=4)  # the caller of from_pretrained
+        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=5)  # the caller of from_pretrained
     return False

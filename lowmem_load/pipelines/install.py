@@ -18,7 +18,6 @@ from lowmem_load.ds.hooks import hooked
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, LoadOrderWarning
-from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.load.model import why_left_to_stock
 from lowmem_load.load.streaming import following
@@ -64,17 +63,13 @@ def install(
             the same files without gathering, and `save_pretrained` refuses to write empty parameters; docs/saving.md.
             They need no stage3_gather_16bit_weights_on_model_save. (False: all as in stock.)
         on_load: called with the `LoadReport` of each streamed load when it has ended, on every rank.
-
-    Raises:
-        ConfigError: called inside a `streaming` block, which would undo it on its exit.
     """
     if _Installed.stack is not None:
         return
-    if intercept.is_intercepted():
-        raise ConfigError("install() inside a streaming() block: call it before or after the block")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict))
-        _Installed.interception = intercept.innermost()
+        stack.enter_context(
+            following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict, everywhere=True)
+        )
         stack.enter_context(hooked(cast_additions))
         if saves:
             stack.enter_context(hooked(stack.enter_context(LedSaves()).begin))
@@ -84,24 +79,16 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo `install`: all loads are ordinary again. Does nothing where nothing is installed.
-
-    Raises:
-        ConfigError: called inside a `streaming` block, which would put `install` back on its exit.
-    """
-    if _Installed.stack is None:
-        return
-    if intercept.innermost() is not _Installed.interception:
-        raise ConfigError("uninstall() inside a streaming() block: call it after the block")
+    """Undo `install`: all loads are ordinary again. Does nothing where nothing is installed."""
     stack, _Installed.stack = _Installed.stack, None
-    stack.close()
+    if stack is not None:
+        stack.close()
 
 
 class _Installed:
     """The only mutable state of the module: it stands for names in other packages, which are per process too."""
 
     stack: ClassVar[contextlib.ExitStack | None] = None
-    interception: ClassVar[object] = None
 
 
 def _check_order(given: Mapping[str, Any]) -> None:

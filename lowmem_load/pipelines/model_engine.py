@@ -15,7 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import active, intercept, names
+from lowmem_load.hf import active, names
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.load.model import load_as_asked
 from lowmem_load.load.request import Request
 from lowmem_load.pipelines.arguments import read_arguments
@@ -75,7 +76,7 @@ class ModelEngine:
             digest.append(f"ds_config {settings.fingerprint}")
         self.precision = settings.precision
         visible = with_precision(settings.ds_config, settings.precision)
-        with intercept.in_turn(open_ended=False), active.deepspeed_config(visible) as alive:
+        with load_lock(), active.deepspeed_config(visible) as alive:
             self.hf_deepspeed_config: Any = alive
             with self.distributed.agreed("preparing", name=str(self.args.model)):
                 settings = self._prepare(settings)
@@ -93,11 +94,8 @@ class ModelEngine:
 
         What in transformers gathers partitions asks for it: `generate`, `resize_token_embeddings`,
         or `from_pretrained` of a further model.
-
-        Raises:
-            ConfigError: another thread is loading, or is inside such a block or `streaming`.
         """
-        with intercept.in_turn(open_ended=True), active.deepspeed_config(self.hf_deepspeed_config):
+        with active.deepspeed_config(self.hf_deepspeed_config):
             yield
 
     def _prepare(self, settings: Settings) -> Settings:

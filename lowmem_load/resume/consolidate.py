@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, PlanError
-from lowmem_load.hf import intercept, saver
+from lowmem_load.hf import saver
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.of_config import describe_plain, model_of
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
@@ -119,7 +120,7 @@ def _describe(
     sources = {name: Source("", name, 0, each.shape, each.dtype) for name, each in tensors.items()}
     if config is None or config is False:
         return describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
-    with intercept.alone():
+    with load_lock():
         model = model_of(config)
         held = _matched(model, sources, config)
         _check_ties(model, checkpoint, config)

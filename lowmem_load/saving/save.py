@@ -16,7 +16,8 @@ from torch import nn
 
 from lowmem_load.errors import PlanError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.hf import intercept, merging, saver
+from lowmem_load.hf import merging, saver
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.merging import Merge
 from lowmem_load.integrity.model import unwrapped
 from lowmem_load.phases import progress_bar
@@ -129,7 +130,7 @@ def save_described(
         also: processors, see `save_model`.
         progress: see `save_model`.
     """
-    with intercept.in_turn(open_ended=False):
+    with load_lock():
         ranks = ranks_of(model)
         report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
         with ranks.together("save_model"):

@@ -114,7 +114,7 @@ class Load:
         warnings.warn(
             f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}",
             NotStreamedWarning,
-            stacklevel=7,  # the caller of from_pretrained
+            stacklevel=8,  # the caller of from_pretrained
         )
         model, info = call.run()
         setattr(model, LEFT_ATTRIBUTE, reason)

@@ -204,7 +204,6 @@ def test_a_comm_that_could_not_be_reset_is_not_brought_up(
         (integration, "_hf_deepspeed_config_weak_ref"),
         (integration, "HfDeepSpeedConfig"),
         (transformers.PreTrainedModel, "from_pretrained"),
-        (transformers.PreTrainedModel, "get_init_context"),
     ],
 )
 def test_a_transformers_without_a_name_is_refused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

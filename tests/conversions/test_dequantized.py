@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from safetensors.torch import save_file
 from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import fp8, mxfp4
+from lowmem_load.hf.replaced import replaced
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.read.executor import Executor
@@ -28,14 +27,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = ReadLimits(staging_bytes=64, direct_bytes=64, max_gap_bytes=16)
 
 Symbolic = Callable[[str], SymbolicTensor]
-
-
-@contextlib.contextmanager
-def standing_in(replacements: Callable[[], Any]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, function in replacements():
-            patch.setattr(owner, name, function)
-        yield
 
 
 def symbolic(path: Path, executor: Executor) -> Symbolic:
@@ -89,7 +80,7 @@ def test_the_last_block_of_fp8_may_be_partial(
     scales = torch.rand(*shape[:-2], *grid, generator=generator)
     save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
     operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block)))
-    with Executor() as executor, standing_in(fp8.replacements):
+    with Executor() as executor, replaced(*fp8.replacements()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, by_blocks(weight, scales, block), None, limits=limits)
@@ -108,7 +99,7 @@ def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(shape: tuple[int, ...
     operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None)))
     expected = operation._dequantize_one(weight, scale, output_dtype=BF16)
     assert torch.equal(expected, (weight.float() * 0.37).to(BF16))
-    with Executor() as executor, standing_in(fp8.replacements):
+    with Executor() as executor, replaced(*fp8.replacements()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scale"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, expected, None)
@@ -122,7 +113,7 @@ def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transfor
     tensors = {"weight": weight, "scales": torch.rand(3, 1), "odd": torch.rand(4, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
     operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(4, 4))))
-    with Executor() as executor, standing_in(fp8.replacements):
+    with Executor() as executor, replaced(*fp8.replacements()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
         value = read_whole(executor, described.expression)
@@ -146,7 +137,7 @@ def test_mxfp4_is_read_by_ranges(
     tensors = {"blocks": random_bytes(*shape), "scales": random_bytes(*shape[:-1])}
     save_file(tensors, tmp_path / "model.safetensors")
     expected = integration.convert_moe_packed_tensors(tensors["blocks"], tensors["scales"], dtype=dtype)
-    with Executor() as executor, standing_in(mxfp4.replacements):
+    with Executor() as executor, replaced(*mxfp4.replacements()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = integration.convert_moe_packed_tensors(get("blocks"), get("scales"), dtype=dtype)
     assert described.stride() == expected.stride()
@@ -160,7 +151,7 @@ def test_mxfp4_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     ordinary = integration.convert_moe_packed_tensors
     monkeypatch.setattr(integration, "convert_moe_packed_tensors", lambda *a, **k: ordinary(*a, **k).transpose(1, 2))
     save_file({"blocks": random_bytes(1, 4, 1, 2), "scales": random_bytes(1, 4, 1)}, tmp_path / "m.safetensors")
-    with Executor() as executor, standing_in(mxfp4.replacements):
+    with Executor() as executor, replaced(*mxfp4.replacements()):
         get = symbolic(tmp_path / "m.safetensors", executor)
         with pytest.raises(IncompatibleVersionError, match=r"lays weights out in another way .*transformers=="):
             integration.convert_moe_packed_tensors(get("blocks"), get("scales"))
@@ -171,7 +162,7 @@ def test_mxfp4_that_does_not_fit_is_transformers_error(tmp_path: Path) -> None:
 
     tensors = {"blocks": random_bytes(2, 3, 2, 4), "scales": random_bytes(2, 3, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with Executor() as executor, standing_in(mxfp4.replacements):
+    with Executor() as executor, replaced(*mxfp4.replacements()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         with pytest.raises(AssertionError, match="does not match scales"):
             integration.convert_moe_packed_tensors(get("blocks"), get("scales"))

@@ -156,39 +156,36 @@ def test_modes_and_freezing(checkpoints: Path) -> None:
 def make_several(path: str) -> None:
     """Rank function: engines after one another, one that fails among them, beside somebody else's configuration."""
     import deepspeed
-    import transformers.integrations.deepspeed as integration
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+    from transformers.integrations.deepspeed import deepspeed_config
 
     from lowmem_load import ModelEngine
     from lowmem_load.ds.parameters import is_partitioned
 
-    def visible() -> Any:
-        return integration._hf_deepspeed_config_weak_ref
-
-    assert visible() is None
+    assert deepspeed_config() is None
     first = ModelEngine({"model": path, "bf16": True}, {"config_file": ZERO3})
-    assert visible() is None
+    assert deepspeed_config() is None
     plain = AutoModelForCausalLM.from_pretrained(path)
     assert not any(is_partitioned(parameter) for parameter in plain.parameters())
     second = ModelEngine({"model": path, "bf16": False, "fp16": False}, {"config_file": ZERO3})
-    assert visible() is None
+    assert deepspeed_config() is None
     assert [next(engine.model.parameters()).dtype for engine in (first, second)] == [torch.bfloat16, torch.float32]
     for broken in ({"model": path, "freeze": ["nope"]}, {"model": path, "auto_class": "Nope"}):
         with pytest.raises(ValueError, match=r"(?i)nope"):
             ModelEngine(broken, {"config_file": ZERO3})
-        assert visible() is None
+        assert deepspeed_config() is None
     theirs = HfDeepSpeedConfig({"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1})
     third = ModelEngine({"model": path}, {"config_file": ZERO3})
-    assert visible()() is theirs
+    assert deepspeed_config() is theirs.config
     assert not is_deepspeed_zero3_enabled()
     with first.deepspeed_visible():
-        assert visible()() is first.hf_deepspeed_config
+        assert deepspeed_config() is first.hf_deepspeed_config.config
         assert is_deepspeed_zero3_enabled()
         with third.deepspeed_visible():
-            assert visible()() is third.hf_deepspeed_config
+            assert deepspeed_config() is third.hf_deepspeed_config.config
         first.model.resize_token_embeddings(140, mean_resizing=False)
-    assert visible()() is theirs
+    assert deepspeed_config() is theirs.config
     # transformers leaves the new one whole, for deepspeed.initialize to partition
     resized, old = first.model.get_input_embeddings().weight, third.model.get_input_embeddings().weight
     assert resized.shape == (140, 32)

@@ -20,23 +20,29 @@ from tests.ranks import run_ranks
 
 
 def global_state() -> tuple[Any, ...]:
-    """Everything that streaming() replaces while it is active."""
+    """What streaming() may change while it is active, but for functions that ask whether it is."""
     import transformers.integrations.deepspeed as integration
     import transformers.modeling_utils as modeling
     from torch import nn
     from transformers import PreTrainedModel
 
     return (
-        modeling.safe_open,
-        vars(PreTrainedModel)["from_pretrained"],
-        PreTrainedModel.load_adapter,
+        PreTrainedModel.tie_weights,
         "load_adapter" in vars(PreTrainedModel),
-        integration._hf_deepspeed_config_weak_ref,
+        integration.deepspeed_config(),
         modeling.is_deepspeed_zero3_enabled(),
         nn.Module.__init_subclass__,
         torch.empty,
         torch.Tensor.__new__,
     )
+
+
+def functions() -> tuple[Any, ...]:
+    """Functions that ask whether a load is streamed, once one was."""
+    import transformers.modeling_utils as modeling
+    from transformers import PreTrainedModel
+
+    return modeling.safe_open, vars(PreTrainedModel)["from_pretrained"], PreTrainedModel.load_adapter
 
 
 def stream_and_restore(llama: str, bert: str) -> None:
@@ -55,7 +61,8 @@ def stream_and_restore(llama: str, bert: str) -> None:
         with streaming(FP32):
             inner = BertForMaskedLM.from_pretrained(bert)
         outer = AutoModel.from_pretrained(bert, dtype=torch.bfloat16)
-    assert global_state() == before
+        replaced = functions()
+    assert (global_state(), functions()) == (before, replaced)
     keys = {key: list(value) for key, value in info.items() if key.endswith("keys")}
     assert keys == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
     dtypes = [load_report(model).dtype for model in (auto, exact, inner, outer)]
@@ -66,7 +73,7 @@ def stream_and_restore(llama: str, bert: str) -> None:
         assert differences(model, plain) == []
     with pytest.raises(KeyError, match="from the block"), streaming(BF16):
         raise KeyError("from the block")
-    assert global_state() == before
+    assert (global_state(), functions()) == (before, replaced), "functions are replaced once"
 
 
 def test_streaming_is_a_context_and_leaves_nothing_behind(checkpoints: Path) -> None:

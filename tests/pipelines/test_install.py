@@ -73,8 +73,6 @@ def follow(path: str) -> None:
         load(device_map="auto")
     with lowmem_load.streaming(BF16):
         assert {p.dtype for p in load().parameters()} == {torch.bfloat16}
-        with pytest.raises(lowmem_load.ConfigError, match="call it after the block"):
-            uninstall()
     streamed.resize_token_embeddings(1280)
     whole = [parameter for parameter in streamed.parameters() if not is_partitioned(parameter)]
     assert sum(parameter.numel() for parameter in whole) == 2 * 1280 * 32, "the new embeddings, most of the model"
@@ -112,24 +110,11 @@ def follow(path: str) -> None:
     with lowmem_load.streaming():
         assert partitioned(load()) == {True}
     del alive
-    assert global_state()[:4] == before[:4]
+    assert global_state() == before
 
 
 def test_install_follows_the_active_configuration(checkpoints: Path) -> None:
     run_ranks(follow, str(builders.tiny_llama(checkpoints, torch.float32)))
-
-
-def test_install_inside_a_streaming_block_is_refused() -> None:
-    import lowmem_load
-    from lowmem_load.pipelines.install import uninstall
-
-    with lowmem_load.streaming(), pytest.raises(lowmem_load.ConfigError, match="before or after the block"):
-        lowmem_load.install()
-    before = global_state()
-    lowmem_load.install()
-    assert global_state() != before
-    uninstall()
-    assert global_state() == before
 
 
 def make_model_before_arguments(model_path: str, out: str) -> None:

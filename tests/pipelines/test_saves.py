@@ -121,12 +121,13 @@ def save_twice(path: str, out: str) -> None:
     told = [str(one.message) for one in caught if "left to stock ZeRO-3: this code looks into" in str(one.message)]
     assert (len(told), len(seen) > 0) == ((1, True) if rank == "0" else (0, False))
     uninstall()
-    from transformers import Trainer
 
     with apart(trainer.deepspeed):
         save_otherwise(trainer, folder / "stock")
 
-    assert "wrapped" not in repr(Trainer.save_model) and not hasattr(Trainer.save_model, "__wrapped__")
+    trainer.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = False
+    with pytest.raises(ValueError, match="Cannot get 16bit model weights"):
+        trainer.accelerator.get_state_dict(trainer.deepspeed)
     torch.distributed.barrier()
 
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lowmem_load import consolidate
 from lowmem_load.cli import main
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
-from lowmem_load.hf import of_config
-from lowmem_load.resume import consolidate as consolidate_module
 from lowmem_load.resume import copying
 from tests import builders
 from tests.zero2_checkpoint import save_zero2
@@ -87,26 +84,6 @@ def test_conversions_are_turned_back(checkpoints: Path, tmp_path: Path) -> None:
     assert made.keys() == expected.keys()
     assert [name for name in made if not torch.equal(made[name], expected[name])] == []
     assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_a_load_of_another_thread_does_not_reach_into_it(
-    llama: PreTrainedModel, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While transformers loads it ties no weights, in any thread."""
-    saved_model(llama, tmp_path / "saved", world_size=1)
-    thread = threading.Thread(target=AutoModelForCausalLM.from_pretrained, args=[builders.tiny_llama(checkpoints)])
-
-    def model_of(config: Any) -> PreTrainedModel:
-        thread.start()
-        thread.join(0.3)  # seconds; it takes some 10 ms where it does not wait
-        assert thread.is_alive()
-        return of_config.model_of(config)
-
-    monkeypatch.setattr(consolidate_module, "model_of", model_of)
-    llama.config.save_pretrained(tmp_path / "saved")
-    consolidate(tmp_path / "saved", tmp_path / "made")
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 def test_without_a_configuration_names_stay(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import transformers.utils.hub as transformers_hub
 
 from lowmem_load.hf.hub import adapter_sought_alike, asked_once, commit_in, pinned_commit
 from lowmem_load.hf.names import commit_of
+from lowmem_load.hf.replaced import replaced
 from tests.hub import COMMIT, hub
 
 OTHER = "f" * 40
@@ -80,7 +81,7 @@ def test_files_of_a_folder_and_of_other_threads_are_nobody_elses(
     def once(key: str, find: Any, pack: Any, unpack: Any) -> Any:
         return find() if is_first else unpack(b"asked")
 
-    with asked_once(once):
+    with replaced(asked_once(once)):
         transformers_hub.cached_files(str(tmp_path), ["config.json"], force_download=True)
         transformers_hub.cached_files("org/model", ["config.json"], force_download=True)
         asked = {"force_download": True}
@@ -95,7 +96,8 @@ def test_adapters_are_looked_for_where_their_model_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         auto_factory, "find_adapter_config_file", lambda name, **keywords: calls.append((name, keywords))
     )
-    with adapter_sought_alike("org/model", {"cache_dir": "/cache", "subfolder": "sub", "revision": "main"}):
+    kwargs = {"cache_dir": "/cache", "subfolder": "sub", "revision": "main"}
+    with replaced(adapter_sought_alike("org/model", kwargs)):
         auto_factory.find_adapter_config_file("org/model", revision=COMMIT)
         auto_factory.find_adapter_config_file("org/model", cache_dir="/own")
         auto_factory.find_adapter_config_file("org/other")

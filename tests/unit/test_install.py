@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from lowmem_load import ConfigError, LoadOrderWarning, install, streaming
+from lowmem_load import DistributedInterface, LoadOrderWarning, install, streaming
 from lowmem_load.pipelines.install import uninstall
+from tests import builders
 
 SMALL = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
 CONFIG = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 BETWEEN = (None, None, None, None, 29500, None, None, None)
 """Positional arguments of deepspeed.initialize between the model and the ds_config."""
+
+
+@pytest.fixture
+def llama(checkpoints: Path) -> Iterator[str]:
+    yield str(builders.tiny_llama(checkpoints))
+    uninstall()
+    unset_hf_deepspeed_config()
+    DistributedInterface().destroy()
+
+
+def is_streamed(path: str) -> bool:
+    return hasattr(LlamaForCausalLM.from_pretrained(path), "lowmem_load_report")
 
 
 @pytest.fixture
@@ -69,22 +85,36 @@ def test_a_model_that_stays_whole_is_no_order_mistake(ds_config: Any, installed:
         assert deepspeed.initialize(model=model, config=ds_config) == "engine"
 
 
-def test_install_twice_is_once_and_uninstall_puts_everything_back() -> None:
-    before = (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"])
+def test_a_dropped_configuration_is_warned_of_where_a_model_is_loaded(llama: str, installed: None) -> None:
+    HfDeepSpeedConfig(CONFIG)
+    gc.collect()
+    with pytest.warns(LoadOrderWarning, match="nothing keeps it alive") as caught:
+        AutoModelForCausalLM.from_pretrained(llama)
+    assert [warning.filename for warning in caught if warning.category is LoadOrderWarning] == [__file__]
+
+
+def test_install_twice_is_once_and_uninstall_undoes_it(llama: str) -> None:
+    kept, before = HfDeepSpeedConfig(CONFIG), deepspeed.initialize
     uninstall()  # where nothing is installed
     install()
-    installed = (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"])
+    installed = deepspeed.initialize
     install()
-    assert (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"]) == installed != before
+    assert deepspeed.initialize is installed is not before
+    assert is_streamed(llama)
     uninstall()
-    assert (deepspeed.initialize, PreTrainedModel.__dict__["from_pretrained"]) == before
+    assert deepspeed.initialize is before
+    del kept
+    assert not is_streamed(llama)
 
 
-def test_a_streaming_block_keeps_what_was_installed_around_it(installed: None) -> None:
-    with streaming(), pytest.raises(ConfigError, match=r"uninstall\(\) inside a streaming\(\) block: call it after"):
-        uninstall()
-
-
-def test_install_inside_a_streaming_block_is_refused() -> None:
-    with streaming(), pytest.raises(ConfigError, match=r"install\(\) inside a streaming\(\) block: call it before"):
+def test_install_inside_a_streaming_block_holds_after_it(llama: str) -> None:
+    with streaming({"zero_optimization": {"stage": 0}}):
         install()
+        assert is_streamed(llama)
+    kept = HfDeepSpeedConfig(CONFIG)
+    assert is_streamed(llama)
+    with streaming({"zero_optimization": {"stage": 0}}):
+        uninstall()
+        assert is_streamed(llama)
+    del kept
+    assert not is_streamed(llama)

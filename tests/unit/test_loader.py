@@ -1,8 +1,7 @@
-"""What the transformers seam replaces: restored afterwards, and alike to what it stands for."""
+"""What stands in for what transformers has: alike to it, and gone afterwards."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.hf.loader import Call, _RealData, copy_marks
-from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.read.source import LocalFile
@@ -42,24 +40,19 @@ def outer() -> Iterator[HfDeepSpeedConfig]:
     hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
-def visible() -> object:
-    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
-    return None if reference is None else reference()
-
-
 def test_none_hides_a_configuration(outer: HfDeepSpeedConfig) -> None:
     with deepspeed_config(None) as inner:
-        assert inner is visible() is None
+        assert inner is hf_deepspeed.deepspeed_config() is None
         assert not is_deepspeed_zero3_enabled()
-    assert visible() is outer
+    assert hf_deepspeed.deepspeed_config() is outer.config
 
 
 def test_a_dict_is_visible_and_neither_kept_nor_changed(outer: HfDeepSpeedConfig) -> None:
     config = {**ZERO_3, "bf16": {"enabled": True}}
     with deepspeed_config(config) as inner:
-        assert inner is visible()
         assert inner is not None and inner.config == config and inner.config is not config
-    assert visible() is outer
+        assert hf_deepspeed.deepspeed_config() is inner.config
+    assert hf_deepspeed.deepspeed_config() is outer.config
     assert config == {**ZERO_3, "bf16": {"enabled": True}}
 
 
@@ -67,8 +60,9 @@ def test_an_object_is_visible_itself(outer: HfDeepSpeedConfig) -> None:
     own = HfDeepSpeedConfig(ZERO_3)
     hf_deepspeed.set_hf_deepspeed_config(outer)
     with deepspeed_config(own) as inner:
-        assert inner is own is visible()
-    assert visible() is outer
+        assert inner is own
+        assert hf_deepspeed.deepspeed_config() is own.config
+    assert hf_deepspeed.deepspeed_config() is outer.config
 
 
 def test_blocks_nest_and_an_error_restores_too(outer: HfDeepSpeedConfig) -> None:
@@ -76,35 +70,15 @@ def test_blocks_nest_and_an_error_restores_too(outer: HfDeepSpeedConfig) -> None
         with deepspeed_config(ZERO_3) as first:
             with deepspeed_config(None):
                 pass
-            assert visible() is first
+            assert first is not None and hf_deepspeed.deepspeed_config() is first.config
             raise KeyError
 
     with pytest.raises(KeyError):
         fail_inside()
-    assert visible() is outer
+    assert hf_deepspeed.deepspeed_config() is outer.config
 
 
-# -- what is replaced ------------------------------------------------------------------------------------------------
-
-
-def test_a_replaced_attribute_comes_back_as_it_was() -> None:
-    class Base:
-        def name(self) -> str:
-            return "base"
-
-    class Derived(Base):
-        pass
-
-    def fail_inside(owner: type[Base]) -> None:
-        with replaced(owner, "name", lambda _: "other"):
-            assert owner().name() == "other"
-            raise KeyError
-
-    for owner in (Base, Derived):
-        with pytest.raises(KeyError):
-            fail_inside(owner)
-        assert owner().name() == "base"
-    assert "name" not in vars(Derived), "it is inherited again"
+# -- calls -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,30 +183,3 @@ def test_other_assignments_to_data_read_nothing() -> None:
         described.data = SymbolicTensor(held(real), read_nothing)
     assert parameter.data_ptr() == real.data_ptr()
     assert isinstance(described, SymbolicTensor)
-
-
-def test_what_is_replaced_is_not_replaced_for_threads_that_run_already() -> None:
-    class Owner:
-        @staticmethod
-        def load() -> str:
-            return "ordinary"
-
-    begun, is_replaced, found = threading.Event(), threading.Event(), []
-
-    def running() -> None:
-        begun.set()
-        is_replaced.wait(10)
-        found.append(Owner.load())
-
-    thread = threading.Thread(target=running)
-    thread.start()
-    begun.wait(10)
-    with replaced(Owner, "load", lambda: "symbolic"):
-        assert Owner.load() == "symbolic"
-        is_replaced.set()
-        thread.join()
-        later = threading.Thread(target=lambda: found.append(Owner.load()))  # of the load itself
-        later.start()
-        later.join()
-    assert found == ["ordinary", "symbolic"]
-    assert Owner.load() == "ordinary"
