@@ -52,7 +52,7 @@ def agree_on_bytes(
     *,
     num_threads: int,
 ) -> list[str]:
-    """Raise on all ranks unless their files hold the same bytes; see [Note: the sample] in `planning/sample.py`.
+    """Raise on all ranks unless their files hold the same bytes; see [Note: the sample] in `read/sample.py`.
 
     Ranks of one machine that opened the very same files count as one, and one machine needs no sample.
 

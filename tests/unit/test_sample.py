@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.planning.sample import BLOCK_BYTES, MAX_BLOCKS, MAX_BLOCKS_IN_ALL, MIN_BLOCKS, sample_offsets
 from lowmem_load.read.open_sources import OpenSources
-from lowmem_load.read.sample import sample_digests
+from lowmem_load.read.sample import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
+    MAX_BLOCKS_IN_ALL,
+    MIN_BLOCKS,
+    sample_digests,
+    sample_offsets,
+)
 from lowmem_load.read.source import LocalFile
 
 
