@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
-from lowmem_load.planning.expression import Shape, cast
+from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
@@ -129,9 +129,13 @@ def _matched(
     missing = sorted(name for name in names if name not in saved and not (checkpoint.lacks_frozen and name in frozen))
     missing += sorted(name for name in state.buffers if name not in checkpoint.whole)
     unknown = sorted(set(checkpoint.of_module) - set(names))
-    shapes = [f"{name} is {one.shape}, not {names[name].shape}" for name, one in saved.items()]
-    shapes = [told for told, one in zip(shapes, saved.values(), strict=True) if one.shape != names[one.name].shape]
-    shapes += _other_shapes(checkpoint, state)
+    pairs = [(name, one.shape, names[name].shape) for name, one in saved.items()]
+    pairs += [
+        (name, checkpoint.whole[name].shape, tuple(buffer.shape))
+        for name, buffer in state.buffers.items()
+        if name in checkpoint.whole
+    ]
+    shapes = [f"{name} is {found}, not {expected}" for name, found, expected in pairs if found != expected]
     if wanted.optimizer:
         differ = [name for name, one in saved.items() if (one.group is None) != (name in frozen)]
         if differ:
@@ -145,15 +149,6 @@ def _matched(
     if told:
         raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {told}")
     return saved
-
-
-def _other_shapes(checkpoint: Checkpoint, state: Zero3State) -> list[str]:
-    shapes: list[tuple[str, Shape, Shape]] = [
-        (name, checkpoint.whole[name].shape, tuple(buffer.shape))
-        for name, buffer in state.buffers.items()
-        if name in checkpoint.whole
-    ]
-    return [f"{name} is {saved}, not {shape}" for name, saved, shape in shapes if saved != shape]
 
 
 def _moments(saved: Mapping[str, SavedParameter], trained: Sequence[HeldParameter]) -> tuple[str, ...]:
