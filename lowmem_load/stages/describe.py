@@ -133,7 +133,5 @@ class _Reads:
 
 def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
     """Return the smallest flat range of a parameter that holds all regions of it that this rank has."""
-    if len(layout.regions) == 1 and isinstance(region := layout.regions[0], FlatRange):  # as a rule
-        return region
     hulls = [hull(region, tuple(parameter.shape)) for region in layout.regions]
     return FlatRange(min(part.start for part in hulls), max(part.end for part in hulls))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lowmem_load.describe.patterns import Patterns
 from lowmem_load.describe.tensor import SymbolicTensor, expression_of
+from lowmem_load.hf.fp8 import Patterns
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import plan_copies
 from lowmem_load.planning.ranges import FlatRange
