@@ -1,277 +1,311 @@
-"""Reads the pickle of a torch file without running any of it: what comes out are descriptions of tensors.
+"""Reads the pickle of a torch file and runs none of it: tensors are described, other objects are only named.
 
-[Note: inert unpickling] The pickle is untrusted. It is not given to Python's unpickler: `_Machine` knows the opcodes
-that torch writes, keeps globals as names, and knows by name the few functions that describe tensors. There is nothing
-on its stack that could be called, so a name that is not in its table can only be reported (`state_dict`), or described
-in its turn (`inert_objects.py`).
+[Note: inert unpickling] The pickle is untrusted, and Python's unpickler never sees it. `_Machine` executes the opcodes
+that torch.save writes. It looks up names only in the tables of this module and keeps any other global as its name, so
+its stack holds nothing to call. torch's weights-only unpickler does not serve: it refuses DeepSpeed's objects, has no
+limits, and says where a storage lies only from torch 2.7 on.
 """
 
 from __future__ import annotations
 
+import io
 import pickletools
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.pickled_tensor import (
-    CALLS,
-    DTYPES,
-    STORAGE_DTYPES,
-    Global,
-    OrderedNames,
-    Storage,
-    Tensor,
-    is_key,
-    is_size,
-)
+from lowmem_load.planning.expression import Shape
 
 MAX_OPCODES = 1 << 22
-"""About 25 are needed for a tensor; each may make an object of some 64 bytes."""
+"""A tensor needs about 25; each may make an object of some 64 bytes."""
 
 MIN_NBYTES_PER_OBJECT, FREE_OBJECTS = 6, 4096
-"""A tensor makes some ten containers, and puts as many things into the memo, in no less than nine bytes each. More of
-either only cost memory: tensors need up to 14 times the bytes of their pickle, and with this nothing takes 30 times."""
+"""A tensor makes about ten containers and ten memo entries, of at least nine bytes each, and takes up to 14 times the
+bytes of its pickle. With this bound nothing takes 30 times."""
+
+MAX_DIMS = 64
+"""The limit of numpy; many tensors may name one long tuple."""
+
+STORAGE_DTYPES: Mapping[str, torch.dtype] = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.storage.UntypedStorage": torch.uint8,
+}
+"""The legacy storage types. Newer dtypes (float8, uint16, ...) have an UntypedStorage and are named beside it."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype): dtype
+    for dtype in (
+        *STORAGE_DTYPES.values(),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *((torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()),  # from torch 2.7 on
+        *(torch.uint16, torch.uint32, torch.uint64),
+    )
+}
 
 
-class Dialect:
-    """What a pickle may hold besides descriptions of tensors: nothing, unless a subclass says so."""
+@dataclass(frozen=True, slots=True)
+class Global:
+    """The dotted name of a function or class; never the thing itself."""
 
-    opcodes: frozenset[str] = frozenset()
-    """Of `_OPERATIONS`, those that no state dict needs."""
-
-    def unknown(self, name: str, path: str) -> Any:
-        """Return what stands for a global that describes no tensor."""
-        raise CheckpointError(
-            f"{path}: its pickle names {name:.200}, which describes no tensor; nothing was run. If you trust "
-            "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
-        )
-
-    def result(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return what stands for the result of a call."""
-        if not isinstance(function, Global) or function.name not in CALLS:
-            raise TypeError(f"a {type(function).__name__} is called")
-        return CALLS[function.name](*arguments)
-
-    def set_attributes(self, owner: Any, attributes: Any) -> None:  # noqa: ARG002
-        """Drop the attributes of an OrderedDict: `_metadata`, which holds the versions of modules."""
-        if not isinstance(owner, OrderedNames):
-            raise TypeError("attributes are set on something else than an OrderedDict")
-
-    def drops_items(self, owner: Any) -> bool:  # noqa: ARG002
-        """Return whether what is put into `owner`, which is no container, does not matter."""
-        return False
+    name: str
 
 
-def described(pickled: bytes, path: str, dialect: Dialect) -> Any:
-    """Return what a pickle describes.
+@dataclass(eq=False, slots=True)
+class Foreign:
+    """An object that is not made: what the pickle calls, with which arguments, and the state that it sets."""
 
-    Raises:
-        CheckpointError: it is malformed, or holds what the dialect does not know.
-    """
-    try:
-        return _Machine(path, dialect).run(pickled)
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{path}: its pickle is malformed: {error}") from error
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A persistent id: the entry `data/<key>` holds `numel` elements of `dtype`."""
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A view of a storage; offset and strides are in elements of `dtype`; attributes that somebody has given it."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    size: Shape
+    strides: Shape
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+class OrderedNames(dict[Any, Any]):
+    """Stands in for `collections.OrderedDict`, which takes more memory."""
 
 
 def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
-    """Return the tensors by name that `pickled` describes."""
-    found = described(pickled, path, Dialect())
+    """Return the tensors by name that a pickle describes.
+
+    Raises:
+        CheckpointError: the pickle is malformed or holds anything else.
+    """
+    found = objects(pickled, path, only_tensors=True)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a dict of tensors by name")
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            kind = type(value).__name__.lstrip("_")
             raise CheckpointError(
-                f"{path}: entry {reprlib.repr(name)} is a {kind}, expected a tensor under a string; save the model's "
-                "state_dict() alone"
+                f"{path}: entry {reprlib.repr(name)} is a {type(value).__name__.lstrip('_')}, expected a tensor under "
+                "a string; save the model's state_dict() alone"
             )
     return found
+
+
+def objects(pickled: bytes, path: str, *, only_tensors: bool = False) -> Any:
+    """Return the tree that a pickle describes: dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
+
+    Raises:
+        CheckpointError: the pickle is malformed, or, with `only_tensors`, names what describes no tensor.
+    """
+    try:
+        return _Machine(pickled, path, only_tensors).run()
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise CheckpointError(f"{path}: its pickle is malformed: {error}") from error
+
+
+def is_size(value: object) -> bool:
+    """Return whether a value may be a number of elements."""
+    return type(value) is int and 0 <= value < 1 << 60
+
+
+def is_key(value: object) -> bool:
+    """Return whether a dict may have this key: of larger integers any number can have one hash."""
+    return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, tuple) or len(value) > MAX_DIMS or not all(is_size(size) for size in value):
+        raise TypeError(f"sizes or strides are not a tuple of at most {MAX_DIMS} sizes")
+    return value
+
+
+def _tensor(
+    dtype: Any, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None
+) -> Any:
+    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype) or not is_size(offset):
+        raise TypeError("a tensor without storage, dtype or offset")
+    if metadata:
+        raise ValueError("a tensor is saved as lazily conjugated or negated; call resolve_conj().resolve_neg() on it")
+    if len(_shape(size)) != len(_shape(strides)):
+        raise ValueError(f"a tensor has {len(size)} sizes and {len(strides)} strides")
+    return _parameter(Tensor(storage, dtype, offset, size, strides), grad, hooks)
+
+
+def _parameter(tensor: Any, grad: Any, _hooks: Any) -> Any:
+    if not isinstance(grad, bool):
+        raise TypeError("a tensor whose requires_grad is neither true nor false")
+    return tensor
+
+
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "collections.OrderedDict": lambda: OrderedNames(),  # noqa: PLW0108  (which takes arguments)
+    "torch.Size": _shape,
+    "torch.device": lambda _kind, _index=None: None,  # where a tensor was does not matter
+    "torch._utils._rebuild_tensor_v2": lambda *given: _tensor(given[0].dtype, *given),
+    "torch._utils._rebuild_tensor_v3": lambda *given: _tensor(given[6], *given[:6], *given[7:]),
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, grad, hooks, _state: _parameter(tensor, grad, hooks),
+}
+"""Each takes few arguments: many calls may pass one long tuple at no cost to the pickle."""
+
+
+def _call(arguments: Any, function: Any) -> Any:
+    """Return what stands for the result of a call."""
+    if not isinstance(function, Global) or function.name in STORAGE_DTYPES or not isinstance(arguments, tuple):
+        raise TypeError(f"a {type(function).__name__} is called with a {type(arguments).__name__}")
+    if function.name in _CALLS:
+        return _CALLS[function.name](*arguments)
+    if function.name != "torch._tensor._rebuild_from_type_v2":
+        return Foreign(function.name, arguments)
+    rebuild, _, arguments, state = arguments  # of a tensor that somebody has given attributes
+    made = _CALLS[rebuild.name](*arguments)
+    return replace(made, attributes=state) if isinstance(made, Tensor) and isinstance(state, dict) else made
+
+
+def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Storage:
+    if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not is_size(numel):
+        raise TypeError("a persistent id that is not a storage")
+    return Storage(key, STORAGE_DTYPES[storage.name], numel)
+
+
+def _change(target: Any, opcode: str, items: list[Any]) -> None:
+    """Give an object its state or items. Those of a list or dict that is `Foreign` are dropped."""
+    match opcode, target:
+        case "BUILD", Foreign():
+            (target.state,) = items
+        case ("BUILD", OrderedNames()) | (_, Foreign()):  # the state of the first is the versions of modules
+            pass
+        case (("APPEND" | "APPENDS"), list()):
+            target.extend(items)
+        case (("SETITEM" | "SETITEMS"), dict()) if all(map(is_key, items[::2])):
+            target.update(zip(items[::2], items[1::2], strict=True))
+        case _:
+            raise TypeError(f"{opcode} changes a {type(target).__name__}, or sets a key that is no text or number")
+
+
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+_MAKES = {"EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "GLOBAL", "REDUCE", "NEWOBJ"}
 
 
 class _Machine:
     """Executes the opcodes of one pickle. See [Note: inert unpickling]."""
 
-    def __init__(self, path: str, dialect: Dialect) -> None:
-        self._path, self._dialect = path, dialect
+    def __init__(self, pickled: bytes, path: str, only_tensors: bool) -> None:
+        self._source, self._path, self._only_tensors = io.BytesIO(pickled), path, only_tensors
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each mark
         self._memo: dict[int, Any] = {}
 
-    def run(self, pickled: bytes) -> Any:
-        """Return the object that `pickled` describes."""
+    def run(self) -> Any:
+        """Return the object that the pickle describes."""
         num_objects = 0
-        for count, (name, argument, position) in enumerate(_opcodes(pickled, self._path, self._dialect.opcodes)):
-            if count > MAX_OPCODES:
-                raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
-            num_objects += name in _MAKES
+        for _ in range(MAX_OPCODES):
+            position = self._source.tell()
+            opcode = _OPCODES.get(self._source.read(1))
+            if opcode is None:
+                raise ValueError(f"no opcode at byte {position}")
+            if opcode.name == "STOP":
+                (found,) = self._stack
+                return found
+            num_objects += opcode.name in _MAKES
             if max(num_objects, len(self._memo)) > FREE_OBJECTS + position // MIN_NBYTES_PER_OBJECT:
                 raise CheckpointError(
                     f"{self._path}: its pickle makes too many objects for tensors up to byte {position}"
                 )
-            if name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[name]())
-            elif name in _LITERALS:
-                self._stack.append(argument)
-            elif name in _OPERATIONS:
-                _OPERATIONS[name](self, argument)
-        (found,) = self._stack
-        return found
+            self._execute(opcode)
+        raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
 
-    def mark(self, _: None) -> None:
-        self._below.append(self._stack)
-        self._stack = []
+    def _execute(self, opcode: pickletools.OpcodeInfo) -> None:
+        """Execute what torch.save uses of pickle protocol 2."""
+        stack = self._stack
+        match name := opcode.name:
+            case "PROTO":
+                self._argument(opcode)
+            case "NONE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE":
+                stack.append(self._argument(opcode))
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(name == "NEWTRUE")
+            case "EMPTY_TUPLE" | "EMPTY_LIST" | "EMPTY_DICT":
+                stack.append(() if name == "EMPTY_TUPLE" else [] if name == "EMPTY_LIST" else {})
+            case "MARK":
+                self._below.append(stack)
+                self._stack = []
+            case "TUPLE":
+                items = self._pop_marked()
+                self._stack.append(tuple(items))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(self._pop(int(name[-1]))))
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[self._argument(opcode)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self._memo[self._argument(opcode)])
+            case "GLOBAL":
+                stack.append(self._global(self._line(), self._line()))
+            case "REDUCE" | "NEWOBJ" if name == "REDUCE" or not self._only_tensors:
+                stack.append(_call(stack.pop(), stack.pop()))
+            case "BINPERSID":
+                stack.append(_storage(*stack.pop()))
+            case "SETITEM" | "APPEND" | "BUILD":
+                items = self._pop(2 if name == "SETITEM" else 1)
+                _change(stack[-1], name, items)
+            case "SETITEMS" | "APPENDS":
+                items = self._pop_marked()
+                _change(self._stack[-1], name, items)
+            case _:
+                raise CheckpointError(f"{self._path}: its pickle uses {name}, which no state dict needs")
 
-    def pop_mark(self) -> list[Any]:
+    def _argument(self, opcode: pickletools.OpcodeInfo) -> Any:
+        return opcode.arg.reader(self._source) if opcode.arg else None
+
+    def _line(self) -> str:
+        line = self._source.readline()
+        if not line.endswith(b"\n"):
+            raise ValueError("a global without an end")
+        return line[:-1].decode("utf-8")
+
+    def _pop(self, count: int) -> list[Any]:
+        return [self._stack.pop() for _ in range(count)][::-1]
+
+    def _pop_marked(self) -> list[Any]:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def pop_last(self, count: int) -> list[Any]:
-        if count >= len(self._stack):
-            raise IndexError("stack underflow")
-        items = self._stack[-count:]
-        del self._stack[-count:]
-        return items
-
-    def tuple_marked(self) -> None:
-        items = self.pop_mark()
-        self._stack.append(tuple(items))
-
-    def tuple_of(self, size: int) -> None:
-        if size > len(self._stack):
-            raise IndexError("stack underflow")
-        self._stack[-size:] = [tuple(self._stack[-size:])]
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if self._dialect.drops_items(target):
-            return
-        if not isinstance(target, dict) or not all(map(is_key, items[::2])):
-            raise TypeError("items are set on something else than a dict with plain keys")
-        target.update(zip(items[::2], items[1::2], strict=True))
-
-    def add_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if self._dialect.drops_items(target):
-            return
-        if not isinstance(target, list):
-            raise TypeError("items are added to something else than a list")
-        target.extend(items)
-
-    def put(self, position: int) -> None:
-        self._memo[position] = self._stack[-1]
-
-    def get(self, position: int) -> None:
-        self._stack.append(self._memo[position])
-
-    def find(self, module: str, name: str) -> None:
-        """Push what a global stands for: a dtype, or a name that `call` or `persistent` knows."""
+    def _global(self, module: str, name: str) -> Any:
+        """Return what stands for a global: a dtype, or its name."""
         full = f"{module}.{name}"
         if full in DTYPES:
-            self._stack.append(DTYPES[full])
-        elif full in STORAGE_DTYPES or full in CALLS:
-            self._stack.append(Global(full))
-        else:
-            self._stack.append(self._dialect.unknown(full, self._path))
-
-    def call(self) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
-        if not isinstance(arguments, tuple):
-            raise TypeError("something is called without a tuple of arguments")
-        self._stack.append(self._dialect.result(function, arguments))
-
-    def build(self) -> None:
-        attributes = self._stack.pop()
-        self._dialect.set_attributes(self._stack[-1], attributes)
-
-    def persistent(self) -> None:
-        kind, storage, key, _, numel = self._stack.pop()
-        if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not is_size(numel):
-            raise TypeError("a persistent id that is not a storage")
-        self._stack.append(Storage(key, STORAGE_DTYPES[storage.name], numel))
-
-
-_CONSTANTS: Mapping[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-}
-_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
-_NO_OPERATIONS = {"PROTO", "STOP"}
-_MAKES = {"EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ"}
-_OPERATIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
-    "MARK": _Machine.mark,
-    "TUPLE": lambda machine, _: machine.tuple_marked(),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "SETITEM": lambda machine, _: machine.set_items(machine.pop_last(2)),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_mark()),
-    "APPEND": lambda machine, _: machine.add_items(machine.pop_last(1)),
-    "APPENDS": lambda machine, _: machine.add_items(machine.pop_mark()),
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "GLOBAL": lambda machine, names: machine.find(*names),
-    "REDUCE": lambda machine, _: machine.call(),
-    "NEWOBJ": lambda machine, _: machine.call(),
-    "BUILD": lambda machine, _: machine.build(),
-    "BINPERSID": lambda machine, _: machine.persistent(),
-}
-"""By opcode name (`pickletools`): pickle protocol 2, which torch.save uses, as torch.load(weights_only=True) has it."""
-
-
-_KNOWN = {*_CONSTANTS, *_LITERALS, *_NO_OPERATIONS, *_OPERATIONS} - {"NEWOBJ"}
-_BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes}
-
-
-class _Bytes:
-    """Bytes as `pickletools` reads the arguments of opcodes from them."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self.position = data, 0
-
-    def read(self, nbytes: int) -> bytes:
-        found = self._data[self.position : self.position + nbytes]
-        self.position += len(found)
-        return found
-
-    def readline(self) -> bytes:
-        end = self._data.find(b"\n", self.position) + 1
-        return self.read((end or len(self._data)) - self.position)
-
-
-def _opcodes(pickled: bytes, path: str, also: frozenset[str]) -> Iterator[tuple[str, Any, int]]:
-    """Yield name, argument and position of each opcode.
-
-    `pickletools.genops` would decode the arguments also of opcodes that are refused, some with a warning.
-    """
-    source: Any = _Bytes(pickled)  # not all of a file, but what the readers of pickletools use
-    name = ""
-    while name != "STOP":
-        position = source.position
-        opcode = _BY_CODE.get(source.read(1).decode("latin-1"))
-        if opcode is None:
-            raise ValueError(f"no opcode at byte {position} of {len(pickled)}")
-        name = opcode.name
-        if name not in _KNOWN and name not in also:
-            raise CheckpointError(f"{path}: its pickle uses {name}, which no state dict needs")
-        if name == "GLOBAL":  # whose reader undoes escapes, with a warning about odd ones, as no unpickler does
-            yield name, _names(source), position
-        else:
-            yield name, opcode.arg.reader(source) if opcode.arg else None, position
-
-
-def _names(source: _Bytes) -> tuple[str, str]:
-    """Return the module and the name of a global, each on a line."""
-    module, name = source.readline(), source.readline()
-    if not name.endswith(b"\n"):
-        raise ValueError("a global without an end")
-    return module[:-1].decode("utf-8"), name[:-1].decode("utf-8")
+            return DTYPES[full]
+        if self._only_tensors and full not in STORAGE_DTYPES and full not in _CALLS:
+            raise CheckpointError(
+                f"{self._path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
+                "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
+            )
+        return Global(full)

@@ -19,9 +19,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
-from lowmem_load.formats.inert_objects import objects
-from lowmem_load.formats.inert_pickle import state_dict
-from lowmem_load.formats.pickled_tensor import Tensor
+from lowmem_load.formats.inert_pickle import Tensor, objects, state_dict
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 from lowmem_load.read.source import ByteSource, SourceFile, read_bytes
 
@@ -80,7 +78,7 @@ class TorchObjects:
 
     Attributes:
         path, nbytes, digest, version: as of `CheckpointFile`.
-        tree: what it holds; see `inert_objects.objects`.
+        tree: what it holds; see `inert_pickle.objects`.
         expression: gives what a tensor of the tree is made of, named in messages as told.
     """
 

@@ -1,7 +1,7 @@
 """A checkpoint that DeepSpeed has saved under ZeRO: what lies where in its files.
 
 Two kinds of folder: what `save_checkpoint` writes on N ranks, and what `ds_to_universal` makes of it. Both are torch
-zips, of which the directories and pickles are read, and no pickle is run (`formats/inert_objects.py`).
+zips, of which the directories and pickles are read, and no pickle is run (`formats/inert_pickle.py`).
 
 Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`;
 `checkpoint/ds_to_universal.py`, `main`.
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import CheckpointError, listed
-from lowmem_load.formats.inert_objects import Foreign, plain
-from lowmem_load.formats.pickled_tensor import Tensor
+from lowmem_load.formats.inert_pickle import Foreign, Tensor
+from lowmem_load.formats.plain_objects import plain
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.read.executor import Executor

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.inert_objects import shown
-from lowmem_load.formats.pickled_tensor import Tensor
+from lowmem_load.formats.inert_pickle import Tensor
+from lowmem_load.formats.plain_objects import shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile

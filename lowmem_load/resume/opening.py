@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.inert_objects import shown
-from lowmem_load.formats.pickled_tensor import Tensor
+from lowmem_load.formats.inert_pickle import Tensor
+from lowmem_load.formats.plain_objects import shown
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.partial.checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.formats.inert_objects import member, shown
-from lowmem_load.formats.pickled_tensor import Tensor
+from lowmem_load.formats.inert_pickle import Tensor
+from lowmem_load.formats.plain_objects import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.resume.checkpoint import at, base_optimizer

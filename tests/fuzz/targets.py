@@ -33,7 +33,7 @@ import torch
 from torch._weights_only_unpickler import Unpickler
 
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
-from lowmem_load.formats import inert_objects, inert_pickle, pickled_tensor
+from lowmem_load.formats import inert_pickle, plain_objects
 from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.formats.safetensors import PREFIX_NBYTES, Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
@@ -286,7 +286,7 @@ def torch_zip(data: bytes) -> None:
 
 def objects(data: bytes) -> None:
     """The `data.pkl` of a checkpoint of training. What is made of it are plain values, and `_watched` sees the rest."""
-    inert_objects.plain(inert_objects.objects(data, "x.pt"), "state", lambda tensor, _: tensor)
+    plain_objects.plain(inert_pickle.objects(data, "x.pt"), "state", lambda tensor, _: tensor)
 
 
 def pickled(data: bytes) -> None:
@@ -383,8 +383,8 @@ def _quoted(words: Sequence[str]) -> tuple[bytes, ...]:
 
 
 _GLOBALS = (
-    *pickled_tensor.STORAGE_DTYPES,
-    *pickled_tensor.DTYPES,
+    *inert_pickle.STORAGE_DTYPES,
+    *inert_pickle.DTYPES,
     *("collections.OrderedDict", "torch.Size", "torch.device", "torch._utils._rebuild_tensor_v2", "os.system"),
     *("torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter", "builtins.eval"),
     "torch._utils._rebuild_parameter_with_state",

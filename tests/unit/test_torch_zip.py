@@ -15,7 +15,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats import torch_zip
-from lowmem_load.formats.pickled_tensor import DTYPES, Tensor
+from lowmem_load.formats.inert_pickle import DTYPES, Tensor
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
 from lowmem_load.read.executor import Executor

@@ -1,4 +1,4 @@
-"""inert_objects.py: any pickle becomes a tree; of it plain values are made, and everything else is named."""
+"""plain_objects.py: any pickle becomes a tree; of it plain values are made, and everything else is named."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.inert_objects import Foreign, member, objects, plain, shown
-from lowmem_load.formats.pickled_tensor import Tensor
+from lowmem_load.formats import plain_objects
+from lowmem_load.formats.inert_pickle import Foreign, Tensor, objects
+from lowmem_load.formats.plain_objects import member, plain, shown
 
 
 def saved(value: Any) -> bytes:
@@ -91,6 +92,14 @@ def test_objects_are_named_and_nothing_is_run(tmp_path: Any) -> None:
     assert not mark.exists()
 
 
+def test_nothing_is_read_for_an_object_that_is_not_made() -> None:
+    def read(tensor: Tensor, where: str) -> Any:
+        raise AssertionError(where)
+
+    with pytest.raises(CheckpointError, match=r"can make: state \(.*Mine\); nothing"):
+        plain(objects(saved(Call(Mine, torch.zeros(2), {"x": Mine()})), "x.pt"), "state", read)
+
+
 def test_members_of_enumerations_are_told_however_they_were_pickled() -> None:
     names = {"first": 1}
     for value, found in (
@@ -107,14 +116,14 @@ def test_members_of_enumerations_are_told_however_they_were_pickled() -> None:
 
 @pytest.mark.parametrize("kind", ["O8", "V8", "S3", "i8,f8"])
 def test_what_is_no_plain_number_of_numpy_is_refused(kind: str) -> None:
-    with pytest.raises(CheckpointError, match=r"state is a malformed numpy.dtype"):
+    with pytest.raises(CheckpointError, match=r"only their own code can make: state \(numpy.dtype\)"):
         made(Call(np.dtype, kind, False, True))
 
 
 @pytest.mark.parametrize("items", [{1 << 70}, {(1,)}])
 def test_sets_hold_text_and_numbers(items: set[Any]) -> None:
     """Of larger integers any number can have one hash, and a set of them would take for ever."""
-    with pytest.raises(CheckpointError, match=r"malformed builtins.set"):
+    with pytest.raises(CheckpointError, match=r"only their own code can make: state \(__builtin__.set\)"):
         made(items)
 
 
@@ -124,6 +133,15 @@ def test_one_object_many_times_is_made_once() -> None:
         value = [value, value]
     found = made(value)
     assert found[0] is found[1]
+
+
+def test_sets_of_one_long_list_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a few bytes of the pickle."""
+    monkeypatch.setattr(plain_objects, "MAX_PLAIN_NBYTES", 1 << 20)
+    items = list(range(10_000))
+    with pytest.raises(CheckpointError, match=r"state\[\d\]: the sets and arrays up to here take more than 1048576"):
+        made([Call(set, items) for _ in range(9)])
+    assert made([Call(set, items)]) == [set(items)]
 
 
 def test_what_is_nested_too_deeply_is_an_error() -> None:

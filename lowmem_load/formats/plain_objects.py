@@ -1,0 +1,142 @@
+"""Makes Python objects of what the pickle of a checkpoint describes, and names the objects that it cannot make.
+
+The pickle is untrusted: see [Note: inert unpickling] in `inert_pickle.py`. Only objects of the few classes in
+`_PLAIN` are made, from checked arguments.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowmem_load.errors import CheckpointError, listed
+from lowmem_load.formats.inert_pickle import Foreign, Global, OrderedNames, Tensor, is_key
+
+MAX_PLAIN_NBYTES = 1 << 30
+"""Bytes of the sets and arrays that `plain` makes: many of them may name one long list at no cost to the pickle."""
+
+
+def member(value: Any, names: Mapping[str, Any]) -> Any:
+    """Return the value of an enumeration's member, given the values by name; or `value` if it is no known member.
+
+    Python 3.11.2, of Debian 12, pickles a member as `getattr` of the class and its name; 3.11.7 and others as the class
+    called with its value (`enum.py`, `__reduce_ex__`).
+    """
+    match value:
+        case Foreign("__builtin__.getattr" | "builtins.getattr", (Global(), str(name))):
+            return names.get(name, value)
+        case Foreign(_, (number,)):
+            return number
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a value of a tree for a message. A container is not spelled out: that may never end."""
+    if isinstance(value, str):
+        return repr(value[:80])  # one long text may be in many places
+    return f"{value!r:.80}" if isinstance(value, int | float | None) else f"a {type(value).__name__}"
+
+
+def plain(tree: Any, where: str, tensor: Callable[[Tensor, str], torch.Tensor]) -> Any:
+    """Return a part of a tree as Python objects: numbers, text, containers, tensors, numpy's numbers and arrays.
+
+    Args:
+        tree: the part.
+        where: its name for messages: "client_state".
+        tensor: reads a tensor, given its place in the tree.
+
+    Raises:
+        CheckpointError: the part holds objects of other classes; names where and which.
+    """
+    maker = _Maker(tensor)
+    try:
+        made = maker.make(tree, where)
+    except RecursionError as error:
+        raise CheckpointError(f"{where} is nested too deeply") from error
+    if maker.foreign:
+        raise CheckpointError(
+            f"{where} holds objects that only their own code can make: {listed(maker.foreign)}; nothing was run"
+        )
+    return made
+
+
+class _Maker:
+    """Makes Python objects of a tree. Makes each once, as a pickle may hold one many times. Notes foreign objects."""
+
+    def __init__(self, tensor: Callable[[Tensor, str], torch.Tensor]) -> None:
+        self.foreign: list[str] = []
+        self._tensor, self._nbytes = tensor, 0
+        self._made: dict[int, Any] = {}  # by id
+
+    def make(self, value: Any, where: str) -> Any:
+        if id(value) in self._made:
+            return self._made[id(value)]
+        made: Any
+        match value:
+            case Tensor():
+                made = self._tensor(value, where)
+            case dict():
+                kind = collections.OrderedDict if isinstance(value, OrderedNames) else dict
+                made = kind((key, self.make(item, f"{where}[{shown(key)}]")) for key, item in value.items())
+            case list() | tuple():
+                made = type(value)(self.make(item, f"{where}[{number}]") for number, item in enumerate(value))
+            case Foreign() | Global():
+                made = self._object(value, where)
+            case _:
+                return value
+        self._made[id(value)] = made
+        return made
+
+    def _object(self, value: Foreign | Global, where: str) -> Any:
+        made, name = None, value.name.replace("__builtin__.", "builtins.").replace("numpy._core", "numpy.core")
+        if isinstance(value, Foreign) and name in _PLAIN:
+            # The arguments of numpy's _reconstruct name the class; the state holds the array.
+            arguments = None if name.endswith("._reconstruct") else self.make(value.arguments, where)
+            state = self.make(value.state, where)
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # a malformed one is only named
+                made = _plain_object(name, arguments, state)
+        if made is None:
+            self.foreign.append(f"{where} ({value.name:.200})")
+        self._nbytes += sys.getsizeof(made)
+        if self._nbytes > MAX_PLAIN_NBYTES:
+            raise CheckpointError(f"{where}: the sets and arrays up to here take more than {MAX_PLAIN_NBYTES} bytes")
+        return made
+
+
+_PLAIN = {
+    "_codecs.encode",
+    "builtins.set",
+    "builtins.frozenset",
+    "collections.Counter",
+    "numpy.dtype",
+    "numpy.core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+}
+"""Plain values for which pickle protocol 2 has no opcode, by what makes them."""
+
+
+def _plain_object(name: str, arguments: Any, state: Any) -> Any:
+    """Return the value that one of `_PLAIN` makes; None if it is not plain."""
+    match name, arguments, state:
+        case "_codecs.encode", (str(text), "latin1"), None:
+            return text.encode("latin1")
+        case "builtins.set" | "builtins.frozenset", (list(items),), None:
+            if all(isinstance(item, bytes) or is_key(item) for item in items):
+                return set(items) if name == "builtins.set" else frozenset(items)
+        case "collections.Counter", (dict(counts),), _:
+            return collections.Counter(counts)
+        case "numpy.dtype", (str(kind), *_), (_, "<" | ">" | "|" as order, *_):
+            return np.dtype(order + kind) if re.fullmatch(r"[biufc]\d{1,2}", kind) else None
+        case "numpy.core.multiarray.scalar", (np.dtype() as dtype, bytes(content)), None:
+            (number,) = np.frombuffer(content, dtype)
+            return number
+        case "numpy.core.multiarray._reconstruct", _, (_, shape, np.dtype() as dtype, is_fortran, bytes(content)):
+            return np.frombuffer(content, dtype).copy().reshape(shape, order="F" if is_fortran else "C")
+    return None
