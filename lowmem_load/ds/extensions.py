@@ -226,16 +226,14 @@ def ops() -> list[Op]:
     from deepspeed.ops import op_builder
     from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
 
-    found = []
-    unused = "FusedAdamBuilder" if get_accelerator().device_name() == "cpu" else "ShareMemCommBuilder"
+    accelerator, found = get_accelerator(), []
+    unused = "FusedAdamBuilder" if accelerator.device_name() == "cpu" else "ShareMemCommBuilder"
     for class_name, use in USES.items():
-        if class_name == unused:
-            continue
-        builder = get_accelerator().create_op_builder(class_name) if hasattr(op_builder, class_name) else None
-        if builder is None:
-            continue
-        library = os.path.join(_get_build_directory(builder.name, verbose=False), f"{builder.name}.so")
-        is_built = is_installed(builder.name) or os.path.exists(library)
-        is_compatible = is_ninja_available() and bool(builder.is_compatible(verbose=False))
-        found.append(Op(builder.name, use, is_built, is_compatible))
+        has_it = class_name != unused and hasattr(op_builder, class_name)
+        builder = accelerator.create_op_builder(class_name) if has_it else None
+        if builder is not None:
+            library = os.path.join(_get_build_directory(builder.name, verbose=False), f"{builder.name}.so")
+            is_built = is_installed(builder.name) or os.path.exists(library)
+            is_compatible = is_ninja_available() and bool(builder.is_compatible(verbose=False))
+            found.append(Op(builder.name, use, is_built, is_compatible))
     return found

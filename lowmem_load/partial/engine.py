@@ -22,7 +22,6 @@ from lowmem_load.partial.replicated import (
     PartialOptimizer,
     ReplicatedPart,
     SplitOptimizer,
-    Unused,
     broadcast,
     follow,
     options_of,
@@ -53,7 +52,6 @@ class PartialEngine(nn.Module):
         *,
         cast: bool,
         average: Average,
-        unused: Unused,
     ) -> None:
         super().__init__()
         self.module = model
@@ -64,7 +62,7 @@ class PartialEngine(nn.Module):
         self._part, self._split = part, split
         self.lr_scheduler: Any = None
         try:
-            self._add_replicated(chosen, settings.dtype if cast else None, average, unused)
+            self._add_replicated(chosen, settings.dtype if cast else None, average)
         except BaseException:
             part.destroy()
             raise
@@ -74,7 +72,6 @@ class PartialEngine(nn.Module):
         chosen: Mapping[str, nn.Module],
         dtype: torch.dtype | None,
         average: Average,
-        unused: Unused,
     ) -> None:
         """Prepare what is not partitioned for training, cast to `dtype` if one is given."""
         part, split = self._part, self._split
@@ -88,7 +85,7 @@ class PartialEngine(nn.Module):
         if split is not None:
             held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
             trained = {name: p for name, p in trained.items() if id(p) in held}
-        self._replicated = ReplicatedPart(trained, part.engine.device, average=average, unused=unused)
+        self._replicated = ReplicatedPart(trained, part.engine.device, average=average)
         if trained and split is not None:
             masters = {id(p): self._replicated.masters[name] for name, p in trained.items()}
             self._replicated.optimizer = split.derive(masters)
@@ -330,8 +327,6 @@ class PartialEngine(nn.Module):
                 os.makedirs(save_dir, exist_ok=True)
                 torch.save(state, os.path.join(save_dir, save_filename))
         return True
-
-    save_fp16_model = save_16bit_model
 
     def module_state_dict(self, *_: Any, **__: Any) -> Any:
         """Refuse: the ZeRO-3 engine would answer for its part alone, with empty tensors."""

@@ -13,7 +13,7 @@ from lowmem_load.ds.parameters import group_size_of, is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.engine import PartialEngine
-from lowmem_load.partial.replicated import Average, SplitOptimizer, Unused, check_options, options_of
+from lowmem_load.partial.replicated import Average, SplitOptimizer, check_average, options_of
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.ds_config import comparable
 from lowmem_load.settings.precision import AUTO
@@ -29,7 +29,6 @@ def initialize(
     optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     lr_scheduler: Any = None,
     average: Average = "all",
-    unused: Unused = "skip",
 ) -> PartialEngine:
     """Return an engine that trains `model`, part of it under ZeRO-3 and the rest whole on every rank.
 
@@ -47,9 +46,8 @@ def initialize(
         lr_scheduler: one of the user's on `optimizer`, or a function that makes one from an optimizer. It steps when
             the engine does. Default: the ds_config's "scheduler" section, for both parts.
         average: gradients of the replicated part are the mean "all": over all micro-batches of all ranks, also those
-            that did not use the parameter, as DDP has it; "used": over those that did.
-        unused: what the optimizer does with a parameter of the replicated part that no rank has used in this step.
-            "skip": nothing, as in a single process; "zero": a step with a gradient of zero, as ZeRO does.
+            that did not use the parameter, as DDP has it; "used": over those that did. A parameter that no rank has
+            used in a step is not stepped, as in a single process.
 
     Collective: all ranks.
 
@@ -60,7 +58,7 @@ def initialize(
     """
     distributed = DistributedInterface()
     with distributed.agreed("preparing partial ZeRO-3") as digest:
-        check_options(average, unused)
+        check_average(average)
         settings = _settings(ds_config, model, distributed.world_size)
         config = settings.ds_config
         chosen, plain = _chosen(model, partition)
@@ -68,11 +66,11 @@ def initialize(
         split = _split(model, optimizer, config, inside)
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
-        digest.append(_digest(model, chosen, config, split, (average, unused)))
+        digest.append(_digest(model, chosen, config, split, average))
     engine: PartialEngine | None = None
     try:
         with distributed.agreed("making the engine of partial ZeRO-3"):
-            engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average, unused=unused)
+            engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average)
             engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
     except BaseException:
         if engine is not None:
@@ -123,7 +121,7 @@ def _digest(
     chosen: Mapping[str, nn.Module],
     config: Mapping[str, Any],
     split: SplitOptimizer | None,
-    options: object,
+    average: str,
 ) -> str:
     """Return what must be equal on all ranks, a short hash for each topic, so that a difference says where it is."""
     groups = [] if split is None else split.optimizer.param_groups
@@ -134,7 +132,7 @@ def _digest(
         "optimizer": [type(split and split.optimizer).__name__, *map(comparable, map(options_of, groups))],
         "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
         "ds_config": [comparable(config)],
-        "average and unused": [options],
+        "average": [average],
     }
     return ", ".join(f"{topic} {fingerprint(map(str, lines))[:6]}" for topic, lines in topics.items())
 

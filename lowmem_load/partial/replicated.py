@@ -21,15 +21,14 @@ from lowmem_load.ds.engine import PartitionedPart
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 
 Average: TypeAlias = Literal["all", "used"]
-Unused: TypeAlias = Literal["skip", "zero"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_options(average: str, unused: str) -> None:
-    """Raise ConfigError unless both are among their values."""
-    if average not in ("all", "used") or unused not in ("skip", "zero"):
-        raise ConfigError(f"average is 'all' or 'used', unused is 'skip' or 'zero'; got {average!r} and {unused!r}")
+def check_average(average: str) -> None:
+    """Raise ConfigError unless it is one of its values."""
+    if average not in ("all", "used"):
+        raise ConfigError(f"average is 'all' or 'used', got {average!r}")
 
 
 @dataclass(slots=True)
@@ -57,12 +56,11 @@ class ReplicatedPart:
         parameters: those to train, by name; distinct, all on `device`.
         device: where they are.
         average: see `lowmem_load.initialize`.
-        unused: see `lowmem_load.initialize`.
 
     Memory: a float32 gradient per element, and a float32 master copy of what is stored in less.
 
     Raises:
-        ConfigError: a parameter has a dtype that cannot be trained, or an option is unknown.
+        ConfigError: a parameter has a dtype that cannot be trained.
     """
 
     def __init__(
@@ -71,13 +69,11 @@ class ReplicatedPart:
         device: torch.device,
         *,
         average: Average,
-        unused: Unused,
     ) -> None:
-        check_options(average, unused)
         wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
         if wrong:
             raise ConfigError(f"{listed(wrong)}: whole parameters are trained in float32, bfloat16 or float16")
-        self._average, self._unused = average, unused
+        self._average = average
         self._num_elements = sum(parameter.numel() for parameter in parameters.values())
         self._flat = torch.zeros(self._num_elements + len(parameters), device=device)
         self._gradients, self._counts = self._flat[: self._num_elements], self._flat[self._num_elements :]
@@ -138,7 +134,7 @@ class ReplicatedPart:
         assert self.optimizer is not None
         self._gradients.mul_(factor)
         for slot, count in zip(self._slots, self._used_counts, strict=True):
-            slot.master.grad = slot.gradient if count or self._unused == "zero" else None
+            slot.master.grad = slot.gradient if count else None
         self.optimizer.step()
         for slot in self._slots:
             slot.master.grad = None

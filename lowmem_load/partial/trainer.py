@@ -14,7 +14,7 @@ from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.partial.initialize import initialize
-from lowmem_load.partial.replicated import Average, Unused
+from lowmem_load.partial.replicated import Average
 from lowmem_load.ranks.process_group import DistributedInterface
 from lowmem_load.settings.ds_config import read_ds_config
 from lowmem_load.settings.settings import Partition
@@ -33,9 +33,7 @@ _FOLLOWED = {
 
 
 @contextlib.contextmanager
-def partial_zero3(
-    partition: Partition | None = None, *, average: Average = "all", unused: Unused = "skip"
-) -> Iterator[None]:
+def partial_zero3(partition: Partition | None = None, *, average: Average = "all") -> Iterator[None]:
     """Inside, `deepspeed.initialize` of a partly partitioned model makes a `PartialEngine`, whoever calls it.
 
     So `with partial_zero3(): trainer.train()` trains with one. It follows `model`, `optimizer`, `model_parameters`
@@ -47,7 +45,6 @@ def partial_zero3(
     Args:
         partition: as for `lowmem_load.initialize`: for models that were not loaded with one.
         average: as for `lowmem_load.initialize`.
-        unused: as for `lowmem_load.initialize`.
     """
 
     def initialize_partly(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any] | None:
@@ -63,7 +60,6 @@ def partial_zero3(
             optimizer=optimizer,
             lr_scheduler=given.get("lr_scheduler"),
             average=average,
-            unused=unused,
         )
         return engine, engine.optimizer, None, engine.lr_scheduler
 

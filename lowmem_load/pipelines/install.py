@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lowmem_load.ds.hooks import hooked
+from lowmem_load.ds.hooks import engine_loads, hooked
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, LoadOrderWarning
@@ -22,7 +22,7 @@ from lowmem_load.hf.active import transformers_models
 from lowmem_load.load.model import why_left_to_stock
 from lowmem_load.load.streaming import following
 from lowmem_load.pipelines.additions import cast_additions, config_of
-from lowmem_load.pipelines.resumes import LedResumes
+from lowmem_load.pipelines.resumes import load_of_engine
 from lowmem_load.pipelines.saves import LedSaves
 from lowmem_load.report import OnLoad
 from lowmem_load.settings.ds_config import read_ds_config
@@ -73,7 +73,7 @@ def install(
         stack.enter_context(hooked(cast_additions))
         if saves:
             stack.enter_context(hooked(stack.enter_context(LedSaves()).begin))
-        stack.enter_context(hooked(stack.enter_context(LedResumes()).begin))
+        stack.enter_context(engine_loads(load_of_engine))
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
 

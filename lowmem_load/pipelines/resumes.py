@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_load.ds.hooks import engine_loads
 from lowmem_load.ds.resume import is_plain_zero3, wants_universal
 from lowmem_load.integrity.model import unwrapped
 from lowmem_load.resume.load import load_checkpoint
 from lowmem_load.resume.opening import saved_by
 from lowmem_load.saving.save import ranks_of
-
-
-class LedResumes(contextlib.ExitStack):
-    """Leads loads of checkpoints here from the first `deepspeed.initialize` on, until it is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_begun = False
-
-    def begin(self, _: Mapping[str, Any]) -> None:
-        """Look at a call of `deepspeed.initialize`."""
-        if not self._has_begun:
-            self._has_begun = True
-            self.enter_context(engine_loads(load_of_engine))
 
 
 def load_of_engine(engine: Any, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:

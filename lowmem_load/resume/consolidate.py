@@ -26,7 +26,7 @@ from lowmem_load.resume.layout import FP32, Chain, Pieces, SavedParameter
 from lowmem_load.resume.opening import open_checkpoint
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.layout import FileLayout, lay_out
-from lowmem_load.saving.plan import Write, plan_writes, strided, total_bytes
+from lowmem_load.saving.plan import Write, plan_writes, total_bytes
 from lowmem_load.saving.report import SaveReport
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
@@ -210,7 +210,6 @@ def _write(
         folders.discard(staging)
         raise
     report.files = {file.name: file.nbytes for file in copying.files}
-    report.scattered = strided(copying.writes)
     report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
     report.written_bytes, report.num_writes = copied.written_bytes, copied.num_writes
     report.staged_bytes = copied.staged_bytes

@@ -9,7 +9,6 @@ each byte of each file is written by exactly one of them; the bytes that they wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,6 @@ import torch
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import Expression, Source, leaves, numel
-from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.saving.layout import FileLayout
@@ -101,28 +99,6 @@ def _refuse_computed(file: str, name: str, expression: Expression) -> None:
             )
 
 
-def strided(writes: Iterable[Write]) -> dict[str, tuple[int, int]]:
-    """Return the tensors that are written piece by piece: how many pieces, and bytes of the largest, by name."""
-    found: dict[str, tuple[int, int]] = {}
-    for write in writes:
-        run = run_of(write.copy.nest)
-        pieces = write.copy.nest.numel // max(1, run)
-        if pieces > 1:
-            count, largest = found.get(write.tensor, (0, 0))
-            found[write.tensor] = count + pieces, max(largest, run * write.dtype.itemsize)
-    return found
-
-
-def run_of(nest: Nest) -> int:
-    """Return how many elements of the destination lie beside each other. The axes are in its order."""
-    run = 1
-    for axis in reversed(nest.axes):
-        if axis.destination != run:
-            break
-        run *= axis.size
-    return run if nest.numel else 0
-
-
 def total_bytes(writes: Iterable[Write]) -> int:
     """Return how many bytes are written."""
-    return sum(math.prod((write.copy.nest.numel, write.dtype.itemsize)) for write in writes)
+    return sum(write.nbytes for write in writes)

@@ -31,7 +31,7 @@ from lowmem_load.saving import folder as folders
 from lowmem_load.saving.holdings import Holding, groups_of, holdings_of
 from lowmem_load.saving.layout import FileLayout, digest_of, lay_out, lay_out_zip
 from lowmem_load.saving.merged import digest_of_values, merged_pieces, merged_whole, whole_adapters
-from lowmem_load.saving.plan import Write, held_writes, plan_writes, strided, total_bytes
+from lowmem_load.saving.plan import Write, held_writes, plan_writes, total_bytes
 from lowmem_load.saving.report import SaveReport
 from lowmem_load.saving.writer import Writer
 
@@ -203,7 +203,6 @@ class _Save:
         writes = plan_writes([(layout, _once(file)) for layout, file in zip(files, saved, strict=True)])
         mine = held_writes(writes, {holding.source.name: holding.mine for holding in holdings})
         self.report.files = {file.name: file.nbytes for file in files}
-        self.report.scattered = strided(mine)
         used = {write.parameter for write in writes}
         self.report.num_masters = sum(one.is_master for one in holdings if one.source.name in used)
         return _Planned(files, {one.source.name: one for one in holdings}, mine, total_bytes(writes), merges)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -110,7 +111,12 @@ def hidden_size_of(model_config: Any) -> int | None:
 
     Looks at hidden_size, max(hidden_sizes), then at the same two of text_config, then of get_text_config().
     """
-    for config in (model_config, getattr(model_config, "text_config", None), _text_config(model_config)):
+    text_config = None
+    with contextlib.suppress(
+        AttributeError, ValueError
+    ):  # several text configs: transformers cannot say which is meant
+        text_config = model_config.get_text_config()
+    for config in (model_config, getattr(model_config, "text_config", None), text_config):
         hidden_size = getattr(config, "hidden_size", None)
         if is_int(hidden_size):
             return hidden_size
@@ -119,17 +125,6 @@ def hidden_size_of(model_config: Any) -> int | None:
             largest: int = max(hidden_sizes)
             return largest
     return None
-
-
-def _text_config(model_config: Any) -> Any:
-    get_text_config = getattr(model_config, "get_text_config", None)
-    if get_text_config is None:
-        return None
-    try:
-        return get_text_config()
-    except ValueError:
-        # Several text configs (an encoder and a decoder): transformers cannot say which one is meant.
-        return None
 
 
 def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
@@ -147,21 +142,6 @@ def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | Non
     return train, micro, train // (micro * ranks) if steps is None else steps
 
 
-def _batch_size_problem(train: int, micro: int | None, steps: int | None, ranks: int) -> str:
-    """Returns why the known sizes cannot hold together, and what to write for train_batch_size."""
-    if micro is not None and steps is not None:
-        product = micro * steps * ranks
-        return (
-            f'{train} != {product} = {_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s); write {product}, or "auto"'
-        )
-    if micro is not None:
-        factor, known = micro * ranks, f"{_MICRO} {micro}"
-    else:
-        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
-        factor, known = steps * ranks, f"{_STEPS} {steps}"
-    return f"{train} is not a multiple of {factor} = {known} * {ranks} rank(s); write a multiple of it"
-
-
 def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
     """Resolves the batch sizes in place; returns what is wrong with them, by key."""
     if config.get(_TRAIN) is None and config.get(_MICRO) is None:
@@ -169,7 +149,7 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
     problems = {
         key: f'expected a positive integer or "auto", got {config[key]!r}'
         for key in _BATCH_KEYS
-        if not _is_batch_size(config.get(key))
+        if not (config.get(key) in (None, AUTO) or (is_int(config[key]) and config[key] > 0))
     }
     sequence_parallel_size = config.get("sequence_parallel_size", 1)
     if not is_int(sequence_parallel_size) or sequence_parallel_size < 1 or world_size % sequence_parallel_size:
@@ -184,15 +164,12 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
     )
     train, micro, steps = _complete_batch_sizes(known_train, known_micro, known_steps, ranks)
     if train != micro * steps * ranks:
-        return {_TRAIN: _batch_size_problem(train, known_micro, known_steps, ranks)}
+        product = f"{_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s)"
+        return {_TRAIN: f'{train} is not {micro * steps * ranks} = {product}; make them equal, or write "auto"'}
     for key, size in zip(_BATCH_KEYS, (train, micro, steps), strict=True):
         if config.get(key) == AUTO:
             config[key] = size
     return {}
-
-
-def _is_batch_size(value: Any) -> bool:
-    return value is None or value == AUTO or (is_int(value) and value > 0)
 
 
 def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.settings.precision import AUTO
@@ -24,48 +23,61 @@ MAX_RANKS = 1 << 32
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What a key may hold: in words, with an example, and as a test. "auto" is looked at elsewhere."""
 
     expected: str
     fits: Callable[[Any], bool]
 
 
-def _integer(least: int, most: int) -> _Kind:
+def _whole(least: int, most: int = MAX_SIZE) -> _Kind:
+    """Return the kind of a number of elements, buffers or ranks; 1e9 is a float."""
+
     def fits(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer() and most == MAX_SIZE)
+        return is_whole and not isinstance(value, bool) and least <= value <= most
 
-    return _Kind(f"an integer from {least} to {most}", fits)
-
-
-def _size(least: int) -> _Kind:
-    def fits(value: Any) -> bool:
-        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # 1e9 is a float
-        return is_whole and not isinstance(value, bool) and least <= value <= MAX_SIZE
-
-    return _Kind(f"a whole number from {least} to {MAX_SIZE}", fits)
+    return _Kind(f"a whole number from {least} to {most}", fits)
 
 
 def _object(example: str, *, or_null: bool = True) -> _Kind:
-    return _Kind(
-        f"an object such as {example}", lambda value: isinstance(value, Mapping) or (or_null and value is None)
-    )
+    types = (Mapping, type(None)) if or_null else Mapping
+    return _Kind(f"an object such as {example}", lambda value: isinstance(value, types))
 
 
-_TEXT = _Kind("a string", lambda value: isinstance(value, str))
-_PATH = _Kind("the path of a folder", lambda value: value is None or isinstance(value, str | os.PathLike))
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_TEXT = _Kind("a string", lambda value: isinstance(value, str))
+_PATH = _Kind("the path of a folder", lambda value: isinstance(value, str | os.PathLike | None))
 _DEVICE = _Kind('"none", "cpu" or "nvme"', lambda value: isinstance(value, str) and value in ("none", "cpu", "nvme"))
 _PATTERNS = _Kind(
     'a list of names such as ["norm"]',
     lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
 )
-_OFFLOAD: Mapping[str, _Kind] = {
-    "device": _DEVICE,
-    "nvme_path": _PATH,
-    "buffer_count": _integer(0, MAX_BUFFERS),
-    "pin_memory": _FLAG,
+_OFFLOAD = {
+    "": _object('{"device": "cpu"}'),
+    ".device": _DEVICE,
+    ".nvme_path": _PATH,
+    ".buffer_count": _whole(0, MAX_BUFFERS),
+    ".pin_memory": _FLAG,
+}
+_ZERO: Mapping[str, _Kind] = {
+    **{f"offload_param{key}": kind for key, kind in _OFFLOAD.items()},
+    **{f"offload_optimizer{key}": kind for key, kind in _OFFLOAD.items()},
+    "offload_param.buffer_size": _whole(0),
+    "offload_param.max_in_cpu": _whole(0),
+    "zero_hpz_partition_size": _whole(0, MAX_RANKS),
+    "mics_shard_size": _whole(-1, MAX_RANKS),
+    "reduce_bucket_size": _whole(1),
+    "allgather_bucket_size": _whole(0),
+    "sub_group_size": _whole(0),
+    "stage3_prefetch_bucket_size": _whole(0),
+    "stage3_max_live_parameters": _whole(0),
+    "stage3_max_reuse_distance": _whole(0),
+    "stage3_param_persistence_threshold": _whole(0),
+    "stage3_model_persistence_threshold": _whole(0),
+    "zero_quantized_weights": _FLAG,
+    "zero_quantized_nontrainable_weights": _FLAG,
+    "zero_quantized_gradients": _FLAG,
 }
 
 KINDS: Mapping[str, _Kind] = {
@@ -80,29 +92,7 @@ KINDS: Mapping[str, _Kind] = {
     "weight_quantization": _object("{}", or_null=False),
     "data_types": _object('{"grad_accum_dtype": "fp32"}', or_null=False),
     "data_types.keep_in_fp32_modules": _PATTERNS,
-    **{
-        f"zero_optimization.{section}": _object('{"device": "cpu"}')
-        for section in ("offload_param", "offload_optimizer")
-    },
-    **{f"zero_optimization.offload_param.{key}": kind for key, kind in _OFFLOAD.items()},
-    **{f"zero_optimization.offload_optimizer.{key}": kind for key, kind in _OFFLOAD.items()},
-    "zero_optimization.offload_param.buffer_size": _size(0),
-    "zero_optimization.offload_param.max_in_cpu": _size(0),
-    "zero_optimization.zero_hpz_partition_size": _integer(0, MAX_RANKS),
-    "zero_optimization.mics_shard_size": _integer(-1, MAX_RANKS),
-    "zero_optimization.reduce_bucket_size": _size(1),
-    **{
-        f"zero_optimization.{key}": _size(0)
-        for key in (
-            *("allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
-            *("stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
-            "stage3_model_persistence_threshold",
-        )
-    },
-    **{
-        f"zero_optimization.{key}": _FLAG
-        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-    },
+    **{f"zero_optimization.{key}": kind for key, kind in _ZERO.items()},
 }
 """By dotted key; a section stands before what is in it.
 
@@ -119,17 +109,10 @@ def check_kinds(config: Mapping[str, Any]) -> None:
     """
     problems = []
     for path, kind in KINDS.items():
-        value = _at(config, path)
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
         if value is not _MISSING and not (isinstance(value, str) and value == AUTO) and not kind.fits(value):
             problems.append(f"- {path}: expected {kind.expected}, got {reprlib.repr(value)}")
     if problems:
         raise ConfigError(f"ds_config: {len(problems)} key(s) hold what they cannot\n" + "\n".join(problems))
-
-
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return _MISSING
-        value = value[key]
-    return value

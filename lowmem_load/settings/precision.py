@@ -7,7 +7,6 @@ Standard library only.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -40,31 +39,46 @@ def resolve_precision(
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Precision:
-    """Returns the precision that the ds_config and the training arguments agree on.
+    """Returns the precision that the ds_config and the training arguments agree on; None stands for absent ones.
 
     A training argument stands in for a ds_config value that is absent or "auto". A value still open after that
     follows the other one (the opposite of it); with both open the answer is bf16.
-
-    Args:
-        ds_bf16: bf16.enabled of the ds_config; None if absent.
-        ds_fp16: fp16.enabled of the ds_config; None if absent.
-        trainer_bf16: TrainingArguments.bf16; None where there are no training arguments.
-        trainer_fp16: TrainingArguments.fp16; None where there are no training arguments.
 
     Raises:
         ConfigError: a value is none of those above, ds_config and training arguments contradict each other, or bf16
             and fp16 are both on.
     """
-    sides = _Side(_BF16, ds_bf16, trainer_bf16), _Side(_FP16, ds_fp16, trainer_fp16)
-    for side in sides:
-        side.check_values()
-    contradictions = [side.contradiction() for side in sides if side.is_contradictory()]
+    ds, trainer = {_BF16: ds_bf16, _FP16: ds_fp16}, {_BF16: trainer_bf16, _FP16: trainer_fp16}
+    contradictions = []
+    on: dict[str, bool | None] = {}
+    origin = {}
+    for name in (_BF16, _FP16):
+        _check_values(name, ds[name], trainer[name])
+        is_explicit = isinstance(ds[name], bool)
+        if is_explicit and trainer[name] is not None and ds[name] is not trainer[name]:
+            contradictions.append(f"ds_config {name}.enabled={ds[name]} vs TrainingArguments.{name}={trainer[name]}")
+        on[name] = bool(ds[name]) if is_explicit else trainer[name]
+        origin[name] = f"ds_config {name}.enabled" if is_explicit else f"TrainingArguments.{name}"
     if contradictions:
         raise ConfigError(
             f"{' and '.join(contradictions)}: ds_config and training arguments contradict each other; "
             'make them equal, or write "auto" in the ds_config to follow the training arguments'
         )
-    return _choose(*sides)
+    bf16 = on[_BF16] if on[_BF16] is not None else not on[_FP16]
+    fp16 = on[_FP16] if on[_FP16] is not None else not bf16
+    if bf16 and fp16:
+        raise ConfigError(
+            f"bf16 and fp16 are both enabled ({origin[_BF16]}=True, {origin[_FP16]}=True): disable one of them"
+        )
+    return Precision.BF16 if bf16 else Precision.FP16 if fp16 else Precision.FP32
+
+
+def _check_values(name: str, ds: DsEnabled, trainer: bool | None) -> None:
+    # Not `in`: 1 == True, and DeepSpeed and Hugging Face read 1 or "yes" differently.
+    if not (ds is None or isinstance(ds, bool) or ds == AUTO):
+        raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got {ds!r}')
+    if not (trainer is None or isinstance(trainer, bool)):
+        raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
 
 
 def precision_of(
@@ -111,57 +125,6 @@ def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[s
     resolved[_BF16] = {**bf16, "enabled": precision is Precision.BF16}
     resolved[_FP16] = {**fp16, "enabled": precision is Precision.FP16}
     return resolved
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Side:
-    """What is said about one of bf16 and fp16."""
-
-    name: str
-    """bf16 or fp16."""
-    ds: DsEnabled
-    """"enabled" of that section of the ds_config."""
-    trainer: bool | None
-    """The training argument of that name."""
-
-    def check_values(self) -> None:
-        """Raises ConfigError unless both values are among the legal ones."""
-        # Not `in`: 1 == True, and DeepSpeed and Hugging Face read 1 or "yes" differently.
-        if not (self.ds is None or isinstance(self.ds, bool) or self.ds == AUTO):
-            raise ConfigError(f'ds_config {self.name}.enabled: expected true, false or "auto", got {self.ds!r}')
-        if not (self.trainer is None or isinstance(self.trainer, bool)):
-            raise ConfigError(f"TrainingArguments.{self.name}: expected True or False, got {self.trainer!r}")
-
-    def is_contradictory(self) -> bool:
-        """Returns whether both sources are explicit and differ."""
-        return isinstance(self.ds, bool) and self.trainer is not None and self.ds is not self.trainer
-
-    def contradiction(self) -> str:
-        """Returns both keys with their values."""
-        return f"ds_config {self.name}.enabled={self.ds} vs TrainingArguments.{self.name}={self.trainer}"
-
-    def wanted(self) -> bool | None:
-        """Returns whether this precision is on, or None if that is left open."""
-        return self.ds if isinstance(self.ds, bool) else self.trainer
-
-    def origin(self) -> str:
-        """Returns the key that `wanted` comes from."""
-        return f"ds_config {self.name}.enabled" if isinstance(self.ds, bool) else f"TrainingArguments.{self.name}"
-
-
-def _choose(bf16: _Side, fp16: _Side) -> Precision:
-    bf16_on, fp16_on = bf16.wanted(), fp16.wanted()
-    if bf16_on is None:
-        bf16_on = not fp16_on
-    if fp16_on is None:
-        fp16_on = not bf16_on
-    if bf16_on and fp16_on:
-        raise ConfigError(
-            f"bf16 and fp16 are both enabled ({bf16.origin()}=True, {fp16.origin()}=True): disable one of them"
-        )
-    if bf16_on:
-        return Precision.BF16
-    return Precision.FP16 if fp16_on else Precision.FP32
 
 
 def _bf16_section_name(ds_config: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def refuse(path: str) -> None:
             *(model, CONFIG, {"partition": "llm" if rank else "langauge"}),
         ),
         ("RankError: partition", model, CONFIG, {"partition": "llm" if rank else ["llm", "sound"]}),
-        ("RankError: average and unused", model, CONFIG, {**llm, "average": "all" if rank else "used"}),
+        ("RankError: average", model, CONFIG, {**llm, "average": "all" if rank else "used"}),
         ("RankError: ds_config", model, {**CONFIG, "gradient_clipping": 1.0 + rank}, llm),
         ("RankError: optimizer's parameters", model, CONFIG, {**llm, "optimizer": some}),
         ("ConfigError: no lr scheduler 'Warmup'", model, {**CONFIG, "scheduler": {"type": "Warmup"}}, llm),

@@ -266,7 +266,7 @@ def _save_again(
         report = save_model(model, folder, max_shard_size=SHARD_NBYTES)
     except UnsupportedError as error:
         return {"refused": _where(error)}
-    found: dict[str, Any] = {"saved": len(report.files), "scattered": len(report.scattered)}
+    found: dict[str, Any] = {"saved": len(report.files)}
     if dist.get_rank() == 0:
         again, _ = _ordinary(cls, str(folder), dtype)
         differing = [name for name in _unsteady(reference, again) if name not in apart]
