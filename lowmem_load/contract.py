@@ -59,10 +59,7 @@ def require(
 
     Owners are spelled "package.module" or "package.module:Class"; the modules are imported.
 
-    Args:
-        supported: the releases that the caller was tested with.
-        names: the attributes that each owner must have, dotted where they lie deeper.
-        arguments: the parameters by name that each function must take.
+    Names may be dotted; `arguments` has the parameters by name that each function must take.
 
     Raises:
         IncompatibleVersionError: names the package, its version, all that is missing, and the release to install.

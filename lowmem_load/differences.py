@@ -63,11 +63,7 @@ KNOWN = (
 
 
 def known_differences(names: Iterable[str]) -> list[str]:
-    """Return a sentence for each known difference from stock of the installed releases.
-
-    Args:
-        names: of the model's parameters and buffers.
-    """
+    """Return a sentence for each known difference from stock of the installed releases."""
     present = tuple(names)
     return [
         f"{difference.text} ({difference.package} {difference.first} to {difference.last}; docs/compatibility.md)"

@@ -55,11 +55,7 @@ class Finding:
 
 
 def check_all(folder: str | None) -> Iterator[Finding]:
-    """Yield what all checks find.
-
-    Args:
-        folder: that checkpoints lie in.
-    """
+    """Yield what all checks find."""
     yield from check_versions(installed(), tested())
     yield from check_memory()
     yield check_storage(folder)

@@ -78,11 +78,7 @@ class Phases:
 def progress_bar(total: int, description: str, asked: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
     """Yield a function that is told of bytes that are done.
 
-    Args:
-        total: bytes.
-        description: what stands before the bar.
-        asked: True shows it, False does not, None shows a long one where stderr is a terminal.
-        rank: of this process; only rank 0 shows anything.
+    `asked` True shows the bar, False does not, None shows a long one where stderr is a terminal; rank 0 alone shows it.
     """
     if rank != 0 or not (sys.stderr.isatty() if asked is None else asked):
         yield _unseen

@@ -20,10 +20,7 @@ Args = tuple[Any, ...]
 def describe(operation: Any, args: Args, twins: Any) -> Any:
     """Return the expression, or list of expressions, that `operation` gives; None if only running it gives the result.
 
-    Args:
-        operation: an overload packet of aten.
-        args: of the call, with an expression in place of each tensor.
-        twins: what the call returns on meta tensors.
+    `twins` is what the call returns on meta tensors.
     """
     build = _BUILDERS.get(operation)
     return build(args, twins) if build else None

@@ -24,10 +24,6 @@ def bring_up_comm(backend: str, timeout: timedelta) -> None:
 
     Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group if there is one, without another init.
 
-    Args:
-        backend: that of the live group.
-        timeout: of collectives on groups that DeepSpeed makes.
-
     Raises:
         IncompatibleVersionError: `reset_comm` or `load_op` would not work.
     """

@@ -75,9 +75,6 @@ def load_op(builder: Any) -> Any:
 
     Needs what `bring_up_comm` has checked of DeepSpeed.
 
-    Args:
-        builder: an `OpBuilder` of DeepSpeed.
-
     Raises:
         ImportError, RuntimeError: it cannot be built, or not be loaded.
     """

@@ -184,10 +184,7 @@ def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
 def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
 
-    Args:
-        module: whose class may name some.
-        setting: data_types.keep_in_fp32_modules of the ds_config; None where it is absent.
-        dtype: in which DeepSpeed runs.
+    `setting` is data_types.keep_in_fp32_modules of the ds_config, None where it is absent.
 
     Raises:
         UnsupportedError: the ds_config names some, and this DeepSpeed would ignore that.

@@ -83,9 +83,6 @@ class HeldParameter:
 class Zero3State:
     """The state of training of a ZeRO-3 engine.
 
-    Args:
-        engine: of DeepSpeed's.
-
     Attributes:
         sub_groups: the parameters that the optimizer has, by sub-group.
         frozen: the others.
@@ -172,9 +169,7 @@ class Zero3State:
     def memory(self, sub_group: int, moments: Sequence[str]) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Yield the flat fp32 values of a sub-group and its moments; afterwards bring the values where they are used.
 
-        Args:
-            sub_group: its number.
-            moments: keys of the optimizer's state, whose tensors are made, zero, where there are none.
+        Moments that the optimizer lacks are made, zero.
         """
         zero, master = self._zero, self._zero.fp32_partitioned_groups_flat[sub_group]
         is_swapped = zero._swappable_optimizer_subgroup(sub_group)
@@ -231,9 +226,7 @@ class Zero3State:
     def set_counters(self, counters: Mapping[str, int], world_size: int) -> None:
         """Set the engine's counters of steps.
 
-        Args:
-            counters: global_steps, global_samples and skipped_steps.
-            world_size: ranks that have saved.
+        They are global_steps, global_samples and skipped_steps; `world_size` ranks have saved.
         """
         for name, value in counters.items():
             setattr(self._engine, name, value)

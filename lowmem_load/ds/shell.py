@@ -20,13 +20,7 @@ PLACEHOLDER = "lowmem_load_placeholder"
 
 
 class Shell(nn.Module):
-    """Stands for the chosen modules of a model.
-
-    Args:
-        model: the whole model.
-        chosen: some of its modules, by name.
-        placeholder: see `PLACEHOLDER`; None without one.
-    """
+    """Stands for the chosen modules of a model."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
         super().__init__()

@@ -67,10 +67,7 @@ def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
 def prepare(folder: Folder, ds_config: Mapping[str, Any], offload: Any) -> None:
     """Do before zero.Init what it would not do, or fail at in ways that nobody understands.
 
-    Args:
-        folder: of the swapper that it will make.
-        ds_config: as given to it.
-        offload: DeepSpeed's own reading of the section offload_param.
+    `offload` is DeepSpeed's own reading of the section offload_param.
 
     Raises:
         ConfigError: the folder holds another model, its buffers do not fit into memory, or there is no libaio.
@@ -84,10 +81,6 @@ class Swapping:
     """Partitions that lie in the buffers of a swapper until they are written to its files.
 
     Half of the buffers are written from while the others are read into.
-
-    Args:
-        swapper: that zero.Init has made; kept by it, and by the parameters.
-        folder: of the swapper.
 
     Raises:
         IncompatibleVersionError: it has not set what this module reads of it.

@@ -48,11 +48,7 @@ def refuse_another(init: Any, *, dtype: torch.dtype, device: str, world_size: in
 
     Stock ZeRO-3 makes them as that zero.Init says, whatever ds_config transformers sees.
 
-    Args:
-        init: as `set_aside` yields it.
-        dtype: of parameters.
-        device: where partitions stay: "cpu", "nvme", or the accelerator's type.
-        world_size: ranks among which parameters are cut up.
+    `init` is as `set_aside` yields it. `device` is where partitions stay: "cpu", "nvme", or the accelerator's type.
 
     Raises:
         UnsupportedError: names what differs.

@@ -30,12 +30,8 @@ def describe_save(
 
     It runs as it is, but for what it asks of the accelerator: the state dict, and to write a file.
 
-    Args:
-        save: its own, of this accelerator.
-        accelerator: whose methods are replaced while it runs.
-        given: its arguments by name; the model is that which an engine holds.
-        scratch: an empty folder of this rank's own.
-        tensors: what stands for each parameter and buffer of the model, by `id`.
+    `given` are its arguments by name, `scratch` is an empty folder of this rank's own. `tensors` has what stands for
+    each parameter and buffer of the model, by `id`.
 
     Source: accelerate 1.4 to 1.15 `accelerator.py`, `save_model`.
     """

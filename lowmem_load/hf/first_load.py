@@ -21,9 +21,7 @@ def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:
 
     Afterwards the class is as it was. While `prepare` raises, every load raises.
 
-    Args:
-        model_class: transformers' `PreTrainedModel`.
-        prepare: called with no load going on; it may replace the class's methods.
+    `prepare` is called with no load going on; it may replace the class's methods.
     """
     _FirstLoad(model_class, prepare)
 

@@ -148,10 +148,6 @@ def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
 
     Source: bitsandbytes 0.50.2 `functional.py`, `quantize_4bit`.
 
-    Args:
-        weight: whole.
-        settings: a `Params4bit`.
-
     Memory: the packed bytes, and what bitsandbytes takes for a piece.
     """
     functional, device = importlib.import_module("bitsandbytes.functional"), _stock_device()
@@ -292,10 +288,6 @@ def _stock_device() -> torch.device:
 
 def check_packed(model: nn.Module, settings: Settings) -> None:
     """Refuse what cannot be packed, and what DeepSpeed would do to packed weights as if they were numbers.
-
-    Args:
-        model: described.
-        settings: resolved for it.
 
     Raises:
         ConfigError: DeepSpeed would change the packed bytes, in stock as well: names the setting, or the weight whose

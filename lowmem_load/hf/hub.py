@@ -81,9 +81,7 @@ def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Replacement:
     In the cache it is known that there is none; of another one each rank would ask the Hub.
     Source: transformers 5.23 `auto_factory.py`, `from_pretrained`: these keywords are not handed on.
 
-    Args:
-        name: of the model; others' adapters are looked for as ever.
-        kwargs: of its `from_pretrained`.
+    Adapters of other models are looked for as ever.
     """
     handed_on = {key: kwargs[key] for key in _LOOKUP if key in kwargs}
 

@@ -180,10 +180,8 @@ def config_text(config: Any) -> str:
 def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:
     """Return the class whose `from_pretrained` to call.
 
-    Args:
-        auto_class: a class, the name of a transformers class, or None for the one that `config.architectures` names.
-        config: the model's configuration.
-        trust_remote_code: whether `config.auto_map` may name a class that comes with the checkpoint.
+    `auto_class` is a class, the name of a transformers class, or None for the one that `config.architectures` names.
+    With `trust_remote_code`, `config.auto_map` may name a class that comes with the checkpoint.
 
     Raises:
         ConfigError: there is no such class.

@@ -22,8 +22,7 @@ from lowmem_load.planning.expression import Source, cast
 def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
     """Return the model that a configuration names, on the meta device.
 
-    Args:
-        config: a folder with config.json, or the name of a model on the Hub.
+    `config` is a folder with config.json, or the name of a model on the Hub.
 
     Raises:
         ConfigError: it cannot be read, or names no class of transformers.
@@ -50,14 +49,7 @@ def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
 def describe_plain(
     tensors: Mapping[str, Source], scratch: Path, *, dtype: torch.dtype, max_shard_size: int | str
 ) -> list[SavedFile]:
-    """Return the files of weights of tensors under their own names; write the index of several to `scratch`.
-
-    Args:
-        tensors: by name.
-        scratch: an empty folder.
-        dtype: of floating-point tensors in the files.
-        max_shard_size: bytes, or text such as "5GB".
-    """
+    """Return the files of weights of tensors under their own names; write the index of several to `scratch`."""
     expressions = {
         name: cast(source, dtype) if source.dtype.is_floating_point else source for name, source in tensors.items()
     }

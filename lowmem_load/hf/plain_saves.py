@@ -25,13 +25,7 @@ SAVING_CLASSES = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_m
 
 @contextlib.contextmanager
 def plain_saves(module: str, on_state: PlainSave, check: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Inside, `save_pretrained` hands calls with a `NotGathered` on, and checks the models of those without a state.
-
-    Args:
-        module: an imported one of `SAVING_CLASSES`.
-        on_state: called instead of it, where it is given a `NotGathered`.
-        check: called before it, where it is given no state, and writes.
-    """
+    """Inside, `save_pretrained` hands calls with a `NotGathered` on, and checks the models of those without a state."""
     cls = getattr(sys.modules[module], SAVING_CLASSES[module])
     signature = inspect.signature(cls.save_pretrained)
 

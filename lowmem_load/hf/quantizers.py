@@ -27,8 +27,7 @@ _DEQUANTIZED: Mapping[str, Callable[[], list[Replacement]]] = {"fp8": fp8.replac
 def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
     """Let quantizers make described weights; what a method needs is imported when a quantizer of it is made.
 
-    Args:
-        is_cut_up: whether parameters will be cut up, for which other quantized ones are refused.
+    Other quantized weights are refused where parameters will be cut up.
     """
     described: set[str] = set()
     with contextlib.ExitStack() as stack:
@@ -122,10 +121,6 @@ _DEQUANTIZING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the `quantization_config` that loads a checkpoint dequantized.
-
-    Args:
-        name: a local folder or a Hub id.
-        kwargs: of `from_pretrained`, that say where its files come from.
 
     Raises:
         UnsupportedError: it is not quantized, or in a way that has no such load.

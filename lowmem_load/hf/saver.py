@@ -80,13 +80,8 @@ def describe_save(
 ) -> list[SavedFile]:
     """Return the files of weights that `save_pretrained` would write; write all its other files to `scratch`.
 
-    Args:
-        model: of transformers or PEFT.
-        scratch: an empty folder of this rank's own.
-        tensors: what stands for each parameter and buffer of the model, by `id`.
-        dtype: to which floating-point tensors are cast; None leaves them as they are.
-        max_shard_size: as `save_pretrained` takes it.
-        kwargs: further keywords of it.
+    `scratch` is an empty folder of this rank's own. `tensors` has what stands for each parameter and buffer of the
+    model, by `id`. A dtype of None leaves tensors as they are.
 
     Raises:
         ConfigError: a keyword or dtype that cannot be used here.

@@ -155,12 +155,7 @@ def _take_parameters(found: Inspection, described: Described) -> None:
 
 
 def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[str, list[str]]:
-    """Return what loading does to make a described parameter, in words, and the stored tensors that it is made of.
-
-    Args:
-        all_names: of the parameter.
-        parameter: as `describe_checkpoint` gives it.
-    """
+    """Return what loading does to make a described parameter, in words, and the stored tensors that it is made of."""
     nodes = _nodes(_expression(parameter))
     sources = [node for node in nodes if isinstance(node, Source)]
     operations = dict.fromkeys(_operation(node) for node in nodes if isinstance(node, Computed | Elementwise))

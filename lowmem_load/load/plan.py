@@ -88,17 +88,7 @@ def plan_ranks(
 ) -> list[LoadPlan]:
     """Return the plans of several ranks, in less time than `plan` takes for each.
 
-    Args:
-        name: as for `plan`, like all that is not named here.
-        ds_config: as for `plan`.
-        ranks: to plan for.
-        world_size: as for `plan`.
-        device: the accelerator of the job; its type is enough.
-        open_source: opens files of the checkpoint.
-        auto_class: as for `plan`.
-        dtype: as for `plan`.
-        partition: as for `plan`.
-        **from_pretrained_kwargs: as for `plan`.
+    All that is not named here is as for `plan`. Of `device`, the accelerator of the job, its type is enough.
 
     Raises:
         UnsupportedError: the class does not load by transformers' own `from_pretrained`.
@@ -124,12 +114,7 @@ def describe_checkpoint(
 ) -> Described:
     """Return the model of a checkpoint as a load by one rank on the host describes it.
 
-    Args:
-        name: as for `plan`, like all that is not named here.
-        dtype: of the parameters.
-        open_source: opens files of the checkpoint.
-        auto_class: as for `plan`.
-        **from_pretrained_kwargs: as for `plan`.
+    All but `dtype`, that of the parameters, is as for `plan`.
     """
     precision = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     settings = read_settings({"zero_optimization": {"stage": 3}, **precision}, world_size=1)

@@ -90,12 +90,8 @@ def following(
 ) -> AbstractContextManager[None]:
     """Return `streaming()` without a ds_config.
 
-    Args:
-        progress: see `load_model`.
-        verify: see `load_model`.
-        on_load: called with the report of each streamed load, on every rank.
-        is_lenient: whether what cannot be streamed is left to transformers.
-        everywhere: whether in all threads.
+    `progress` and `verify` are as for `load_model`. With `is_lenient`, what cannot be streamed is left to transformers;
+    `everywhere` is for all threads.
     """
 
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:

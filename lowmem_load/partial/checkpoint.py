@@ -82,10 +82,6 @@ def load_replicated(folder: str) -> dict[str, Any]:
 class Outside:
     """The tensors of a model that are not partitioned.
 
-    Args:
-        model: the whole model.
-        chosen: its partitioned modules, by name.
-
     Attributes:
         parameters: by name.
         buffers: by name.

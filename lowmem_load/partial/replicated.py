@@ -52,10 +52,7 @@ class _Slot:
 class ReplicatedPart:
     """Keeps parameters that are whole on every rank in step.
 
-    Args:
-        parameters: those to train, by name; distinct, all on `device`.
-        device: where they are.
-        average: see `lowmem_load.initialize`.
+    The parameters are distinct, and all on `device`. For `average` see `lowmem_load.initialize`.
 
     Memory: a float32 gradient per element, and a float32 master copy of what is stored in less.
 
@@ -261,9 +258,6 @@ class SplitOptimizer:
 
     The user's own object never steps: its groups are where learning rates are read and schedulers write. A derived
     optimizer has the same class and the same groups, less those that hold none of its parameters.
-
-    Args:
-        optimizer: over the model's parameters, in any groups; has not stepped yet.
 
     Raises:
         UnsupportedError: it has state already, which could belong to either part.

@@ -27,11 +27,7 @@ def config_of(given: Mapping[str, Any]) -> Any:
 
 
 def cast_additions(given: Mapping[str, Any]) -> None:
-    """Cast what `deepspeed.initialize` gets whole, beside streamed 4-bit weights, as its engine casts it in stock.
-
-    Args:
-        given: the arguments of that call.
-    """
+    """Cast what `deepspeed.initialize` gets whole, beside streamed 4-bit weights, as its engine casts it in stock."""
     model, ds_config = given.get("model"), config_of(given)
     if not isinstance(model, nn.Module) or not any(map(_is_packed, transformers_models(model))):
         return

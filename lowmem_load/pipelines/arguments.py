@@ -141,9 +141,7 @@ def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArgum
     LLaMA-Factory's `flash_attn`, `enable_activation_checkpointing` and `model_class` are understood. A relative
     `config_file` is looked for beside the YAML file that names it, then in the current directory.
 
-    Args:
-        model_args: see `ModelEngine`.
-        dist_config: see `ModelEngine`; if given, it takes precedence over the one in model_args.
+    A `dist_config` that is given takes precedence over the one in model_args.
 
     Raises:
         ConfigError: a file cannot be read, a name is unknown or missing, a value has the wrong type.

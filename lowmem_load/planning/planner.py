@@ -45,9 +45,6 @@ class Material:
 class Planner:
     """Turns expressions into fills, and collects the values and functions that these share.
 
-    Args:
-        limits: how large reads are.
-
     Attributes:
         values: of the plan.
         material: what goes with it.
@@ -64,11 +61,7 @@ class Planner:
     def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
         """Plan the memory that holds `region` of `expression`, and prove that every element is filled once.
 
-        Args:
-            name: for messages.
-            expression: what the memory is made of.
-            region: the elements that it holds; a rectangle is laid out row-major.
-            on_host: whether it is host memory.
+        `region` has the elements that the memory holds; a rectangle is laid out row-major.
 
         Raises:
             PlanError: the region leaves the expression, needs more than `MAX_COPIES` copies, is not covered exactly

@@ -178,11 +178,7 @@ def written(step: Step) -> Iterator[Nest]:
 def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool) -> Iterator[Read]:
     """Yield the reads of `copy`, whose leaf is `tensor`.
 
-    Args:
-        copy: what to read.
-        tensor: its leaf.
-        limits: how large reads are.
-        on_host: whether the destination is host memory, into which files can be read.
+    Files can be read straight into a destination that is host memory (`on_host`).
     """
     itemsize = tensor.dtype.itemsize
     if on_host and copy.nest.is_run and not copy.nest.casts:

@@ -103,10 +103,7 @@ class Checkpoint:
     def state(self, key: str, rank: int = 0, *, trusted: bool = False) -> Any:
         """Return an entry of the model states of a rank as Python objects; None where there is none.
 
-        Args:
-            key: of the entry.
-            rank: that has saved it.
-            trusted: whether Python's unpickler may read the file where the entry holds objects of other classes.
+        If `trusted`, Python's unpickler may read the file where the entry holds objects of other classes.
 
         Raises:
             CheckpointError: it holds such objects.
@@ -139,10 +136,7 @@ class Checkpoint:
 def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequence[str] = ("latest",)) -> str | None:
     """Return the folder of a tag, or of the one that a file of the checkpoint folder names; None if there is no file.
 
-    Args:
-        folder: that checkpoints were saved to.
-        tag: its name in it.
-        latest: names of files that may hold the tag; the first that is there counts.
+    `latest` are names of files that may hold the tag; the first that is there counts.
 
     Raises:
         CheckpointError: there is no such tag.

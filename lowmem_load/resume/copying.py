@@ -61,12 +61,7 @@ class Copied:
 
 
 def chunks_of(writes: Iterable[Write], pieces: Mapping[str, Pieces | Chain]) -> Iterator[Chunk]:
-    """Yield the chunks that together are all writes, parameter by parameter. Pure.
-
-    Args:
-        writes: of whole parameters.
-        pieces: where the values of each parameter lie.
-    """
+    """Yield the chunks that together are all writes, parameter by parameter. Pure."""
     of_parameter: dict[str, list[Write]] = {}
     for write in writes:
         of_parameter.setdefault(write.parameter, []).append(write)
@@ -83,11 +78,8 @@ def copy_chunks(
 ) -> Copied:
     """Copy some chunks, and have what was written reach the disk.
 
-    Args:
-        chunks: to be copied.
-        files: of the checkpoint.
-        paths: of the files that are written, as `Write.file` numbers them; they are there in full length.
-        on_bytes: told how many bytes were written, after each write.
+    `paths` are as `Write.file` numbers them, of files that are there in full length. `on_bytes` is told how many bytes
+    were written, after each write.
 
     Memory: `CHUNK_BYTES`, and the writer's buffer.
 

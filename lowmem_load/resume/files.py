@@ -36,10 +36,6 @@ _SWAPPED_DTYPE = torch.float32
 class Files:
     """The files of one checkpoint.
 
-    Args:
-        folder: of the tag.
-        executor: reads small values, and keeps the files open.
-
     Attributes:
         opened: all that were, in order.
     """
@@ -64,11 +60,7 @@ class Files:
     def flat(self, file: TorchObjects, tensor: Any, what: str, size: int | None) -> Source:
         """Return where the elements of a tensor lie.
 
-        Args:
-            file: that has it.
-            tensor: of its tree.
-            what: it is, for messages.
-            size: elements that it must have; None for any number.
+        It must have `size` elements; None stands for any number. Messages call it `what`.
 
         Raises:
             CheckpointError: it has others, is none, or does not lie in one run.
@@ -122,13 +114,6 @@ def is_swapped(tensor: Any, size: int) -> bool:
 
 def swap_file(folder: str, rank: int, world_size: int, tensor: Tensor, what: str) -> str:
     """Return the path of the file that holds a tensor.
-
-    Args:
-        folder: of the tag.
-        rank: that has saved it.
-        world_size: ranks that have saved.
-        tensor: empty, with its name.
-        what: it is, for messages.
 
     Raises:
         CheckpointError: its name is none, or the files of ranks were copied over each other.

@@ -130,10 +130,7 @@ def place_groups(
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name.
 
-    Args:
-        groups: names and shapes of the parameters of each sub-group, in order.
-        flats: flat tensors by key, rank and sub-group; lengths as `group_numels` says.
-        scalars: of each sub-group.
+    `flats` has flat tensors by key, rank and sub-group, as long as `group_numels` says.
     """
     found: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
@@ -155,11 +152,7 @@ def place_chains(
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name. See [Note: chains].
 
-    Args:
-        groups: names and shapes of the parameters of each group, in order.
-        paddings: elements that lie behind each of them.
-        flats: flat tensors by key, rank and group.
-        scalars: of each group.
+    `flats` has flat tensors by key, rank and group; `paddings` the elements that lie behind each parameter.
 
     Raises:
         CheckpointError: a flat tensor is too short.

@@ -40,9 +40,7 @@ _WHOLE_STATES = "mp_rank_00_model_states.pt"
 def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
     """Return what a checkpoint holds; everything that decides what lies where is checked.
 
-    Args:
-        folder: of the tag.
-        executor: reads small values, and keeps the files open.
+    The executor reads small values, and keeps the files open.
 
     Raises:
         CheckpointError: a file is absent, truncated, malformed, or does not go with the others.

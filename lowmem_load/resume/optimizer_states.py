@@ -34,9 +34,7 @@ _STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
     """Return what a ZeRO optimizer has saved.
 
-    Args:
-        file: of optimizer states, or the one of a universal checkpoint.
-        stage: that it must be of: 3, or 2 for 1 and 2, which are saved alike; None for any.
+    `stage` is 3, or 2 for 1 and 2, which are saved alike; None stands for any.
 
     Raises:
         CheckpointError: it is none.
@@ -61,11 +59,6 @@ def of_stage_3(
     files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects]
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name. See [Note: flat groups].
-
-    Args:
-        files: of the checkpoint.
-        groups: names and shapes of the parameters of each sub-group.
-        optims: the file of each rank.
 
     Raises:
         CheckpointError: files do not go together.
@@ -100,11 +93,6 @@ def of_stages_1_and_2(
     files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects]
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name. See [Note: chains].
-
-    Args:
-        files: of the checkpoint.
-        groups: names and shapes of the parameters of each of the optimizer's groups.
-        optims: the file of each rank.
 
     Raises:
         CheckpointError: files do not go together.
@@ -143,11 +131,6 @@ def _paddings(file: TorchObjects, groups: Sequence[Mapping[str, Shape]]) -> list
 
 def universal(files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects) -> dict[str, SavedParameter]:
     """Return the trained parameters of a universal checkpoint by name.
-
-    Args:
-        files: of the checkpoint.
-        groups: names and shapes of the parameters of each sub-group.
-        file: with what the optimizer has saved.
 
     Raises:
         CheckpointError: a file is absent or malformed.

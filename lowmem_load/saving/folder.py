@@ -144,9 +144,7 @@ def put_beside(staging: Staging, scratch: Path) -> list[str]:
 def commit(staging: Staging, weights: Sequence[str]) -> None:
     """Let the staging folder take its place. See [Note: all at once].
 
-    Args:
-        staging: whose files are complete, and on the disk.
-        weights: paths in it of the files of weights.
+    Its files are complete, and on the disk; `weights` are paths in it of the files of weights.
 
     Raises:
         ConfigError: the folder was replaced or removed meanwhile, or cannot be renamed.

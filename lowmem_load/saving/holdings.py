@@ -62,10 +62,7 @@ def holdings_of(model: nn.Module, rank: int, *, master: bool) -> list[Holding]:
     that the others hold the same (buffers, adapters that each rank has drawn for itself), and a mixture of them would
     be none of the models.
 
-    Args:
-        model: that is saved.
-        rank: of this process, among those that save it.
-        master: whether the optimizer's fp32 values of partitioned parameters are meant, where there are some.
+    With `master`, the optimizer's fp32 values of partitioned parameters are meant, where there are some.
 
     Raises:
         UnsupportedError: names a tensor that has no values here.

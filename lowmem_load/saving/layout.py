@@ -79,10 +79,8 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
 def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> FileLayout:
     """Return the layout of the file in which `torch.save` puts an `OrderedDict` of these tensors.
 
-    Args:
-        name: of the file, a path with "/". torch puts its stem into the file.
-        tensors: in their order. Two names of the same expression are one tensor there.
-        scratch: a folder of this rank's own.
+    `name` is a path with "/", whose stem torch puts into the file. Two names of the same expression are one tensor
+    there.
 
     Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
     """

@@ -47,10 +47,7 @@ def merged_pieces(
 ) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield this rank's elements of a weight, merged, in pieces: flat memory, and which element its first one is.
 
-    Args:
-        merge: by rows.
-        holding: of the weight.
-        adapters: their parameters, whole, by `id`.
+    `adapters` has the parameters of the adapters, whole, by `id`.
     """
     num_rows, width = holding.source.shape
     mine, device = holding.mine, next(iter(adapters.values())).device

@@ -77,9 +77,7 @@ def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) ->
 def held_writes(writes: Iterable[Write], held: Mapping[str, FlatRange]) -> list[Write]:
     """Return the parts of the writes whose elements lie in `held`, in the order of the parameters' first use.
 
-    Args:
-        writes: of all ranks.
-        held: which elements of each parameter and buffer are this rank's to write, by name.
+    `held` has the elements of each parameter and buffer that are this rank's to write.
     """
     mine: dict[str, list[Write]] = {}
     for write in writes:

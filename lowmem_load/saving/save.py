@@ -120,15 +120,10 @@ def save_described(
 ) -> SaveReport:
     """Write the files that are described. See `save_model`. Collective.
 
-    Args:
-        model: whose parameters and buffers they are made of; not what holds it.
-        folder: see `save_model`.
-        describe: gets an empty folder of this rank's own, to which it writes all that is no file of weights, and what
-            stands for each parameter and buffer, by `id`. Returns the files of weights, and what is merged.
-        arguments: all that the files depend on besides; the same on all ranks.
-        masters: see `holdings_of`.
-        also: processors, see `save_model`.
-        progress: see `save_model`.
+    `describe` gets an empty folder of this rank's own, to which it writes all that is no file of weights, and what
+    stands for each parameter and buffer, by `id`. It returns the files of weights, and what is merged. `arguments` says
+    all that the files depend on besides; it is the same on all ranks. For the others see `save_model` and
+    `holdings_of`.
     """
     with load_lock():
         ranks = ranks_of(model)

@@ -27,9 +27,7 @@ MAX_OPEN = 64
 class Writer:
     """Writes into files that are there, in full length. For one thread.
 
-    Args:
-        paths: of the files, in the order in which writes number them.
-        on_bytes: told how many bytes were written, after each write.
+    Writes number the files in the order of `paths`. `on_bytes` is told how many bytes were written, after each write.
 
     Attributes:
         num_writes, written_bytes: system calls, and what they wrote.
@@ -56,10 +54,7 @@ class Writer:
     def write(self, write: Write, memory: torch.Tensor, first: int) -> None:
         """Write elements of a parameter.
 
-        Args:
-            write: which, and where they go.
-            memory: flat; holds them.
-            first: element of the parameter that `memory[0]` is.
+        `memory` is flat; its first element is element `first` of the parameter.
 
         Raises:
             CheckpointError: the system refuses; the disk is full, say.

@@ -90,13 +90,9 @@ def precision_of(
 ) -> Precision:
     """Returns the precision that a ds_config asks for.
 
-    Args:
-        ds_config: read only. As in DeepSpeed, a section "bfloat16" is read where "bf16" is absent.
-        absent: how an absent section (or a section without "enabled") is read where no training argument stands in
-            for it. "auto" is for a caller that writes the answer back with `with_precision`. "disabled" is what
-            DeepSpeed does with the very same dict.
-        trainer_bf16: see `resolve_precision`.
-        trainer_fp16: see `resolve_precision`.
+    As in DeepSpeed, a section "bfloat16" is read where "bf16" is absent. `absent` says how an absent section (or one
+    without "enabled") is read where no training argument stands in for it: "auto" is for a caller that writes the
+    answer back with `with_precision`, "disabled" is what DeepSpeed does with the very same dict.
 
     Raises:
         ConfigError: as `resolve_precision`, and for a section that is not an object.

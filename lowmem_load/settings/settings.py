@@ -106,16 +106,8 @@ def read_settings(
 ) -> Settings:
     """Read a ds_config, once.
 
-    Args:
-        ds_config: see `read_ds_config`; never changed.
-        world_size: ranks that load together.
-        partition: see `lowmem_load.load_model`.
-        must_match: see `Settings`.
-        is_active: whether it is one that a training loop has yet to complete; then what only that loop can say is left
-            out, see `for_loading`.
-        absent: see `precision_of`.
-        trainer_bf16: see `precision_of`.
-        trainer_fp16: see `precision_of`.
+    With `is_active`, it is one that a training loop has yet to complete: what only that loop can say is left out, see
+    `for_loading`. For `absent` and the training arguments see `precision_of`.
 
     Raises:
         ConfigError: the ds_config or the partition cannot be used.

@@ -22,10 +22,7 @@ MARK = "lowmem_load_partitioned"
 def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -> dict[str, nn.Module]:
     """Return the topmost chosen modules by name, in the order of the model; "" is the model itself.
 
-    Args:
-        model: read only.
-        partition: see `Partition`. An empty sequence chooses nothing.
-        must_match: refuse an entry that chooses no module of this model.
+    An empty sequence chooses nothing. With `must_match`, an entry that chooses no module of this model is refused.
 
     Raises:
         ConfigError: an entry is malformed or chooses nothing, or a chosen module holds no parameter.

@@ -22,10 +22,7 @@ TargetMaker = Callable[[Settings, nn.Module], Target]
 def target_maker(rank: int, device: torch.device, group: Any = None) -> TargetMaker:
     """Return what makes targets for a rank.
 
-    Args:
-        rank: in the partition group.
-        device: the accelerator's of this rank; its type is enough for planning.
-        group: the ranks among which parameters are cut up; None for all.
+    For planning, the type of `device` is enough. Parameters are cut up among the ranks of `group`; None stands for all.
     """
 
     def make(settings: Settings, model: nn.Module) -> Target:

@@ -15,10 +15,8 @@ from lowmem_load.targets.target import Layout, Target
 class Partial:
     """Sends parameters to one of two targets, by name. A `Target`.
 
-    Args:
-        chosen: names of the topmost chosen modules, see [Note: chosen modules] in `targets/choice.py`.
-        inside: target of all parameters below them; also of buffers.
-        outside: target of the others.
+    `chosen` are names of modules, see [Note: chosen modules] in `targets/choice.py`. `inside` is the target of the
+    parameters below them and of all buffers, `outside` that of the others.
     """
 
     def __init__(self, chosen: Collection[str], inside: Target, outside: Target) -> None:

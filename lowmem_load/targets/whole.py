@@ -16,11 +16,7 @@ from lowmem_load.targets.target import Layout
 
 
 class Whole:
-    """Every parameter whole, on one device. A `Target`.
-
-    Args:
-        device: of parameters and buffers.
-    """
+    """Every parameter whole, on one device. A `Target`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

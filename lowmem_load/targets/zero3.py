@@ -27,12 +27,8 @@ _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 class Zero3:
     """Every parameter a ZeRO-3 parameter in the dtype in which DeepSpeed will run. A `Target`.
 
-    Args:
-        settings: resolved, stage 3.
-        rank: of those that load together.
-        device: the accelerator's, where whole parameters are gathered and buffers live.
-        group: the ranks among which parameters are cut up; None for all.
-        modules: names of the topmost modules whose parameters come here; "" is the model itself.
+    Parameters are cut up among the ranks of `group`, None for all. `modules` are the names of the topmost modules whose
+    parameters come here; "" is the model itself.
 
     Raises:
         ConfigError: DeepSpeed cannot cut up parameters among so many ranks as the settings say.
