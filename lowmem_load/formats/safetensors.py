@@ -43,9 +43,6 @@ BITS: Mapping[str, int] = {
 }
 """Bits of an element by dtype as the file spells it: those of safetensors 0.8.0, in order (`Dtype` in `tensor.rs`)."""
 
-_CODES: Mapping[str, str] = {code: code for code in BITS}
-"""Of equal strings always the same one."""
-
 _TORCH_NAMES: Mapping[str, str] = {
     "F64": "float64",
     "F32": "float32",
@@ -222,7 +219,7 @@ def _entry(name: str, fields: Mapping[str, Any], data_start: int, file_name: str
             f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} needs {nbits // 8} bytes, "
             f"its data_offsets {offsets} hold {offsets[1] - offsets[0]}"
         )
-    return TensorEntry(file_name, name, _CODES[code], tuple(shape), data_start + offsets[0])
+    return TensorEntry(file_name, name, code, tuple(shape), data_start + offsets[0])
 
 
 def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_name: str, file_nbytes: int) -> None:
