@@ -10,7 +10,7 @@ import torch
 
 from lowmem_load import DistributedInterface
 from lowmem_load.settings.settings import Settings, read_settings
-from lowmem_load.targets.partial import Partial
+from lowmem_load.targets.make import Partial
 from lowmem_load.targets.target import Target
 from lowmem_load.targets.whole import Whole
 from lowmem_load.targets.zero3 import Zero3
