@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.launch import run_processes
 from benchmarks.results import MIB, markdown
-from lowmem_load.bench.memory import read_rss
+from lowmem_load.bench.memory import high_water
+from lowmem_load.phases import host_memory
 
 LLAMAFACTORY = "llamafactory_style/train"
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -62,12 +63,12 @@ def run_pipeline(script: str, argv: list[str], rank: int) -> PipelineResult:
 
     main = import_example(script).main
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-    start = read_rss()[0]
+    start = host_memory()
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset the high-water mark (man 5 proc)
     with _peaks_at_initialize() as peaks:
         losses = main(argv)
-        peaks.append(read_rss()[0].high_water)  # of a script that makes no engine
-    return PipelineResult(rank, peaks[0] - start.anon - start.file, losses)
+        peaks.append(high_water())  # of a script that makes no engine
+    return PipelineResult(rank, peaks[0] - start.total_bytes, losses)
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def _peaks_at_initialize() -> Iterator[list[int]]:
     peaks: list[int] = []
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        peaks.append(read_rss()[0].high_water)
+        peaks.append(high_water())
         return ordinary(*args, **kwargs)
 
     deepspeed.initialize = initialize

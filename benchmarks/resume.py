@@ -39,7 +39,7 @@ def measured(call: Callable[[], object]) -> dict[str, float]:
         start = time.perf_counter()
         call()
         seconds = time.perf_counter() - start
-    read = bytes_read() - before - sampler.proc_bytes_read
+    read = bytes_read() - before
     return {"seconds": seconds, "peak_mib": sampler.use().peak / MIB, "read_mib": read / MIB}
 
 

@@ -70,7 +70,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self._sampler: MemorySampler | None = None
-        self._engine_s: float | None = None
+        self._load_bytes: int | None = None
         self._losses: list[float] = []
 
     def watch_loads(self, module: ModuleType) -> None:
@@ -94,8 +94,6 @@ class _Seen:
 
     def watch_engines(self, module: ModuleType) -> None:
         """Note when the first engine is made, and what engines are handed to go back from."""
-        import time
-
         from benchmarks.methods import wait_for_all_gathers
 
         wait_for_all_gathers()
@@ -103,8 +101,7 @@ class _Seen:
 
         @functools.wraps(make)
         def noted_make(engine: Any, *args: Any, **kwargs: Any) -> None:
-            if self._engine_s is None:
-                self._engine_s = time.perf_counter()
+            self._end_load()
             make(engine, *args, **kwargs)
 
         @functools.wraps(backward)
@@ -114,13 +111,15 @@ class _Seen:
 
         module.DeepSpeedEngine.__init__, module.DeepSpeedEngine.backward = noted_make, noted_backward
 
+    def _end_load(self) -> None:
+        """Note the most memory until the first engine is made, or until the end where none is."""
+        if self._sampler is not None and self._load_bytes is None:
+            self._sampler.__exit__()
+            self._load_bytes = self._sampler.use().peak
+
     def _write(self) -> None:
-        assert self._sampler is not None
-        self._sampler.__exit__(None, None, None)
-        start_s, use = self._sampler.start_s, self._sampler.use()
-        engine_s = float("inf") if self._engine_s is None else self._engine_s
-        loading = [anon + file for time_s, anon, file in use.samples if time_s <= engine_s - start_s]
-        result = {"losses": self._losses, "load_bytes": max(loading)}
+        self._end_load()
+        result = {"losses": self._losses, "load_bytes": self._load_bytes}
         Path(os.environ[FOLDER], f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 

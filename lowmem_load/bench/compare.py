@@ -13,7 +13,7 @@ from typing import Any
 
 from lowmem_load.bench.launch import run_ranks
 from lowmem_load.bench.memory import available_bytes, drop, warm
-from lowmem_load.bench.worker import FLOOR, METHODS, STOCK, Result
+from lowmem_load.bench.worker import FLOOR, METHODS, STOCK
 from lowmem_load.inspection.files import weight_files
 
 MODULE = "lowmem_load.bench.worker"
@@ -26,7 +26,7 @@ class Row:
     Attributes:
         method: which it was.
         seconds, all_seconds: of the slowest rank: the middle one of the repeats, and of each.
-        peak_bytes, device_peak_bytes: the largest of all ranks, see `Result`.
+        peak_bytes, device_peak_bytes: the largest of all ranks, see `bench.worker.measure`.
         digest: of the model.
         skipped: why it was not run; "" if it was.
     """
@@ -56,9 +56,9 @@ def compare(
         folder: of the checkpoint.
         ds_config: of stage 3.
         ranks: processes on this machine.
-        repeats: of each.
-        is_cold: whether the files are put out of the page cache before each; else they are read into it.
-        on_gpu: whether DeepSpeed may look for an accelerator.
+        repeats: of each method.
+        is_cold: whether the files are put out of the page cache before each run; else they are read into it.
+        on_gpu: see `run_ranks`.
         told: called with a line before each run.
 
     Raises:
@@ -69,7 +69,7 @@ def compare(
     for method in METHODS:
         spec = {"method": method, "folder": folder, "files": files, "ds_config": ds_config}
         reason = _reason_to_skip(method, files)
-        found: list[list[Result]] = []
+        found: list[list[dict[str, Any]]] = []
         for repeat in range(0 if reason else repeats):
             told(f"{method}, {ranks} ranks, run {repeat + 1} of {repeats}")
             (drop if is_cold else warm)(files)
@@ -78,22 +78,22 @@ def compare(
     return rows
 
 
-def _run(spec: Mapping[str, Any], ranks: int, *, on_gpu: bool) -> list[Result]:
+def _run(spec: Mapping[str, Any], ranks: int, *, on_gpu: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="lowmem_load-bench-") as out:
         texts = run_ranks(MODULE, {**spec, "out": out}, Path(out), ranks, on_gpu=on_gpu)
-    return [Result(**json.loads(text)) for text in texts]
+    return [json.loads(text) for text in texts]
 
 
-def _row(method: str, repeats: Sequence[Sequence[Result]]) -> Row:
-    seconds = tuple(max(result.seconds for result in results) for results in repeats)
+def _row(method: str, repeats: Sequence[Sequence[Mapping[str, Any]]]) -> Row:
+    seconds = tuple(max(result["seconds"] for result in results) for results in repeats)
     results = [result for each in repeats for result in each]
-    digests = {result.digest for result in results}
+    digests = {result["digest"] for result in results}
     return Row(
         method=method,
         seconds=statistics.median(seconds),
         all_seconds=seconds,
-        peak_bytes=max(result.peak_bytes for result in results),
-        device_peak_bytes=max(result.device_peak_bytes for result in results),
+        peak_bytes=max(result["peak_bytes"] for result in results),
+        device_peak_bytes=max(result["device_peak_bytes"] for result in results),
         digest=digests.pop() if len(digests) == 1 else "differs between runs",
     )
 

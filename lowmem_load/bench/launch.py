@@ -44,17 +44,17 @@ def run_ranks(
         GroupError: names the rank that failed.
     """
     out.mkdir(parents=True, exist_ok=True)
-    for rank in range(world_size):  # a result left by an earlier run must not pass for this one's
-        _result_path(out, rank).unlink(missing_ok=True)
+    results = [out / f"rank{rank}.json" for rank in range(world_size)]
+    for result in results:  # one left by an earlier run must not pass for this one's
+        result.unlink(missing_ok=True)
     spec_path = out / "spec.json"
     spec_path.write_text(json.dumps(spec))
-    port = _free_port()
+    command, port = [sys.executable, "-m", module, str(spec_path)], _free_port()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
-            command = [sys.executable, "-m", module, str(spec_path)]
+            environment = _environment(rank, world_size, port, on_gpu)
             with _log_path(out, rank).open("wb") as log:
-                environment = _environment(rank, world_size, port, on_gpu)
                 started = subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT)
             processes.append(started)
         _wait(processes, out)
@@ -64,11 +64,7 @@ def run_ranks(
                 process.kill()
         for process in processes:
             process.wait()
-    return [_result_path(out, rank).read_text() for rank in range(world_size)]
-
-
-def _result_path(out: Path, rank: int) -> Path:
-    return out / f"rank{rank}.json"
+    return [result.read_text() for result in results]
 
 
 def _log_path(out: Path, rank: int) -> Path:

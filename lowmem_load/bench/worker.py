@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,6 @@ STOCK, STREAMED, FLOOR = "stock", "lowmem_load", "floor"
 
 PIECE_BYTES = 64 << 20
 """That the floor reads at a time, into fresh memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one rank measured. Bytes, above the start of the load, and seconds.
-
-    Attributes:
-        seconds: of the load.
-        peak_bytes: of resident host memory, as the kernel keeps it: mapped files count.
-        device_peak_bytes: of accelerator memory; 0 on the CPU.
-        digest: of the model; "" of the floor, which has none.
-    """
-
-    seconds: float
-    peak_bytes: int
-    device_peak_bytes: int
-    digest: str
 
 
 def load_stock(spec: Mapping[str, Any]) -> Any:
@@ -79,8 +61,13 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 
 
-def measure(spec: Mapping[str, Any], ranks: DistributedInterface) -> Result:
-    """Load, and measure that; then digest the model. Collective."""
+def measure(spec: Mapping[str, Any], ranks: DistributedInterface) -> dict[str, Any]:
+    """Load, and measure that; then digest the model. Collective.
+
+    Returns:
+        Seconds of the load; peaks above its start of resident host memory, as the kernel keeps it (mapped files count),
+        and of accelerator memory (0 on the CPU); the digest of the model, "" of the floor.
+    """
     import lowmem_load.ds.partition  # noqa: F401  imported before the clock starts, as it is for stock
 
     names.model_class(None, names.model_config(spec["folder"], {}), False)
@@ -93,14 +80,15 @@ def measure(spec: Mapping[str, Any], ranks: DistributedInterface) -> Result:
     device_peak_bytes = max(0, device_memory().peak_bytes - device_before)
     digest = "" if spec["method"] == FLOOR else fingerprint(map(str, sorted(model_digest(loaded).items())))
     ranks.barrier()
-    return Result(seconds, sampler.use().peak, device_peak_bytes, digest)
+    peak_bytes = sampler.use().peak
+    return {"seconds": seconds, "peak_bytes": peak_bytes, "device_peak_bytes": device_peak_bytes, "digest": digest}
 
 
 def main() -> None:
     """Read the spec named on the command line, run it, write this rank's result."""
     spec, ranks = json.loads(Path(sys.argv[1]).read_text()), DistributedInterface()
     result = measure(spec, ranks)
-    Path(spec["out"], f"rank{ranks.rank}.json").write_text(json.dumps(asdict(result)))
+    Path(spec["out"], f"rank{ranks.rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is written; threads of gloo and DeepSpeed now and then abort a process that unwinds normally

@@ -90,7 +90,7 @@ def plan(
     if as_json:
         print_json({**asdict(found), "fits": found.verdict.fits})
     else:
-        columns = (f"rank {found.largest.rank}", "needed", "stock, at least", "there is", " ")
+        columns = ("a rank", "needed", "stock, at least", "there is", " ")
         rows = [*_load_rows(found), *_need_rows(found)]
         print_all([facts(found.name, _head(found)), table("", columns, rows, right=columns[1:4]), _verdict(found)])
     if not found.verdict.fits:
@@ -102,45 +102,35 @@ def _bytes(given: str | None, option: str) -> int | None:
 
 
 def _head(found: Forecast) -> dict[str, str]:
-    setup, model = found.setup, found.model
+    setup, model, of = found.setup, found.model, found.together
+    seconds = "; --read-rate gives the time" if found.read_seconds is None else f" in {duration(found.read_seconds)}"
     nodes = f"{setup.num_nodes} node{'s' * (setup.num_nodes > 1)}"
     optimizer = f"{model.optimizer}, {model.state_bytes} bytes of state a parameter"
     return {
         "checkpoint": f"{size(found.file_bytes)} in {found.num_files} files",
         "model": f"{count(model.num_elements)} parameters in {found.dtype}; "
         f"{count(model.persistent_elements)} of small tensors stay whole in training",
-        "job": f"{setup.world_size} ranks, {setup.node_size} on each of {nodes}; "
-        f"{len(found.ranks)} ranks planned, of which rank {found.largest.rank} needs most",
+        "job": f"{setup.world_size} ranks, {setup.node_size} on each of {nodes}",
         "offload": f"parameters: {setup.offload_param}, optimizer: {setup.offload_optimizer}",
         "optimizer": optimizer if model.optimizer else "none in the ds_config: taken for Adam's, 8 bytes a parameter",
-        "a node reads": size(found.node_bytes) + _seconds(found),
-        "read together": _together(found),
+        "a node reads": size(found.node_bytes) + seconds,
+        "read together": f"{size(of.shared_bytes)} by {of.num_ranks} ranks, instead of {size(of.alone_bytes)}"
+        if of
+        else "",
         "slower ways": "; ".join(
             f"{number:,} parameters {reason}, {size(extra_bytes)} extra"
-            for reason, (number, extra_bytes) in found.largest.slow_ways.items()
+            for reason, (number, extra_bytes) in found.rank.slow_ways.items()
         ),
         "not counted": "activations, and what stage3_max_live_parameters lets be gathered",
     }
 
 
-def _seconds(found: Forecast) -> str:
-    return "; --read-rate gives the time" if found.read_seconds is None else f" in {duration(found.read_seconds)}"
-
-
-def _together(found: Forecast) -> str:
-    of = found.together
-    if of is None:
-        return ""
-    return f"{size(of.shared_bytes)} by {of.num_ranks} ranks of a node, instead of {size(of.alone_bytes)}"
-
-
 def _load_rows(found: Forecast) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield what the planned rank that needs most reads and holds, and what stock takes for the same."""
-    rank, stock = found.largest, found.stock
+    """Yield what a rank reads and holds, and what stock takes for the same."""
+    rank, stock = found.rank, found.stock
     figures = (
         ("partition", rank.partition_bytes, 0),
         ("whole on every rank", rank.whole_bytes, stock.whole_parameter_bytes),
-        ("needed of the files", rank.needed_bytes, 0),
         (f"read in {rank.num_reads:,} reads", rank.read_bytes, stock.read_bytes),
         ("through collectives", 0, stock.collective_bytes),
         ("peak of host memory", rank.host_peak_bytes, stock.host_peak_bytes),

@@ -32,21 +32,24 @@ class RankNeeds:
     """What a load takes on one rank. Bytes.
 
     Attributes:
-        rank: in the partition group.
         partition_bytes: of the partitions, padding included.
         whole_bytes: of what every rank holds whole: parameters beside the partitions, buffers, scales.
         host_bytes: held of host memory when the load is done.
         host_peak_bytes, device_peak_bytes: the most that is held during it.
+        host_beside_bytes, device_beside_bytes: of these peaks, all but partitions: what no world size changes.
+        swap_bytes: of host memory through which parameters pass that are offloaded to nvme, also in training.
         needed_bytes, read_bytes, num_reads: see `LoadPlan`.
         slow_ways: parameters, and the bytes beyond theirs, by why they are not read straight to where they stay.
     """
 
-    rank: int
     partition_bytes: int
     whole_bytes: int
     host_bytes: int
     host_peak_bytes: int
     device_peak_bytes: int
+    host_beside_bytes: int
+    device_beside_bytes: int
+    swap_bytes: int
     needed_bytes: int
     read_bytes: int
     num_reads: int
@@ -67,16 +70,23 @@ def rank_needs(plan: LoadPlan, settings: Settings, *, is_host: bool) -> RankNeed
             held[destination.on_host] += destination.numel * target.dtype.itemsize
     beside = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in plan.buffers) + plan.companion_bytes
     held[is_host] += beside
+    partition_bytes, swap = plan.partition_bytes, 0
     if settings.offload_device == "nvme":
-        held[True] += swap_bytes(settings) - plan.partition_bytes
+        partition_bytes, swap = 0, swap_bytes(settings)
+        held[True] += swap - plan.partition_bytes
     host_passing, device_passing = _passing(plan, on_device=held[False] > 0)
+    host_peak = held[True] + plan.planning_bytes + OVERHEAD_BYTES + host_passing
+    device_peak = held[False] + device_passing
+    in_host = is_host or settings.offload_device == "cpu"
     return RankNeeds(
-        rank=plan.rank,
         partition_bytes=plan.partition_bytes,
         whole_bytes=plan.replicated_bytes + beside,
         host_bytes=held[True],
-        host_peak_bytes=held[True] + plan.planning_bytes + OVERHEAD_BYTES + host_passing,
-        device_peak_bytes=held[False] + device_passing,
+        host_peak_bytes=host_peak,
+        device_peak_bytes=device_peak,
+        host_beside_bytes=host_peak - swap - (partition_bytes if in_host else 0),
+        device_beside_bytes=device_peak - (0 if in_host else partition_bytes),
+        swap_bytes=swap,
         needed_bytes=plan.needed_bytes,
         read_bytes=plan.read_bytes,
         num_reads=plan.num_reads,

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowmem_load.forecast.load import RankNeeds
+from lowmem_load.phases import Memory
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.settings.settings import Settings
 
@@ -37,6 +39,7 @@ class Setup:
     """A job: how many ranks, how many of them on a node, and where states and parameters stay between steps.
 
     `hpz_ranks` hold the parameters a second time between them (zero_hpz_partition_size); 0 where there is no such copy.
+    `is_host` says that the accelerator is the CPU, so that all is host memory.
     """
 
     world_size: int
@@ -44,6 +47,7 @@ class Setup:
     offload_optimizer: str = "none"
     offload_param: str = "none"
     hpz_ranks: int = 0
+    is_host: bool = False
 
     @property
     def node_size(self) -> int:
@@ -149,27 +153,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """What a load takes whatever the world size is. Bytes.
-
-    Attributes:
-        process_bytes: that a process holds before it, of its own.
-        shared_bytes: that all processes of a node share, of libraries.
-        host_bytes, device_bytes: of the load beside its partitions, of each rank.
-        is_host: whether the accelerator is the CPU, so that all is host memory.
-        swap_bytes: of host memory of each rank, through which parameters pass that are offloaded to nvme, also in
-            training.
-    """
-
-    process_bytes: int
-    shared_bytes: int
-    host_bytes: int
-    device_bytes: int
-    is_host: bool
-    swap_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Need:
     """What is needed for something of something, beside what there is. Bytes; `available_bytes` None if not known."""
 
@@ -204,29 +187,29 @@ class Verdict:
         return all(need.fits for need in self.needs)
 
 
-def judge(model: Model, setup: Setup, fixed: Fixed, limits: Limits) -> Verdict:
-    """Return whether a job fits, and what would."""
+def judge(model: Model, setup: Setup, rank: RankNeeds, process: Memory, limits: Limits) -> Verdict:
+    """Return whether a job fits, and what would; `process` is what one holds before the load."""
 
     def fits(**changed: Any) -> bool:
-        return all(need.fits for need in needs_of(model, replace(setup, **changed), fixed, limits))
+        return all(need.fits for need in needs_of(model, replace(setup, **changed), rank, process, limits))
 
     return Verdict(
-        needs_of(model, setup, fixed, limits),
+        needs_of(model, setup, rank, process, limits),
         next((size for size in _world_sizes(setup) if fits(world_size=size)), None),
         next((pair for pair in OFFLOADS if fits(offload_optimizer=pair[0], offload_param=pair[1])), None),
     )
 
 
-def needs_of(model: Model, setup: Setup, fixed: Fixed, limits: Limits) -> tuple[Need, ...]:
+def needs_of(model: Model, setup: Setup, rank: RankNeeds, process: Memory, limits: Limits) -> tuple[Need, ...]:
     """Return what loading and training need of the host memory of a node and the device memory of a GPU."""
     ranks, training = setup.node_size, training_needs(model, setup)
     partition = -(-model.num_elements // setup.world_size) * model.item_bytes
-    device_load = fixed.device_bytes + (partition if setup.offload_param == "none" else 0)
-    swap = fixed.swap_bytes if setup.offload_param == "nvme" else 0
-    processes = ranks * (fixed.process_bytes + swap) + fixed.shared_bytes
-    host_load = processes + ranks * (fixed.host_bytes + (partition if setup.offload_param == "cpu" else 0))
+    device_load = rank.device_beside_bytes + (partition if setup.offload_param == "none" else 0)
+    swap = rank.swap_bytes if setup.offload_param == "nvme" else 0
+    processes = ranks * (process.anonymous_bytes + swap) + process.file_bytes  # of libraries, which all share
+    host_load = processes + ranks * (rank.host_beside_bytes + (partition if setup.offload_param == "cpu" else 0))
     host_training = processes + training.host_bytes
-    if fixed.is_host:
+    if setup.is_host:
         host_load, host_training = host_load + ranks * device_load, host_training + ranks * training.device_bytes
     host = (
         Need("host memory of a node while loading", host_load, limits.host_bytes),
@@ -236,7 +219,7 @@ def needs_of(model: Model, setup: Setup, fixed: Fixed, limits: Limits) -> tuple[
         Need("device memory of a GPU while loading", device_load, limits.device_bytes),
         Need("device memory of a GPU in training", training.device_bytes, limits.device_bytes),
     )
-    return host if fixed.is_host else host + device
+    return host if setup.is_host else host + device
 
 
 def _world_sizes(setup: Setup) -> Iterator[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from lowmem_load.bench import compare as compare_module
 from lowmem_load.bench.compare import Row, compare, equal_weights
 from lowmem_load.bench.launch import GroupError, run_ranks
+from lowmem_load.bench.memory import MemorySampler
 from lowmem_load.bench.worker import FLOOR, STOCK, STREAMED, read_floor
 from lowmem_load.cli.main import app
 from lowmem_load.errors import CheckpointError
@@ -104,3 +107,15 @@ def test_the_command_shows_what_it_measured(
     app(["bench", str(tiny_llama(tmp_path)), "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)
     assert found["equal_weights"] and [row["method"] for row in found["rows"]] == [STOCK, STREAMED, FLOOR]
+
+
+def test_memory_is_counted_above_the_start() -> None:
+    with MemorySampler() as sampler:
+        held = bytearray(64 << 20)
+        held[:: mmap.PAGESIZE] = b"x" * len(held[:: mmap.PAGESIZE])
+        time.sleep(0.1)
+        del held
+    use = sampler.use()
+    for peak in (use.peak, use.peak_anon):  # the kernel counts pages of a thread in batches
+        assert 63 << 20 <= peak < 96 << 20
+    assert use.peak_file < 16 << 20

@@ -10,9 +10,10 @@ import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
-from lowmem_load.forecast.load import OVERHEAD_BYTES, node_reads, rank_needs, stock_needs
-from lowmem_load.forecast.training import Fixed, Limits, Model, Setup, judge, model_of, needs_of, training_needs
+from lowmem_load.forecast.load import OVERHEAD_BYTES, RankNeeds, node_reads, rank_needs, stock_needs
+from lowmem_load.forecast.training import Limits, Model, Setup, judge, model_of, needs_of, training_needs
 from lowmem_load.load.plan import plan_ranks
+from lowmem_load.phases import Memory
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import ReadCost
@@ -23,7 +24,17 @@ from tests.together import plan_of
 MIB, GIB = 1 << 20, 1 << 30
 B = 10**9
 MODEL = Model(8 * B, B, 1000, 2, "AdamW", 8)
-FIXED = Fixed(process_bytes=GIB, shared_bytes=GIB, host_bytes=100 * MIB, device_bytes=MIB, is_host=False)
+PROCESS = Memory(anonymous_bytes=GIB, file_bytes=GIB)
+RANK = RankNeeds(
+    *(0, 0, 0, 0, 0),
+    host_beside_bytes=100 * MIB,
+    device_beside_bytes=MIB,
+    swap_bytes=0,
+    needed_bytes=0,
+    read_bytes=0,
+    num_reads=0,
+    slow_ways={},
+)
 
 
 def planned(folder: Path, device: str, *, world_size: int = 2, **zero: Any) -> tuple[LoadPlan, Settings]:
@@ -46,6 +57,14 @@ def test_partitions_are_held_where_they_go(tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": "/x", "buffer_count": 3, "buffer_size": 1000}
     swapped = rank_needs(*planned(folder, "cuda", offload_param=nvme), is_host=False)
     assert (swapped.partition_bytes, swapped.host_bytes) == (on_cpu.partition_bytes, 3 * 1000 * 2)
+    for needs, of_host, of_device in (
+        (on_cpu, on_cpu.partition_bytes, 0),
+        (on_device, 0, on_cpu.partition_bytes),
+        (offloaded, on_cpu.partition_bytes, 0),
+        (swapped, swapped.swap_bytes, 0),
+    ):
+        assert needs.host_peak_bytes - needs.host_beside_bytes == of_host
+        assert needs.device_peak_bytes - needs.device_beside_bytes == of_device
 
 
 def test_what_is_cast_passes_through_memory(tmp_path: Path) -> None:
@@ -173,31 +192,29 @@ def test_what_matters_of_a_model_is_read_off_its_plan(
 
 def test_a_verdict_names_what_would_fit() -> None:
     setup = Setup(8, 8)
-    fits = judge(MODEL, setup, FIXED, Limits(1024 * GIB, 80 * GIB))
+    fits = judge(MODEL, setup, RANK, PROCESS, Limits(1024 * GIB, 80 * GIB))
     assert fits.fits and fits.world_size == 2 and fits.offloads == ("none", "none")  # 4 + 144 / 2 < 80 GiB
     assert (
-        judge(MODEL, Setup(3, 8), FIXED, Limits(None, 52 * GIB)).world_size == 3
+        judge(MODEL, Setup(3, 8), RANK, PROCESS, Limits(None, 52 * GIB)).world_size == 3
     )  # 4 + 144 / 3 GB; 4 + 144 / 2 is more
-    tight = judge(MODEL, setup, FIXED, Limits(1024 * GIB, 12 * GIB))
+    tight = judge(MODEL, setup, RANK, PROCESS, Limits(1024 * GIB, 12 * GIB))
     assert not tight.fits and tight.world_size == 24 and tight.offloads == ("cpu", "none")  # 4 + 144 / 24 = 10 GB
-    hopeless = judge(MODEL, setup, FIXED, Limits(GIB, GIB))
+    hopeless = judge(MODEL, setup, RANK, PROCESS, Limits(GIB, GIB))
     assert (hopeless.fits, hopeless.world_size, hopeless.offloads) == (False, None, None)
-    unknown = judge(MODEL, setup, FIXED, Limits(None, None))
+    unknown = judge(MODEL, setup, RANK, PROCESS, Limits(None, None))
     assert unknown.fits and [need.available_bytes for need in unknown.needs] == [None] * 4
 
 
 def test_ranks_on_the_host_share_its_memory() -> None:
-    on_device, on_host = (
-        needs_of(MODEL, Setup(4, 4), replace(FIXED, is_host=each), Limits(None, None)) for each in (False, True)
-    )
+    on_device, on_host = (needs_of(MODEL, Setup(4, 4, is_host=each), RANK, PROCESS, Limits()) for each in (False, True))
     assert len(on_host) == 2
     assert on_host[0].needed_bytes == on_device[0].needed_bytes + 4 * on_device[2].needed_bytes
     assert on_device[2].needed_bytes == 2 * 2 * B + MIB
 
 
 def test_buffers_of_swapped_parameters_stay_in_training() -> None:
-    swaps = replace(FIXED, swap_bytes=GIB)
+    swaps = replace(RANK, swap_bytes=GIB)
     for param, nbytes in (("nvme", 8 * GIB), ("cpu", 0)):
         setup = Setup(16, 8, "cpu", param)
-        less, more = (needs_of(MODEL, setup, fixed, Limits(None, None)) for fixed in (FIXED, swaps))
+        less, more = (needs_of(MODEL, setup, rank, PROCESS, Limits()) for rank in (RANK, swaps))
         assert [b.needed_bytes - a.needed_bytes for a, b in zip(less, more, strict=True)] == [nbytes, nbytes, 0, 0]
