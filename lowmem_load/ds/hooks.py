@@ -85,18 +85,9 @@ class _Dispatcher:
 # -- methods of engines ----------------------------------------------------------------------------------------------
 
 
-def engine_loads(handler: OfEngine) -> contextlib.AbstractContextManager[None]:
-    """Inside, `load_checkpoint` of every engine is handed to `handler` first."""
-    return _method_hooked("load_checkpoint", handler)
-
-
-def engine_saves(handler: OfEngine) -> contextlib.AbstractContextManager[None]:
-    """Inside, `save_16bit_model` of every engine is handed to `handler` first."""
-    return _method_hooked("save_16bit_model", handler)
-
-
 @contextlib.contextmanager
-def _method_hooked(name: str, handler: OfEngine) -> Iterator[None]:
+def engine_hooked(name: str, handler: OfEngine) -> Iterator[None]:
+    """Inside, the method of this name of every engine is handed to `handler` first."""
     ordinary = getattr(DeepSpeedEngine, name)
     signature = inspect.signature(ordinary)
 

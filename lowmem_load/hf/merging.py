@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,10 +104,15 @@ def unloaded(model: nn.Module) -> Iterator[tuple[nn.Module, list[Merge]]]:
             tuner.model.config = copy.deepcopy(tuner.model.config)
         for module in list(model.modules()):
             if isinstance(module, BaseTunerLayer):
-                _refuse_remade(module)
-                vars(module)["merge"] = _noting(module, noted)
-        for parameter in model.parameters():
-            vars(parameter)["data_ptr"] = _identity(parameter)  # partitioned ones have no memory to tell ties by
+                # Source: peft 0.21.2 `tuners/lora/layer.py`, `MultiheadAttention.unload_and_optionally_merge_module`.
+                if type(module).__name__ == "MultiheadAttention":
+                    raise UnsupportedError(
+                        "merge_adapters: a LoRA on torch.nn.MultiheadAttention gets new parameters when it is merged; "
+                        "merge it in a process that has the whole model"
+                    )
+                vars(module)["merge"] = lambda *_, layer=module, **__: noted.append(layer)
+        for parameter in model.parameters():  # partitioned ones have no memory to tell ties by
+            vars(parameter)["data_ptr"] = functools.partial(id, parameter)
         base = tuner.merge_and_unload()
         for parameter in model.parameters():
             vars(parameter).pop("data_ptr", None)
@@ -124,29 +130,6 @@ def _tuner_of(model: nn.Module) -> nn.Module:
         raise ConfigError(f"merge_adapters: what {type(tuner).__name__} of PEFT trains cannot be merged")
     require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})
     return tuner
-
-
-def _refuse_remade(layer: nn.Module) -> None:
-    """Raise for layers whose base gets new parameters when it is unloaded.
-
-    Source: peft 0.21.2 `tuners/lora/layer.py`, `MultiheadAttention.unload_and_optionally_merge_module`.
-    """
-    if type(layer).__name__ == "MultiheadAttention":
-        raise UnsupportedError(
-            "merge_adapters: a LoRA on torch.nn.MultiheadAttention gets new parameters when it is merged; merge it in "
-            "a process that has the whole model"
-        )
-
-
-def _noting(layer: nn.Module, noted: list[nn.Module]) -> Any:
-    def merge(safe_merge: bool = False, adapter_names: Sequence[str] | None = None) -> None:
-        noted.append(layer)
-
-    return merge
-
-
-def _identity(parameter: nn.Parameter) -> Any:
-    return lambda: id(parameter)
 
 
 class _Before:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lowmem_load.ds.hooks import engine_loads, hooked
+from lowmem_load.ds.hooks import engine_hooked, hooked
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, LoadOrderWarning
@@ -73,7 +73,7 @@ def install(
         stack.enter_context(hooked(cast_additions))
         if saves:
             stack.enter_context(hooked(stack.enter_context(LedSaves()).begin))
-        stack.enter_context(engine_loads(load_of_engine))
+        stack.enter_context(engine_hooked("load_checkpoint", load_of_engine))
         stack.enter_context(hooked(_check_order))
         _Installed.stack = stack.pop_all()
 

@@ -18,20 +18,23 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from lowmem_load.ds.hooks import consolidates_to, engine_saves, may_gather
+from lowmem_load.ds.hooks import consolidates_to, engine_hooked, may_gather
 from lowmem_load.ds.parameters import is_partitioned, whole_numel
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.accelerate_saves import accelerate_saves, describe_save
 from lowmem_load.hf.merging import Merge
-from lowmem_load.hf.plain_saves import SAVING_CLASSES, plain_saves, saves_adapters_only
 from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
-from lowmem_load.hf.trainer_saves import (
+from lowmem_load.hf.saves import (
+    SAVING_CLASSES,
     LookedIntoError,
     NotGathered,
     WantedSave,
+    accelerate_saves,
     default_shard_size,
+    describe_save,
     is_saved_by_itself,
     noted_saves,
+    plain_saves,
+    saves_adapters_only,
     trainer_saves,
 )
 from lowmem_load.integrity.model import unwrapped
@@ -52,7 +55,7 @@ class LedSaves(contextlib.ExitStack):
     def begin(self, _: Mapping[str, Any]) -> None:
         """Look at a call of `deepspeed.initialize`."""
         blocks: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-            "deepspeed": lambda: engine_saves(save_of_engine),
+            "deepspeed": lambda: engine_hooked("save_16bit_model", save_of_engine),
             "accelerate.accelerator": lambda: accelerate_saves(save_of_accelerator, state_of_accelerator),
             "transformers.trainer": lambda: trainer_saves(save_of_trainer),
             **{one: functools.partial(plain_saves, one, save_of_state, refuse_empty) for one in SAVING_CLASSES},
@@ -112,7 +115,11 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
             run()
         return
     for folder, kwargs in ranks.broadcast_object([(save.folder, save.kwargs) for save in wanted]):
-        save_model(model, folder, **{"max_shard_size": default_shard_size(), **kwargs})
+        _save(WantedSave(model, folder, kwargs))
+
+
+def _save(save: WantedSave) -> None:
+    save_model(save.model, save.folder, **{"max_shard_size": default_shard_size(), **save.kwargs})
 
 
 def _is_plain(trainer: Any, model: Any) -> bool:
@@ -172,15 +179,15 @@ def state_of_accelerator(engine: Any) -> NotGathered | None:
     return NotGathered()
 
 
-def save_of_state(model: Any, folder: str, kwargs: dict[str, Any]) -> None:
+def save_of_state(save: WantedSave) -> None:
     """Do what `save_pretrained` does with the state of `state_of_accelerator`. Collective: all ranks.
 
     Raises:
         RankError: not all ranks have come within the limit of `LOWMEM_LOAD_SILENCE_S`, or one failed.
     """
     demand = "save_pretrained with the state of get_state_dict has to be called on all ranks, not by the main one alone"
-    ranks_of(model).all_come("save_pretrained", demand)
-    save_model(model, folder, **{"max_shard_size": default_shard_size(), **kwargs})
+    ranks_of(save.model).all_come("save_pretrained", demand)
+    _save(save)
 
 
 def refuse_empty(model: Any) -> None:

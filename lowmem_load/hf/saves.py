@@ -1,0 +1,214 @@
+"""Saves of Trainer, accelerate and scripts, led elsewhere. Public names of transformers, accelerate and PEFT only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf.replaced import Handler, replaced
+from lowmem_load.hf.saver import OURS, SavedFile, recorded, symbolic_state
+from lowmem_load.planning.expression import Source
+
+TrainerSave = Callable[[Any, Callable[[], None]], None]
+"""Gets the trainer, and what its own `save_model` would do."""
+
+Saves = Callable[[Any, Callable[..., None], Mapping[str, Any]], bool]
+"""Gets an accelerator, what its own `save_model` would do, and its arguments by name; returns whether it has saved."""
+
+States = Callable[[Any], Any]
+"""Gets the model of `get_state_dict`; returns the state, or None to let the call go on."""
+
+SAVING_CLASSES = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
+"""Class whose `save_pretrained` is looked at, by the module that has it."""
+
+
+class LookedIntoError(UnsupportedError):
+    """Code of a trainer needs the weights themselves."""
+
+
+class NotGathered(dict[str, Any]):
+    """Stands for a state dict whose weights stay where they are: it may be handed on, but not looked into."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise LookedIntoError(
+            "this code looks into the weights of a state dict, and lowmem_load does not gather them; hand it to "
+            "save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
+        )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse
+    items = keys = values = get = pop = copy = _refuse  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedSave:
+    """A call of `save_pretrained` with a `NotGathered`.
+
+    Attributes:
+        model: whose.
+        folder: where it is to go.
+        kwargs: further keywords, but for those that are decided by who saves.
+    """
+
+    model: nn.Module
+    folder: str
+    kwargs: dict[str, Any]
+
+
+def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = signature.bind(*args, **kwargs).arguments
+    return {**bound.pop("kwargs", {}), **bound}
+
+
+def _wanted(given: Mapping[str, Any]) -> WantedSave:
+    kwargs = {key: value for key, value in given.items() if key not in (*OURS, "self", "save_directory")}
+    return WantedSave(given["self"], str(given["save_directory"]), kwargs)
+
+
+@contextlib.contextmanager
+def noted_saves() -> Iterator[list[WantedSave]]:
+    """Inside, `save_pretrained` with a `NotGathered` writes nothing; each such call is in the list that is yielded."""
+    wanted: list[WantedSave] = []
+
+    def noting(signature: inspect.Signature) -> Handler:
+        def save(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            given = _given(signature, args, kwargs)
+            if not isinstance(given.get("state_dict"), NotGathered):
+                return ordinary(*args, **kwargs)
+            wanted.append(_wanted(given))
+            return None
+
+        return save
+
+    with replaced(*((cls, "save_pretrained", noting(inspect.signature(cls.save_pretrained))) for cls in _classes())):
+        yield wanted
+
+
+def is_saved_by_itself(model: nn.Module) -> bool:
+    """Return whether Trainer calls the model's `save_pretrained`; it writes the state dict of any other one itself.
+
+    Source: transformers 5.23 `trainer.py`, `Trainer._save`.
+    """
+    return isinstance(model, _classes())
+
+
+def _classes() -> tuple[type, ...]:
+    peft = sys.modules.get("peft.peft_model")
+    return (PreTrainedModel,) if peft is None else (PreTrainedModel, peft.PeftModel)
+
+
+def default_shard_size() -> int | str:
+    """Return how large shards are where a call of `save_pretrained` does not say: it depends on the release."""
+    size: int | str = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
+    return size
+
+
+@contextlib.contextmanager
+def trainer_saves(handler: TrainerSave) -> Iterator[None]:
+    """Inside, `Trainer.save_model` is handed to `handler`. Imports Trainer."""
+    from transformers import Trainer
+
+    def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        handler(self, functools.partial(ordinary, self, *args, **kwargs))
+
+    with replaced((Trainer, "save_model", save_model), everywhere=True):
+        yield
+
+
+# -- saves that scripts make themselves ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def plain_saves(
+    module: str, on_state: Callable[[WantedSave], None], check: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    """Inside, `save_pretrained` hands calls with a `NotGathered` on, and checks the models of those without a state."""
+    cls = getattr(sys.modules[module], SAVING_CLASSES[module])
+    signature = inspect.signature(cls.save_pretrained)
+
+    def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = _given(signature, args, kwargs)
+        state = given.get("state_dict")
+        if isinstance(state, NotGathered):
+            if not given.get("safe_serialization", True):
+                raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
+            return on_state(_wanted(given))
+        if state is None and given.get("is_main_process", True):  # else nothing is written
+            check(given["self"])
+        return ordinary(*args, **kwargs)
+
+    with replaced((cls, "save_pretrained", save_pretrained), everywhere=True):
+        yield
+
+
+def saves_adapters_only(model: nn.Module) -> bool:
+    """Return whether `save_pretrained` of a model writes adapters and none of the base model.
+
+    Source: transformers 4.51 to 5.23 `modeling_utils.py`, `save_pretrained`.
+    """
+    return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+# -- accelerate ------------------------------------------------------------------------------------------------------
+
+
+def describe_save(
+    save: Callable[..., None], accelerator: Any, given: Mapping[str, Any], scratch: Path, tensors: Mapping[int, Source]
+) -> list[SavedFile]:
+    """Return the files of weights that `Accelerator.save_model` would write; write all its other files to `scratch`.
+
+    It runs as it is, but for what it asks of the accelerator: the state dict, and to write a file.
+
+    `given` are its arguments by name, `scratch` is an empty folder of this rank's own. `tensors` has what stands for
+    each parameter and buffer of the model, by `id`.
+
+    Source: accelerate 1.4 to 1.15 `accelerator.py`, `save_model`.
+    """
+    files: list[SavedFile] = []
+    state = OrderedDict(symbolic_state(given["model"], tensors, None))
+
+    def write(weights: Mapping[str, Any], path: str, safe_serialization: bool = False) -> None:
+        metadata = {"format": "pt"} if safe_serialization else {}
+        files.append(recorded(scratch, weights, path, metadata, is_zip=not safe_serialization))
+
+    own = {"get_state_dict": lambda *_, **__: state, "save": write}
+    vars(accelerator).update(own)
+    try:
+        save(**{**given, "save_directory": str(scratch)})
+    finally:
+        for name in own:
+            del vars(accelerator)[name]
+    return files
+
+
+@contextlib.contextmanager
+def accelerate_saves(on_save: Saves, on_state: States) -> Iterator[None]:
+    """Inside, `Accelerator.save_model` and `get_state_dict` are handed to these first. Imports accelerate."""
+    from accelerate import Accelerator
+
+    signature = inspect.signature(Accelerator.save_model)
+
+    def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        given.pop("self")
+        if not on_save(self, functools.partial(ordinary, self), given):
+            ordinary(self, *args, **kwargs)
+
+    def get_state_dict(ordinary: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = on_state(model)
+        return ordinary(self, model, *args, **kwargs) if state is None else state
+
+    with replaced(
+        (Accelerator, "save_model", save_model), (Accelerator, "get_state_dict", get_state_dict), everywhere=True
+    ):
+        yield
