@@ -21,9 +21,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)(?:/s)?\s*\Z
 def parse_size(text: str, what: str) -> int:
     """Return the bytes that a text such as "80GiB", "2 GB" or "512M" says (M is 10**6, Mi 2**20).
 
-    Args:
-        text: a number with a unit; bytes without one. A rate may end in "/s".
-        what: names it in the error.
+    A number without a unit is one of bytes; a rate may end in "/s". The error names it as `what` says.
 
     Raises:
         ConfigError: it is no positive size.

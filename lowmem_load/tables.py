@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
     """Return a table.
 
-    Args:
-        title: above it, on a line of its own; "" for none.
-        columns: their headings.
-        rows: cells as text.
-        right: headings of columns of figures: flush right, and not wrapped.
+    The title is above it, on a line of its own; "" for none. `right` are headings of columns of figures: flush right,
+    and not wrapped.
     """
     from rich import box
     from rich.table import Table

@@ -32,11 +32,8 @@ class Once(Protocol):
     def __call__(self, key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
         """Return what `find` finds here, or what `unpack` makes of the bytes that `pack` made elsewhere.
 
-        Args:
-            key: of what is found, equal on all ranks that need it.
-            find: finds it.
-            pack: makes bytes of it; none where it had better be found on each rank.
-            unpack: undoes `pack`.
+        `key` is equal on all ranks that need it. `pack` makes bytes of what `find` finds, none where it had better be
+        found on each rank; `unpack` undoes that.
         """
 
 

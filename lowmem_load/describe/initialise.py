@@ -93,12 +93,8 @@ class Initialiser:
     ) -> None:
         """Apply an operation to the whole of a value.
 
-        Args:
-            value: to be changed.
-            operation: for reports.
-            change: takes the whole, which it changes, and the values of `others`.
-            others: what is written.
-            draws: whether `change` draws random numbers.
+        `change` takes the whole, which it changes, and the values of `others`; `draws` says whether it draws random
+        numbers.
         """
         if self._current is not value:
             self.release()

@@ -57,11 +57,7 @@ class QuantizedTensor(SymbolicTensor):
     def of(data: SymbolicTensor, packed: Expression, quantized: Quantized, **attributes: Any) -> QuantizedTensor:
         """Return the described parameter.
 
-        Args:
-            data: what is packed, or the packed values as the file has them.
-            packed: the packed values.
-            quantized: see the class.
-            **attributes: that other code reads of such a parameter.
+        Other code reads `attributes` of such a parameter.
         """
         tensor = QuantizedTensor(packed, data.read_now)
         tensor._is_param = True  # what isinstance(_, nn.Parameter) asks; torch's Parameter would take a copy without us

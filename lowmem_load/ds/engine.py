@@ -102,11 +102,8 @@ class _NeedsGradient(torch.autograd.Function):
 class PartitionedPart:
     """The chosen modules of a model under a DeepSpeed ZeRO-3 engine.
 
-    Args:
-        model: the whole model; its forward is what the engine runs.
-        chosen: its topmost partitioned modules by name, not the model itself. Those not partitioned yet are now.
-        ds_config: resolved, stage 3; read only.
-        make_optimizer: makes the optimizer from the chosen part's trainable parameters; None for the ds_config's.
+    `chosen` are topmost modules by name, not the model itself; those that are not partitioned yet are partitioned now.
+    `make_optimizer` makes the optimizer from their trainable parameters; None stands for the ds_config's.
 
     Attributes:
         engine: the `DeepSpeedEngine`. It has no lr scheduler; `scheduler_of` makes one.
@@ -197,8 +194,7 @@ class PartitionedPart:
     def step(self, replicated_norm: float) -> float | None:
         """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.
 
-        Args:
-            replicated_norm: norm of the replicated part's gradients, loss scale included; not finite on overflow.
+        `replicated_norm` includes the loss scale, and is not finite on overflow.
 
         Returns:
             What the replicated part's gradients are to be multiplied by, to unscale and clip them; None if the step is

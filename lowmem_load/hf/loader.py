@@ -94,11 +94,7 @@ _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 class Call:
     """One call of `from_pretrained` that somebody made, not yet run.
 
-    Args:
-        ordinary: transformers' own `from_pretrained`.
-        cls: whose it is.
-        args, kwargs: of the call.
-        instead: what was called, where it is not `from_pretrained`; returns the model.
+    `instead` is what was called, where that is not `from_pretrained`; it returns the model.
     """
 
     def __init__(

@@ -55,9 +55,7 @@ class Merge:
     def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters with the adapters merged into them.
 
-        Args:
-            values: what takes the place of parameters, by their `id`; all of it whole. Those of `parameters` are
-                overwritten.
+        `values` take the place of parameters, by their `id`, all of them whole; those of `parameters` are overwritten.
         """
         copies = _Copies(values)
         for layer in self.layers:
@@ -69,10 +67,8 @@ class Merge:
     def run_on_rows(self, rows: torch.Tensor, first: int, adapters: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return some rows of the parameter with the adapters merged into them.
 
-        Args:
-            rows: of shape (rows, width); overwritten.
-            first: row of the parameter that `rows[0]` is.
-            adapters: the adapters' parameters, whole, by `id`.
+        `rows`, of shape (rows, width), are overwritten; the first is row `first` of the parameter. `adapters` has the
+        parameters of the adapters, whole, by `id`.
         """
         values = dict(adapters)
         for layer in self.layers:

@@ -111,11 +111,7 @@ def check_files(
 ) -> list[FileCheck]:
     """Return what is found of files, in their order.
 
-    Args:
-        files: paths, and what is known of each.
-        reading: opens one for as long as it is read.
-        num_threads: files hashed at a time.
-        on_bytes: called with the number of bytes that were hashed, from any thread; by default a no-op.
+    `reading` opens a file for as long as it is read. `on_bytes` is told how many bytes were hashed, from any thread.
 
     Raises:
         CheckpointError: one cannot be read, or changed meanwhile.
@@ -138,10 +134,7 @@ def hash_source(source: ByteSource, algorithm: str, on_bytes: Callable[[int], ob
 
     Memory: 1 MiB.
 
-    Args:
-        source: is read from its first byte to its last.
-        algorithm: `SHA256`, or `GIT` for the name that git gives to a file of these bytes.
-        on_bytes: called with the number of bytes that were hashed; by default a no-op.
+    `GIT` stands for the name that git gives to a file of these bytes. `on_bytes` is told how many bytes were hashed.
 
     Raises:
         CheckpointError: it cannot be read, or changed meanwhile.

@@ -56,10 +56,7 @@ def sums_of(values: torch.Tensor, start: int, keys: Keys) -> tuple[int, ...]:
 
     Memory: 5 MiB beside `values`, on its device.
 
-    Args:
-        values: flat and contiguous, of any dtype.
-        start: position of the first of them in the whole tensor, elements.
-        keys: of all lanes.
+    `values` are flat and contiguous, of any dtype; the first of them is element `start` of the whole tensor.
     """
     total = np.zeros(LANES, np.uint64)
     units = values.view(torch.int8 if values.itemsize == 1 else torch.int16)

@@ -109,8 +109,7 @@ class ReplicatedPart:
 
         Both are still multiplied by the loss scale.
 
-        Args:
-            micro_batches: what the loss of each micro-batch was divided by: the gradient accumulation steps.
+        The loss of each micro-batch was divided by `micro_batches`, the gradient accumulation steps.
         """
         if not self._slots:
             return 0.0
@@ -275,8 +274,7 @@ class SplitOptimizer:
     def derive(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
         """Return an optimizer over some parameters; None if the user's optimizer holds none of them.
 
-        Args:
-            stands_for: id of a model's parameter -> what the derived optimizer steps in its place.
+        `stands_for` has what the derived optimizer steps in place of a model's parameter, by the `id` of that.
         """
         cls, held = type(self.optimizer), self.optimizer.__dict__
         made = object.__new__(cls)

@@ -182,10 +182,7 @@ def touched_bytes(ranges: Iterable[Wanted], block_bytes: int) -> int:
 def schedule(wanted_by_rank: Sequence[Sequence[Wanted]], block_bytes: int, band_bytes: int = BAND_BYTES) -> Schedule:
     """Return who reads what, so that each wanted byte is read once.
 
-    Args:
-        wanted_by_rank: what each rank of the node wants, by its place.
-        block_bytes: of the file system: bands end where its blocks do, so that no two ranks read one.
-        band_bytes: of the largest band.
+    Bands end where blocks of the file system do, so that no two ranks read one; none is larger than `band_bytes`.
     """
     union = merged(each for ranges in wanted_by_rank for each in ranges)
     num_ranks, wanted_bytes = len(wanted_by_rank), sum(map(nbytes_of, wanted_by_rank))

@@ -96,10 +96,7 @@ class Nest:
     def clipped(self, start: int, end: int, side: Side) -> Iterator[Nest]:
         """Yield nests, at most two per axis and one besides, that are together the elements in `[start, end)`.
 
-        Args:
-            start: first element of the range.
-            end: of the range, exclusive.
-            side: whether the range is one of the source or of the destination.
+        The range ends before `end`; it is one of the source or of the destination, as `side` says.
 
         Raises:
             PlanError: axes run into each other on that side, as those of a planned nest never do.

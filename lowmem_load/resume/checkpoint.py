@@ -48,7 +48,6 @@ class Checkpoint:
     Attributes:
         folder: of the tag.
         world_size: ranks that have saved it.
-        is_universal: whether each parameter has a file of its own.
         parameters: by name: the trained ones in the optimizer's order, then the frozen ones.
         lacks_frozen: whether it was saved with `exclude_frozen_parameters`.
         shared: names that stand for another parameter, by name.
@@ -60,7 +59,6 @@ class Checkpoint:
 
     folder: str
     world_size: int
-    is_universal: bool
     parameters: Mapping[str, SavedParameter]
     lacks_frozen: bool
     shared: Mapping[str, str]

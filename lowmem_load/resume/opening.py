@@ -47,10 +47,9 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         UnsupportedError: it is of model, pipeline or expert parallelism, or was saved without ZeRO.
     """
     paths, files = _paths(folder), Files(folder, executor)
-    is_universal = os.path.isdir(os.path.join(folder, "zero"))
     models = [files.open(path) for path in paths.models]
     groups, frozen = _shapes(models)
-    if is_universal:
+    if os.path.isdir(os.path.join(folder, "zero")):  # each parameter has a file of its own
         _refuse_confused(models[0], are_whole=paths.are_whole)
         file = files.open(os.path.join(folder, "zero", UNIVERSAL_STATE))
         optimizer, trained = zero_state(file), universal(files, groups, file)
@@ -72,7 +71,6 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
     return Checkpoint(
         folder=folder,
         world_size=_world_size(models[0]) if paths.are_whole else len(models),
-        is_universal=is_universal,
         parameters={**trained, **others},
         lacks_frozen=frozen is None,
         shared=shared,

@@ -67,12 +67,7 @@ class Plan:
 def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: int, *, has_scheduler: bool) -> Plan:
     """Return what a rank reads; checks the checkpoint against the engine.
 
-    Args:
-        checkpoint: opened.
-        state: of the engine.
-        wanted: what was asked for.
-        rank: whose model states are taken.
-        has_scheduler: whether the engine steps an lr scheduler.
+    `rank` is the one whose model states are taken.
 
     Raises:
         CheckpointError: it is of another model, or holds objects.

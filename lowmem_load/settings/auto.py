@@ -56,12 +56,8 @@ def resolve_auto(
     "auto" below "optimizer" and "scheduler" is left to the training loop. So is the "auto" of the few keys for which
     DeepSpeed itself defines it (data_types.keep_in_fp32_modules, zenflow, expert_parallel).
 
-    Args:
-        ds_config: read only.
-        world_size: ranks of the job; divided by ds_config sequence_parallel_size where that is present, as DeepSpeed
-            does.
-        hidden_size: see `hidden_size_of`; None if the model has none.
-        precision: what bf16.enabled and fp16.enabled are set to.
+    `world_size` is divided by ds_config sequence_parallel_size where that is present, as DeepSpeed does. For
+    `hidden_size` see `hidden_size_of`; it is None if the model has none.
 
     Raises:
         ConfigError: one error with all keys that cannot be resolved or contradict each other, and what to write.
