@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-import torch
+from torch.compiler import is_compiling
 
 Handler: TypeAlias = Callable[..., Any]
 """Is called with the function that it stands in for, and then with the arguments."""
@@ -74,7 +74,7 @@ def _dispatcher(owner: Any, name: str) -> Callable[..., Any]:
         @functools.wraps(ordinary)
         def dispatch(*args: Any, **kwargs: Any) -> Any:
             function = ordinary
-            if not torch.compiler.is_compiling():  # Dynamo cannot trace a ContextVar
+            if not is_compiling():  # Dynamo cannot trace a ContextVar
                 for block in (*_EVERYWHERE, *_BLOCKS.get()):
                     if (handler := block.get(dispatch)) is not None:
                         function = functools.partial(handler, function)
