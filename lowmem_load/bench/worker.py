@@ -50,7 +50,7 @@ def read_floor(spec: Mapping[str, Any]) -> list[torch.Tensor]:
             start, end = file.nbytes * rank // world_size, file.nbytes * (rank + 1) // world_size
             for at in range(start, end, PIECE_BYTES):
                 memory.append(torch.empty(min(PIECE_BYTES, end - at), dtype=torch.uint8))
-                file.read_into(at, [memory[-1].numpy().data])
+                file.read_into(at, memory[-1].numpy().data)
     return memory
 
 

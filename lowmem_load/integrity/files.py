@@ -146,7 +146,7 @@ def hash_source(source: ByteSource, algorithm: str, on_bytes: Callable[[int], ob
     chunk = memoryview(bytearray(min(CHUNK_BYTES, source.nbytes)))
     for offset in range(0, source.nbytes, CHUNK_BYTES):
         part = chunk[: source.nbytes - offset]
-        source.read_into(offset, [part])
+        source.read_into(offset, part)
         found.update(part)
         on_bytes(part.nbytes)
     if source.version != before:

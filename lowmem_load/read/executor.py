@@ -20,7 +20,6 @@ from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Material
 from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Step
-from lowmem_load.read.batches import BATCH_BYTES, SMALL_BYTES, Batch, Run
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.scatter import scatter_elements
 from lowmem_load.read.source import LocalFile, Opener
@@ -59,8 +58,7 @@ class Executor:
     """Fills memory as plans say. Use as a context manager; leaving it waits for all reads and closes the files.
 
     Memory: one staging buffer per thread, as large as the plan's largest staged read (two to four times that where a
-    value is cast more than once), plus what the plan states as its largest temporary. Small reads that wait for threads
-    take up to 20 MiB to be listed.
+    value is cast more than once), plus what the plan states as its largest temporary.
 
     Args:
         num_threads: reads in flight; 1 reads in the calling thread, but for operations; see `Tasks`.
@@ -82,7 +80,6 @@ class Executor:
         self._lock = threading.Lock()
         self._local = threading.local()
         self._tasks = Tasks(num_threads)
-        self._batch = Batch()
         self._uploads: Uploads | None = None
 
     def __enter__(self) -> Executor:
@@ -114,15 +111,14 @@ class Executor:
             material: of the plan.
         """
         known = {number: self._value(number, values, material) for number in fill.needs} if fill.needs else {}
-        if not destination.is_cpu:
-            for task in self._device_tasks(fill.steps, destination, known, material):
-                self._tasks.run(task)
-            return
-        if rest := [step for step in fill.steps if not self._postpone(step, destination)]:
-            if any(isinstance(step, Apply) for step in rest):
+        if destination.is_cpu:
+            if any(isinstance(step, Apply) for step in fill.steps):
                 self._tasks.have_threads(1)  # see [Note: another heap] in temporaries.py
-            for task in self._tasks_of(rest, destination, known, material):
-                self._tasks.run(task)
+            tasks = self._tasks_of(fill.steps, destination, known, material)
+        else:
+            tasks = self._device_tasks(fill.steps, destination, known, material)
+        for task in tasks:
+            self._tasks.run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
@@ -142,7 +138,7 @@ class Executor:
             return
         for task in move_tasks(nest, values, self._put_into(destination)):
             self._tasks.run(task)
-        self._finish_reads()
+        self._tasks.finish()
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file that was read is no longer what it was when it was planned against."""
@@ -156,7 +152,7 @@ class Executor:
             CheckpointError: a file changed, or a read failed.
             RuntimeError: of the device.
         """
-        self._finish_reads()
+        self._tasks.finish()
         if self._uploads is not None:
             self._uploads.finish()
 
@@ -175,7 +171,7 @@ class Executor:
             whole = torch.empty(fill.numel, dtype=fill.dtype, device=_CPU)
             self.fill(fill, whole, values, material)
             inputs.append(whole.view(shape))
-        self._finish_reads()
+        self._tasks.finish()
         # To the host, should it have been computed elsewhere: by this thread, on whose stream that was.
         return material.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
 
@@ -191,29 +187,6 @@ class Executor:
                 scatter_elements(step.nest, known[step.value], destination, 0)
             else:
                 yield from self._apply_tasks(step, destination, known, material)
-
-    def _postpone(self, step: Step, destination: torch.Tensor) -> bool:
-        """Return whether the step is small reads, which are done with others; `_finish_reads` at the latest."""
-        if not isinstance(step, Read):
-            return False
-        itemsize = step.tensor.dtype.itemsize
-        if (nbytes := step.numel * itemsize) > SMALL_BYTES:
-            return False
-        for first, shift in step.each() if step.outer else ((step.first, 0),):
-            if self._batch.add(step, step.tensor.start + first * itemsize, shift, nbytes, destination):
-                self._run_batch()
-        return True
-
-    def _run_batch(self) -> None:
-        """Do, or have done, the small reads that have come together."""
-        batch, self._batch = self._batch, Batch()
-
-        def task() -> None:
-            batch.fill(self._staging(BATCH_BYTES), self._read_runs)
-            self.on_bytes(batch.needed_bytes)
-
-        if batch.reads:
-            self._tasks.run(task, len(batch.reads))
 
     def _apply_tasks(
         self, step: Apply, destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
@@ -307,7 +280,7 @@ class Executor:
             with self.sources.reading(path) as source:
                 for done in range(0, content.nbytes, PART_BYTES):
                     part = content[done : done + PART_BYTES]
-                    source.read_into(start + done, (part,))
+                    source.read_into(start + done, part)
                     with self._lock:
                         self.stats.read_bytes += part.nbytes
         except CheckpointError as error:
@@ -316,20 +289,6 @@ class Executor:
             self.stats.num_reads += 1
         if needed_bytes:
             self.on_bytes(needed_bytes)
-
-    def _read_runs(self, path: str, runs: Sequence[Run]) -> None:
-        """Fill the memory of small reads of one file."""
-        run = runs[0]
-        self.stats.path = path
-        try:
-            with self.sources.reading(path) as source:
-                for run in runs:
-                    source.read_into(run.start, run.buffers)
-                    with self._lock:
-                        self.stats.read_bytes += run.nbytes
-                        self.stats.num_reads += run.num_reads
-        except CheckpointError as error:
-            raise _explained(error, run.what) from error
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
@@ -343,10 +302,6 @@ class Executor:
         if found is None:
             found = self._local.temporaries = Temporaries()
         return found
-
-    def _finish_reads(self) -> None:
-        self._run_batch()
-        self._tasks.finish()
 
 
 def _bytes_of(memory: torch.Tensor) -> memoryview:

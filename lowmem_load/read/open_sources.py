@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lowmem_load.errors import CheckpointError
@@ -25,13 +25,9 @@ uses some; few checkpoints have more files than this, and opening one again cost
 
 @dataclass(slots=True)
 class _Entry:
-    """One path: how many read it now, and the source once the first of them has opened it, under `lock`.
-
-    Its retries were added to those of all up to `num_retries`.
-    """
+    """One path: how many read it now, and the source once the first of them has opened it, under `lock`."""
 
     num_readers: int = 0
-    num_retries: int = 0
     source: ByteSource | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -44,17 +40,19 @@ class OpenSources:
 
     Args:
         open_source: opens one.
-
-    Attributes:
-        num_retries: of all sources, as far as they count them.
     """
 
     def __init__(self, open_source: Opener) -> None:
-        self.num_retries = 0
+        self._retries_of_closed = 0
         self._open = open_source
         self._versions: dict[str, str] = {}
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
         self._lock = threading.Lock()
+
+    @property
+    def num_retries(self) -> int:
+        """Of all sources, as far as they count them."""
+        return self._retries_of_closed + sum(map(_retries_of, self._entries.values()))
 
     def expect(self, files: Iterable[PlannedFile]) -> None:
         """From now on refuse a file that is not what it was when it was planned against.
@@ -65,39 +63,26 @@ class OpenSources:
         for file in files:
             self._check(file.path, self._versions.setdefault(file.path, file.version), file.version)
 
-    def reading(self, path: str) -> _Reading:
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[ByteSource]:
         """Give the open source of a path within a block; it stays open after it if there are not too many.
 
         Raises:
             CheckpointError: it cannot be opened, or changed; or another changed that is closed for it.
         """
-        return _Reading(self, path)
-
-    def begin(self, path: str) -> ByteSource:
-        """Begin to read a source, which stays open until as many readers have come to their `end`."""
         with self._lock:
-            entry = self._entries.get(path)
-            if entry is None:
-                entry = self._entries[path] = _Entry()
+            entry = self._entries.setdefault(path, _Entry())
             self._entries.move_to_end(path)
             entry.num_readers += 1
         try:
             with entry.lock:
                 if entry.source is None:
                     entry.source = self._opened(path)
-                return entry.source
-        except BaseException:
-            self.end(path)
-            raise
-
-    def end(self, path: str) -> None:
-        """End what `begin` began."""
-        with self._lock:
-            entry = self._entries[path]
-            entry.num_readers -= 1
-            num_retries = getattr(entry.source, "num_retries", 0)
-            self.num_retries += num_retries - entry.num_retries
-            entry.num_retries = num_retries
+            yield entry.source
+        finally:
+            with self._lock:
+                entry.num_readers -= 1
+        self._close_idle()
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a source that is open is no longer what it was."""
@@ -106,10 +91,11 @@ class OpenSources:
 
     def close(self) -> None:
         """Close all, unchecked: nobody reads any more."""
+        self._retries_of_closed = self.num_retries
         _close(self._entries.values())
         self._entries.clear()
 
-    def close_idle(self) -> None:
+    def _close_idle(self) -> None:
         """Close what was read the longest time ago, as far as more than `MAX_OPEN_SOURCES` are open."""
         if len(self._entries) <= MAX_OPEN_SOURCES:
             return
@@ -119,6 +105,7 @@ class OpenSources:
                 return
             idle = [path for path, entry in self._entries.items() if not entry.num_readers][:num_surplus]
             surplus = [self._entries.pop(path) for path in idle]
+            self._retries_of_closed += sum(map(_retries_of, surplus))
         try:
             for entry in surplus:
                 self._check_entry(entry)
@@ -150,21 +137,8 @@ class OpenSources:
             )
 
 
-class _Reading:
-    """A source that is read within a block; of a class, since a context of a generator takes three times as long."""
-
-    __slots__ = ("_path", "_sources")
-
-    def __init__(self, sources: OpenSources, path: str) -> None:
-        self._sources, self._path = sources, path
-
-    def __enter__(self) -> ByteSource:
-        return self._sources.begin(self._path)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._sources.end(self._path)
-        if error is None:
-            self._sources.close_idle()
+def _retries_of(entry: _Entry) -> int:
+    return getattr(entry.source, "num_retries", 0)
 
 
 def _close(entries: Iterable[_Entry]) -> None:

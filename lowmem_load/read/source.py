@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
@@ -22,9 +22,6 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
-"""Buffers that one system call fills; it refuses more."""
 
 TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE})
 """What network file systems give while a server is busy or replaced: the same read may succeed a moment later."""
@@ -59,11 +56,11 @@ class ByteSource(Protocol):
     def version(self) -> str:
         """What changes when the bytes do: equal as long as they are the same. Looked up anew each time."""
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after the other, with the bytes from `offset` on.
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill memory, of bytes, with those from `offset` on.
 
         Raises:
-            TruncatedFileError: the bytes end before the buffers are full.
+            TruncatedFileError: the bytes end before the memory is full.
             CheckpointError: they cannot be read.
         """
 
@@ -98,7 +95,7 @@ class LocalFile:
         self.num_retries = 0
         self._lock = threading.Lock()
         self._descriptor = -1
-        with _OurErrors(path):
+        with _our_errors(path):
             self._descriptor, found = self._retrying(_open_regular, path)
         self.nbytes, self._opened_version = found.st_size, file_version(found)
         self._is_on_disk = os.major(found.st_dev) != 0  # as file systems of memory and of the network have it
@@ -106,28 +103,20 @@ class LocalFile:
     @property
     def version(self) -> str:
         """Device, inode, size and time of change of the open file."""
-        with _OurErrors(self.path):
+        with _our_errors(self.path):
             return file_version(self._retrying(os.fstat, self._descriptor))
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
-        left = [buffer for buffer in buffers if buffer.nbytes]
         opens_until = offset + 2 * OPENING_BYTES * self._is_on_disk
-        with _OurErrors(self.path):
-            while left:
-                if offset < opens_until and left[0].nbytes > OPENING_BYTES:
-                    asked = [left[0][:OPENING_BYTES]]
-                else:
-                    asked = left[:MAX_BUFFERS]
-                try:  # not by `_retrying`: between reads of MBs each call of a function costs microseconds
-                    num_bytes = os.preadv(self._descriptor, asked, offset)
-                except OSError as error:
-                    num_bytes = self._again(error, os.preadv, self._descriptor, asked, offset)
+        with _our_errors(self.path):
+            while memory:
+                asked = memory[:OPENING_BYTES] if offset < opens_until else memory
+                num_bytes = self._retrying(os.preadv, self._descriptor, [asked], offset)
                 if num_bytes == 0:
-                    short = sum(buffer.nbytes for buffer in left)
-                    raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({short} bytes short)")
+                    raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({memory.nbytes} bytes short)")
                 offset += num_bytes
-                left = _after(left, num_bytes)
+                memory = memory[num_bytes:]
 
     def close(self) -> None:
         """See `ByteSource`."""
@@ -137,27 +126,21 @@ class LocalFile:
                 os.close(descriptor)
 
     def _retrying(self, call: Callable[..., T], *args: object) -> T:
-        try:
-            return call(*args)
-        except OSError as error:
-            return self._again(error, call, *args)
-
-    def _again(self, error: OSError, call: Callable[..., T], *args: object) -> T:
-        """Return what a call returns that has failed, if it does so in time."""
-        for delay_s in RETRY_DELAYS_S:
-            if error.errno not in TRANSIENT:
-                break
-            logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
+        """Return what a call returns; one that fails in a way that may pass is repeated."""
+        delays = iter(RETRY_DELAYS_S)
+        while True:
+            try:
+                return call(*args)
+            except OSError as error:
+                delay_s = next(delays, None)
+                if error.errno not in TRANSIENT or delay_s is None:
+                    raise
+                logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
             with self._lock:
                 self.num_retries += 1
             time.sleep(delay_s)
             with contextlib.suppress(OSError):  # then the call says what is wrong
                 self._reopen()
-            try:
-                return call(*args)
-            except OSError as later:
-                error = later
-        raise error
 
     def _reopen(self) -> None:
         """Let the descriptor stand for the file as opened anew: a stale one never recovers."""
@@ -199,7 +182,7 @@ def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
         CheckpointError: they cannot be read.
     """
     found = bytearray(max(0, min(nbytes, source.nbytes - offset)))
-    source.read_into(offset, [memoryview(found)])
+    source.read_into(offset, memoryview(found))
     return bytes(found)
 
 
@@ -234,33 +217,19 @@ class SourceFile(io.RawIOBase):
         """Fill `buffer` as far as the source goes."""
         view = memoryview(buffer).cast("B")
         view = view[: max(0, min(view.nbytes, self._source.nbytes - self._position))]
-        self._source.read_into(self._position, [view])
+        self._source.read_into(self._position, view)
         self._position += view.nbytes
         return view.nbytes
 
 
-def _after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of `buffers` when the first `num_bytes` of them are full."""
-    for number, buffer in enumerate(buffers):
-        if num_bytes < buffer.nbytes:
-            return [buffer[num_bytes:], *buffers[number + 1 :]]
-        num_bytes -= buffer.nbytes
-    return []
-
-
-class _OurErrors:
-    """Makes errors of the operating system ours. A class, since a context of a generator takes three times as long."""
-
-    __slots__ = ("_path",)
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"{self._path}: cannot be read: {error.strerror or error}") from error
-        if isinstance(error, ValueError) and not isinstance(error, CheckpointError):  # a NUL in the path
-            raise CheckpointError(f"{self._path!r}: cannot be opened: {error}") from error
+@contextlib.contextmanager
+def _our_errors(path: str) -> Iterator[None]:
+    """Make errors of the operating system ours."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL in the path
+        raise CheckpointError(f"{path!r}: cannot be opened: {error}") from error

@@ -47,19 +47,13 @@ class HubFile:
         self._kept_nbytes = 0
         self._lock = threading.Lock()
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        if not nbytes:
+        if not memory:
             return
-        if offset + nbytes > self.nbytes:
-            raise TruncatedFileError(
-                f"{self.path}: ended at byte {self.nbytes} ({offset + nbytes - self.nbytes} short)"
-            )
-        found = memoryview(self._bytes(offset, nbytes))
-        for buffer in buffers:
-            buffer.cast("B")[:] = found[: buffer.nbytes]
-            found = found[buffer.nbytes :]
+        if (missing := offset + memory.nbytes - self.nbytes) > 0:
+            raise TruncatedFileError(f"{self.path}: ended at byte {self.nbytes} ({missing} short)")
+        memory[:] = self._bytes(offset, memory.nbytes)
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Fetch (offset, bytes) of ascending ranges for later reads: neighbours together, several at a time."""

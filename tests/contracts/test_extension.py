@@ -44,11 +44,10 @@ class Encoded:
         self._file = LocalFile(path)
         self.path, self.nbytes, self.version = path, self._file.nbytes, self._file.version
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._file.read_into(offset, buffers)
-        for buffer in buffers:
-            values = np.frombuffer(buffer, np.uint8)
-            values ^= KEY
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        self._file.read_into(offset, memory)
+        values = np.frombuffer(memory, np.uint8)
+        values ^= KEY
 
     def close(self) -> None:
         self._file.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -58,15 +58,13 @@ class Sources(SourceContract):
 class Padding(MemorySource):
     """Beyond the end there are zeros."""
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            buffer[:] = self._data[offset : offset + buffer.nbytes].ljust(buffer.nbytes, b"\0")
-            offset += buffer.nbytes
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        memory[:] = self._data[offset : offset + memory.nbytes].ljust(memory.nbytes, b"\0")
 
 
-class FirstBufferOnly(MemorySource):
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        super().read_into(offset, buffers[:1])
+class AllButTheLast(MemorySource):
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        super().read_into(offset, memory[:-1])
 
 
 class SameVersion(MemorySource):
@@ -92,10 +90,12 @@ class OneClose(MemorySource):
         (SameVersion, ["the_version_tells_whether_the_bytes_changed"]),
         (OneClose, ["closing_again_does_nothing"]),
         (
-            FirstBufferOnly,
+            AllButTheLast,
             [
                 "bytes_beyond_the_end_are_an_error",
-                "several_buffers_are_filled_one_after_the_other",
+                "closing_again_does_nothing",
+                "memory_is_filled_from_any_byte_on",
+                "nothing_else_is_written",
                 "threads_may_read_at_the_same_time",
             ],
         ),

@@ -11,7 +11,6 @@ import gc
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,13 +86,12 @@ class Storage:
     def __init__(self, gbps: float) -> None:
         self._bytes_per_s, self._lock, self._free_at = gbps * 1e9, threading.Lock(), 0.0
 
-    def read_into(self, file: LocalFile, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, file: LocalFile, offset: int, memory: memoryview) -> None:
         """Stands for `LocalFile.read_into`."""
-        num_bytes = sum(buffer.nbytes for buffer in buffers)
         with self._lock:
-            self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self._bytes_per_s
+            self._free_at = max(self._free_at, time.perf_counter()) + memory.nbytes / self._bytes_per_s
             due = self._free_at
-        READ_INTO(file, offset, buffers)
+        READ_INTO(file, offset, memory)
         time.sleep(max(0.0, due - time.perf_counter()))
 
 
@@ -123,8 +121,8 @@ def load(path: str, machine: Machine, has_ring: bool, num_threads: int) -> Resul
     DistributedInterface()
     storage = Storage(machine.storage)
 
-    def read_into(file: LocalFile, offset: int, buffers: Sequence[memoryview]) -> None:
-        storage.read_into(file, offset, buffers)
+    def read_into(file: LocalFile, offset: int, memory: memoryview) -> None:
+        storage.read_into(file, offset, memory)
 
     with pytest.MonkeyPatch.context() as patches:
         executor = Executor if has_ring else WithoutRing

@@ -202,7 +202,7 @@ def dropped_memory(path: str) -> bool:
     with small_slots() as executor:
         set_speed(SLOW_GBPS / 20)
         fill(executor, leaf(path), destination)
-        executor._finish_reads()
+        executor._tasks.finish()
         executor._tasks.close()  # its threads may still refer to what they have done, and so to the memory
         set_speed()
         del destination

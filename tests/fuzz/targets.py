@@ -199,12 +199,10 @@ class Memory:
     def __init__(self, data: bytes) -> None:
         self.data, self.nbytes = data, len(data)
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            if buffer.nbytes and not 0 <= offset <= self.nbytes - buffer.nbytes:
-                raise Finding(f"reads {buffer.nbytes} bytes at {offset} of {self.nbytes}")
-            buffer[:] = self.data[offset : offset + buffer.nbytes]
-            offset += buffer.nbytes
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        if memory.nbytes and not 0 <= offset <= self.nbytes - memory.nbytes:
+            raise Finding(f"reads {memory.nbytes} bytes at {offset} of {self.nbytes}")
+        memory[:] = self.data[offset : offset + memory.nbytes]
 
     def close(self) -> None:
         pass

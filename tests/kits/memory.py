@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 from lowmem_load.errors import TruncatedFileError
 
@@ -25,15 +24,13 @@ class MemorySource:
         self.reads: list[tuple[int, int]] = []
         self._data = data
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
-        end = offset + sum(buffer.nbytes for buffer in buffers)
+        end = offset + memory.nbytes
         if end > max(offset, self.nbytes):
             raise TruncatedFileError(f"{self.path}: ended at byte {self.nbytes} ({end - self.nbytes} bytes short)")
         self.reads.append((offset, end))
-        for buffer in buffers:
-            buffer[:] = self._data[offset : offset + buffer.nbytes]
-            offset += buffer.nbytes
+        memory[:] = self._data[offset:end]
 
     def close(self) -> None:
         """Do nothing."""

@@ -461,11 +461,11 @@ def refuse(path: str, folder: str) -> None:
 def failing_on_rank_1(read_into: Any) -> Any:
     """Return a `read_into` that fails on rank 1 once weights are read: between the pickle and the directory."""
 
-    def failing(source: Any, offset: int, buffers: Any) -> None:
-        is_weight = sum(buffer.nbytes for buffer in buffers) > 100 and 8000 < offset < source.nbytes - 8000
+    def failing(source: Any, offset: int, memory: memoryview) -> None:
+        is_weight = memory.nbytes > 100 and 8000 < offset < source.nbytes - 8000
         if dist.get_rank() == 1 and is_weight:
             raise CheckpointError(f"{source.path}: cannot be read: broken")
-        read_into(source, offset, buffers)
+        read_into(source, offset, memory)
 
     return failing
 

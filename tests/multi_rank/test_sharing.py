@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,13 @@ class Counted:
             self.opened.append(os.path.basename(path))
             return ordinary_open(path)
 
-        def read_into(file: Any, offset: int, buffers: Sequence[memoryview]) -> None:
-            ordinary_read(file, offset, buffers)
+        def read_into(file: Any, offset: int, memory: memoryview) -> None:
+            ordinary_read(file, offset, memory)
             if file.path.endswith(".safetensors"):
                 prefix = memoryview(bytearray(8))
-                ordinary_read(file, 0, [prefix])
+                ordinary_read(file, 0, prefix)
                 if offset < 8 + int.from_bytes(prefix, "little"):
-                    self.header_bytes += sum(buffer.nbytes for buffer in buffers)
+                    self.header_bytes += memory.nbytes
 
         source._open_regular, source.LocalFile.read_into = open_regular, read_into  # type: ignore[method-assign]
 

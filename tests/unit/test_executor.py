@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from lowmem_load.planning.reads import BLOCK_NUMEL, ReadLimits
 from lowmem_load.read import executor as executor_module
 from lowmem_load.read import source
 from lowmem_load.read import tasks as tasks_module
-from lowmem_load.read.batches import MAX_READS, SMALL_BYTES
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.source import LocalFile
 from lowmem_load.read.temporaries import Temporaries
@@ -117,12 +115,11 @@ def test_bytes_are_counted_while_a_read_goes_on(
     counted = []
 
     class Watched(LocalFile):
-        def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        def read_into(self, offset: int, memory: memoryview) -> None:
             counted.append(executor.stats.read_bytes)
-            super().read_into(offset, buffers)
+            super().read_into(offset, memory)
 
     monkeypatch.setattr("lowmem_load.read.executor.PART_BYTES", 1000)
-    monkeypatch.setattr("lowmem_load.read.executor.SMALL_BYTES", 0)
     planner = Planner()
     fill = planner.plan_fill("w", ex.cast(leaf(file), dtype), FlatRange(5, 720))
     destination = torch.empty(715, dtype=dtype)
@@ -135,7 +132,6 @@ def test_bytes_are_counted_while_a_read_goes_on(
 
 def test_one_thread_reads_in_groups_and_leaves_nothing_waiting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "MAX_KEPT", 3)
-    monkeypatch.setattr(executor_module, "SMALL_BYTES", 0)
     planner, flat_range = Planner(), FlatRange(0, 720)
     fill = planner.plan_fill("w", leaf(file), flat_range)
     destinations = [torch.full((720,), float("nan")) for _ in range(4)]
@@ -247,103 +243,10 @@ def test_operations_within_operations_equal_torch_and_take_the_memory_that_is_pl
         assert num_threads > 1 or taken >= planned - BLOCK_NUMEL * 4
 
 
-class Counting(LocalFile):
-    """Notes the offset and the number of buffers of each read."""
-
-    calls: ClassVar[list[tuple[int, int]]] = []
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self.calls.append((offset, len(buffers)))
-        super().read_into(offset, buffers)
-
-
-def small_tensors(path: Path, sizes: Sequence[int], gap: int = 0) -> list[tuple[ex.Expression, torch.Tensor]]:
-    """Writes tensors one behind the other, every third of them float64 and cast; returns them with their values."""
-    made: list[tuple[ex.Expression, torch.Tensor]] = []
-    with path.open("wb") as file:
-        for number, size in enumerate(sizes):
-            values = torch.arange(size, dtype=torch.float64 if number % 3 == 2 else torch.float32) + number
-            source = ex.Source(str(path), f"t{number}", file.tell(), (size,), values.dtype)
-            made.append((ex.cast(source, torch.float32), values.float()))
-            file.write(values.numpy().tobytes() + bytes(gap))
-    return made
-
-
-def read_all(tensors: Sequence[tuple[ex.Expression, torch.Tensor]], num_threads: int) -> Executor:
-    """Reads each into memory of its own; what is counted is what was planned."""
-    Counting.calls.clear()
-    planner = Planner()
-    fills = [planner.plan_fill("t", node, FlatRange(0, ex.numel(node))) for node, _ in tensors]
-    memory = [torch.full((fill.numel,), float("nan")) for fill in fills]
-    done: list[int] = []
-    with Executor(num_threads=num_threads, open_source=Counting) as executor:
-        executor.on_bytes = done.append
-        for fill, destination in zip(fills, memory, strict=True):
-            executor.fill(fill, destination, planner.values, planner.material)
-        executor.finish()
-    costs = planner.costs(fills)
-    assert (costs.read_bytes, costs.num_reads) == (executor.stats.read_bytes, executor.stats.num_reads)
-    assert sum(done) == costs.needed_bytes
-    for (_, values), found in zip(tensors, memory, strict=True):
-        assert torch.equal(found, values)
-    return executor
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_small_tensors_that_lie_together_are_read_together(tmp_path: Path, num_threads: int) -> None:
-    read_all(small_tensors(tmp_path / "data", [5, 7, 300] * 400), num_threads)
-    assert len(Counting.calls) == 1 + 3 * 400 // MAX_READS
-    read_all(small_tensors(tmp_path / "data", [SMALL_BYTES // 8] * 40), num_threads)  # a batch is at most so many bytes
-    assert 1 < len(Counting.calls) < 6
-    read_all(small_tensors(tmp_path / "data", [5, SMALL_BYTES // 4 + 1, 7, 8]), num_threads)
-    assert sorted(buffers for _, buffers in Counting.calls) == [1, 1, 2]  # nobody waits for the large one
-
-
-def test_small_tensors_that_lie_apart_are_read_apart(tmp_path: Path) -> None:
-    """For what lies between them is not wanted, and was not planned."""
-    read_all(small_tensors(tmp_path / "data", [100] * 50, gap=4), 1)
-    assert len(Counting.calls) == 50
-
-
-def test_small_tensors_that_lie_together_in_memory_too_are_one_buffer(tmp_path: Path) -> None:
-    """In whatever order they come; the last in memory of its own is a buffer more."""
-    planner, whole, apart = Planner(), torch.full((18,), float("nan")), torch.full((9,), float("nan"))
-    memory = [whole[:5], whole[5:12], whole[12:17], apart]
-    values = torch.arange(24 * 30, dtype=torch.float32)
-    (tmp_path / "data").write_bytes(values.numpy().tobytes())
-    leaves = [
-        ex.Source(str(tmp_path / "data"), "t", 4 * start, (size,), torch.float32)
-        for start, size in ((0, 5), (5, 7), (12, 5), (17, 7))
-    ]
-    Counting.calls.clear()
-    with Executor(open_source=Counting) as executor:
-        for number in (2, 0, 3, 1):
-            fill = planner.plan_fill("t", leaves[number], FlatRange(0, ex.numel(leaves[number])))
-            executor.fill(fill, memory[number], planner.values, planner.material)
-    assert Counting.calls == [(0, 2)]
-    assert torch.equal(whole[:17], values[:17]) and torch.equal(apart[:7], values[17:24])
-    assert whole[17:].isnan().all() and apart[7:].isnan().all(), "nothing else is written to"
-
-
 @pytest.mark.parametrize("destination", [torch.zeros(99), torch.zeros(200)[::2]], ids=["short", "strided"])
-def test_memory_that_a_small_tensor_does_not_fit_is_refused(tmp_path: Path, destination: torch.Tensor) -> None:
-    ((node, _),) = small_tensors(tmp_path / "data", [100])
+def test_memory_that_a_tensor_does_not_fit_is_refused(file: Path, destination: torch.Tensor) -> None:
     planner = Planner()
-    fill = planner.plan_fill("t", node, FlatRange(0, 100))
-    with pytest.raises(ValueError, match="t0: has no 400 contiguous bytes at 0"), Executor() as executor:
+    fill = planner.plan_fill("t", leaf(file), FlatRange(0, 100))
+    with pytest.raises(RuntimeError), Executor() as executor:
         executor.fill(fill, destination, planner.values, planner.material)
     assert not destination.any()
-
-
-def test_which_small_tensors_a_file_is_too_short_for_is_said(tmp_path: Path) -> None:
-    tensors = small_tensors(tmp_path / "data", [100] * 5)
-    os.truncate(tmp_path / "data", 1000)
-    with pytest.raises(TruncatedFileError, match=r"while 't0' or one of the 4 behind it was read; the file changed"):
-        read_all(tensors, 1)
-
-
-def test_which_of_those_that_lie_apart_a_file_is_too_short_for_is_said(tmp_path: Path) -> None:
-    tensors = small_tensors(tmp_path / "data", [100] * 5, gap=4)
-    os.truncate(tmp_path / "data", 1700)  # of 400 or 800 bytes each, t3 begins at 3 * 404 + 400
-    with pytest.raises(TruncatedFileError, match=r"1700 .* while 't3' was read; the file changed"):
-        read_all(tensors, 1)

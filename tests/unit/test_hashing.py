@@ -32,8 +32,8 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     path.write_bytes(bytes(10))
 
     class Changing(LocalFile):
-        def read_into(self, offset: int, buffers: object) -> None:
-            super().read_into(offset, buffers)  # type: ignore[arg-type]
+        def read_into(self, offset: int, memory: memoryview) -> None:
+            super().read_into(offset, memory)
             os.utime(path, ns=(1, 1))
 
     source = Changing(str(path))

@@ -61,7 +61,7 @@ def test_it_holds_one_descriptor_until_it_is_closed(file: str) -> None:
     source.close()
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(CheckpointError, match="Bad file descriptor"):
-        source.read_into(0, [memoryview(bytearray(1))])
+        source.read_into(0, memoryview(bytearray(1)))
 
 
 def test_the_system_may_return_less_than_was_asked_for(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +72,7 @@ def test_the_system_may_return_less_than_was_asked_for(file: str, monkeypatch: p
 
     ordinary = os.preadv
     monkeypatch.setattr(os, "preadv", some)
-    buffers = [bytearray(size) for size in (3, 0, 20, 7, 100)]
-    LocalFile(file).read_into(5, [memoryview(buffer) for buffer in buffers])
-    assert b"".join(buffers) == DATA[5:135]
+    assert read(LocalFile(file), 5, 130) == DATA[5:135]
 
 
 def test_a_large_read_from_a_disk_begins_with_two_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +86,15 @@ def test_a_large_read_from_a_disk_begins_with_two_small_calls(tmp_path: Path, mo
 
     ordinary = os.preadv
     monkeypatch.setattr(os, "preadv", counted)
-    large, small = [len(data) - 5], [OPENING_BYTES - 7, 7]
-    for device, sizes, expected in [
+    large, small = len(data) - 5, OPENING_BYTES
+    for device, size, expected in [
         (8, large, [OPENING_BYTES, OPENING_BYTES, len(data) - 5 - 2 * OPENING_BYTES]),
         (8, small, [OPENING_BYTES]),
-        (0, large, large),
+        (0, large, [large]),
     ]:
         calls.clear()
         monkeypatch.setattr(os, "major", lambda _, device=device: device)
-        buffers = [bytearray(size) for size in sizes]
-        LocalFile(str(tmp_path / "large")).read_into(5, [memoryview(buffer) for buffer in buffers])
-        assert b"".join(buffers) == data[5 : 5 + sum(sizes)]
+        assert read(LocalFile(str(tmp_path / "large")), 5, size) == data[5 : 5 + size]
         assert calls == expected
 
 
@@ -132,7 +128,7 @@ def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(source: LocalFile, offset: int, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
-    source.read_into(offset, [memoryview(buffer)])
+    source.read_into(offset, memoryview(buffer))
     return bytes(buffer)
 
 
@@ -216,7 +212,7 @@ def test_a_file_that_shrinks_says_where_it_ended(file: str) -> None:
     source = LocalFile(file)
     os.truncate(file, 100)
     with pytest.raises(TruncatedFileError, match=r"data: ended at byte 100 \(20 bytes short\)"):
-        source.read_into(90, [memoryview(bytearray(10)), memoryview(bytearray(20))])
+        read(source, 90, 30)
 
 
 def test_a_file_that_is_written_to_has_another_version(file: str) -> None:

@@ -51,19 +51,6 @@ def test_the_calling_thread_does_what_threads_are_not_asked_for(monkeypatch: pyt
     assert len(by) == 4
 
 
-def test_tasks_that_hold_much_are_done_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_KEPT", 10)
-    done: list[int] = []
-    tasks = Tasks(1)
-    for number, size in enumerate([4, 5, 3, 9]):
-        tasks.run(lambda number=number: done.append(number), size)  # type: ignore[misc]
-        if number == 1:
-            assert not done
-    assert done == [0, 1, 2]
-    tasks.finish()
-    assert done == [0, 1, 2, 3]
-
-
 def test_only_so_many_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "MAX_WAITING", 4)
     go_on, given = threading.Event(), []
