@@ -104,10 +104,11 @@ def main() -> None:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
     }
-    folder = ranks.broadcast_object(tempfile.mkdtemp(prefix="partial-zero3-") if ranks.rank == 0 else "")
-    with ranks.agreed("making the checkpoints"):
+    with ranks.step("making the checkpoints") as making:
         if ranks.rank == 0:
-            make_checkpoints(Path(folder), arguments.hidden_size, arguments.num_layers)
+            making.payload = tempfile.mkdtemp(prefix="partial-zero3-")
+            make_checkpoints(Path(making.payload), arguments.hidden_size, arguments.num_layers)
+    folder = making.payloads[0]
 
     llm = load_model(f"{folder}/llm", ds_config)
     picture = load_model(f"{folder}/picture", ds_config, partition=())
@@ -122,9 +123,10 @@ def main() -> None:
         f"rank {ranks.rank}: language model {report.partition_bytes / MIB:.1f} MiB of "
         f"{report.partition_bytes * report.world_size / MIB:.1f}, encoders {whole / MIB:.1f} MiB whole"
     )
-    lines = ranks.all_gather_object(line)
+    with ranks.step("printing") as printing:
+        printing.payload = line
     if ranks.rank == 0:
-        print("\n".join(lines))
+        print("\n".join(printing.payloads))
 
     generator = torch.Generator().manual_seed(ranks.rank)
     for step in range(arguments.steps):
@@ -133,10 +135,11 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
         if step % 5 == 0 or step == arguments.steps - 1:
-            shown = ranks.all_gather_object(f"{batch['kind']} {loss.item():.3f}")
+            with ranks.step("printing") as printing:
+                printing.payload = f"{batch['kind']} {loss.item():.3f}"
             if ranks.rank == 0:
                 norm = float(engine.get_global_grad_norm())
-                print(f"step {step:3}: {', '.join(shown)}; gradient norm {norm:.3f}")
+                print(f"step {step:3}: {', '.join(printing.payloads)}; gradient norm {norm:.3f}")
     engine.save_checkpoint(f"{folder}/trained")
     engine.destroy()
     resumed = initialize(model, ds_config)

@@ -119,10 +119,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     options = parser.parse_args(argv)
     ranks = DistributedInterface()
     with tempfile.TemporaryDirectory() as folder:
-        path = options.model or ranks.broadcast_object(folder)
-        if options.model is None and ranks.rank == 0:
-            make_model(Path(path))
-        ranks.barrier()
+        with ranks.step("making the model") as making:
+            making.payload = options.model or folder
+            if options.model is None and ranks.rank == 0:
+                make_model(Path(folder))
+        path = making.payloads[0]
         losses = train(path, options.steps)
         ranks.barrier()
     ranks.destroy()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,7 +28,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
 
     Accidents of every kind show; see [Note: sums of values] in `integrity/sums.py` for how surely.
 
-    Collective: all ranks of the partition group, where parameters are partitioned: one small exchange. Call it between
+    Collective: all ranks of the partition group, where parameters are partitioned: two steps. Call it between
     steps: not inside `GatheredParameters`, whose changes reach the partitions at its end.
     Memory: a few MiB; a parameter that is whole and not contiguous is copied, a partition on nvme is read into one of
         the swapper's buffers.
@@ -43,14 +45,17 @@ def model_digest(model: nn.Module) -> dict[str, str]:
     """
     parts = [_Part(names, tensor) for names, tensor in _distinct(unwrapped(model))]
     keys, groups = Keys(), list(dict.fromkeys(part.group for part in parts if part.group is not None))
-    with RankGroup(groups[0]).agreed("digesting the model") if groups else contextlib.nullcontext():
+    with RankGroup(groups[0]).step("digesting the model") if groups else contextlib.nullcontext():
         for part in parts:
             part.take(keys)
     for group in groups:
         together = [part for part in parts if part.group is group]
-        gathered = RankGroup(group).all_gather_object([part.sums for part in together])
-        for part, *pieces in zip(together, *gathered, strict=True):
-            part.sums = add(pieces)
+        with RankGroup(group).step("adding up the digests") as step:
+            sums = np.array([part.sums for part in together], "<u8")
+            step.payload = base64.b64encode(sums.tobytes()).decode()
+        pieces = [np.frombuffer(base64.b64decode(each), "<u8").reshape(-1, LANES) for each in step.payloads]
+        for number, part in enumerate(together):
+            part.sums = add(piece[number].tolist() for piece in pieces)
     return {part.names[0]: part.hexdigest() for part in parts}
 
 

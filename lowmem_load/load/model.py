@@ -91,13 +91,13 @@ def load_as_asked(
 
     Collective: the ranks of `ranks`.
     """
-    with load_lock(), ranks.together("the load"):
-        with ranks.agreed("checking the arguments") as digest:
+    with load_lock(), ranks.session("the load"):
+        with ranks.step("checking the arguments") as step:
             request, settings = asked()
             names.check_name(request.name, request.kwargs.get("subfolder", ""))
             is_folder = os.path.isdir(request.name)
             kind = "a local folder" if is_folder else "a name on the Hub"
-            digest.append(f"ds_config {settings.fingerprint}, {kind}")
+            step.digest = f"ds_config {settings.fingerprint}, {kind}"
             if is_folder:
                 checked = request.checked(settings)
         if not is_folder:

@@ -13,8 +13,8 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
 from lowmem_load.hf.hub import adapter_sought_alike
 from lowmem_load.hf.replaced import replaced
-from lowmem_load.ranks.board import board
 from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.node_cache import NodeCache
 from lowmem_load.settings.settings import Settings
 
 
@@ -61,8 +61,7 @@ class Request:
     def checked_once(self, settings: Settings, ranks: RankGroup) -> Checked:
         """Do what `checked` does with a name on the Hub, which one rank of each node asks for all of it.
 
-        The load is of the commit that the name stands for now, and of no later one. Collective: an exchange, and an
-        agreement.
+        The load is of the commit that the name stands for now, and of no later one. Collective: two steps.
         """
 
         def check(commit: str, **changed: Any) -> tuple[str, Checked]:
@@ -75,10 +74,14 @@ class Request:
         def look(content: bytes) -> tuple[str, Checked]:
             return check(content.decode(), force_download=False)  # it was, a moment ago
 
-        asking = ranks.agreed("asking the Hub", name=self.name)
-        with board(ranks, None) as (shared, *_), asking as digest, shared.stage():
-            commit, checked = shared.once("commit", lambda: check(names.commit_of(self.name, self.kwargs)), pack, look)
-            digest.append(f"commit {commit}")
+        with NodeCache(ranks) as cache:
+            with ranks.step("finding the nodes", name=self.name) as step:
+                step.payload = cache.offer
+            cache.meet(step.payloads)
+            with ranks.step("asking the Hub", name=self.name) as step, cache.stage():
+                asked = names.commit_of
+                commit, checked = cache.once("commit", lambda: check(asked(self.name, self.kwargs)), pack, look)
+                step.digest = f"commit {commit}"
         return checked
 
 

@@ -65,9 +65,9 @@ def streaming(
         return
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
-        with ranks.agreed("checking the ds_config") as digest:
+        with ranks.step("checking the ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
-            digest.append(f"ds_config {settings.fingerprint}")
+            step.digest = f"ds_config {settings.fingerprint}"
     with (
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         intercept.intercepted(load_on(ranks, settings, progress, verify)),
@@ -76,7 +76,7 @@ def streaming(
             yield
         except BaseException as error:
             if not isinstance(error, RankError):
-                ranks.leave("streaming()", error)
+                ranks.abort("streaming()", error)
             raise
 
 
@@ -98,9 +98,9 @@ def following(
         ds_config = active_zero3_config()
         assert ds_config is not None  # asked a moment ago, by _zero3_is_active
         ranks = DistributedInterface()
-        with ranks.agreed("checking the active ds_config") as digest:
+        with ranks.step("checking the active ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
-            digest.append(f"ds_config {settings.fingerprint}")
+            step.digest = f"ds_config {settings.fingerprint}"
         return load_on(ranks, settings, progress, verify, on_load, is_lenient=is_lenient)(call)
 
     return intercept.intercepted(load, _zero3_is_active, everywhere=everywhere)

@@ -56,7 +56,7 @@ class PartialEngine(nn.Module):
         super().__init__()
         self.module = model
         derive = None if split is None else functools.partial(_derived, split)
-        with DistributedInterface().agreed("making the ZeRO-3 engine"):
+        with DistributedInterface().step("making the ZeRO-3 engine"):
             part = PartitionedPart(model, chosen, settings.ds_config, derive)
         mark(chosen.values())
         self._part, self._split = part, split
@@ -77,9 +77,9 @@ class PartialEngine(nn.Module):
         part, split = self._part, self._split
         self._outside = Outside(self.module, chosen)
         distributed = DistributedInterface()
-        with distributed.agreed("moving what is not partitioned"):  # a rank that fails must not be waited for below
+        with distributed.step("moving what is not partitioned"):  # a rank that fails must not be waited for below
             self._outside.move_to(part.engine.device, dtype)
-        with distributed.agreed("giving all ranks the values of rank 0"):
+        with distributed.step("giving all ranks the values of rank 0"):
             broadcast([*self._outside.parameters.values(), *self._outside.buffers.values()])
         trained = {name: p for name, p in self._outside.parameters.items() if p.requires_grad}
         if split is not None:
@@ -207,7 +207,7 @@ class PartialEngine(nn.Module):
         save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
         distributed = DistributedInterface()
         writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
-        with distributed.agreed("saving", name=str(save_dir)):
+        with distributed.step("saving", name=str(save_dir)):
             if writes:  # before DeepSpeed names this checkpoint the latest
                 save_replicated(os.path.join(save_dir, tag), self._replicated_state(exclude_frozen_parameters))
         return bool(
@@ -244,7 +244,7 @@ class PartialEngine(nn.Module):
             RankError: only some ranks find a checkpoint.
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        with DistributedInterface().agreed("finding", name=str(load_dir)):
+        with DistributedInterface().step("finding", name=str(load_dir)):
             folder, without = find_checkpoint(os.fspath(load_dir), tag), load_module_only or not load_optimizer_states
             if folder is not None and without and folder != find_checkpoint(os.fspath(load_dir), None):
                 raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
@@ -266,9 +266,9 @@ class PartialEngine(nn.Module):
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
-        with distributed.agreed("checking", name=str(load_dir)) as digest:  # all of it, before anything is changed
+        with distributed.step("checking", name=str(load_dir)) as step:  # all of it, before anything is changed
             folder = find_checkpoint(load_dir, tag)
-            digest.append("no checkpoint" if folder is None else os.path.basename(folder))
+            step.digest = "no checkpoint" if folder is None else os.path.basename(folder)
             state = None if folder is None else load_replicated(folder)
             if state is not None:
                 self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)
@@ -282,7 +282,7 @@ class PartialEngine(nn.Module):
             load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
             load_module_only=load_module_only,
         )
-        with distributed.agreed("loading", name=str(load_dir)):
+        with distributed.step("loading", name=str(load_dir)):
             self._outside.load(state)
             if load_optimizer_states:
                 self._replicated.load_state_dict(state["whole"])
@@ -322,7 +322,7 @@ class PartialEngine(nn.Module):
     ) -> bool:
         """Write `consolidated_state_dict` as one torch file, on rank 0. Collective: all ranks."""
         state = self.consolidated_state_dict(exclude_frozen_parameters)
-        with DistributedInterface().agreed("saving", name=str(save_dir)):
+        with DistributedInterface().step("saving", name=str(save_dir)):
             if state is not None:
                 os.makedirs(save_dir, exist_ok=True)
                 torch.save(state, os.path.join(save_dir, save_filename))

@@ -57,7 +57,7 @@ def initialize(
         RankError: another rank failed, or has other arguments; the same error is raised on every rank.
     """
     distributed = DistributedInterface()
-    with distributed.agreed("preparing partial ZeRO-3") as digest:
+    with distributed.step("preparing partial ZeRO-3") as step:
         check_average(average)
         settings = _settings(ds_config, model, distributed.world_size)
         config = settings.ds_config
@@ -66,10 +66,10 @@ def initialize(
         split = _split(model, optimizer, config, inside)
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
-        digest.append(_digest(model, chosen, config, split, average))
+        step.digest = _digest(model, chosen, config, split, average)
     engine: PartialEngine | None = None
     try:
-        with distributed.agreed("making the engine of partial ZeRO-3"):
+        with distributed.step("making the engine of partial ZeRO-3"):
             engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average)
             engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
     except BaseException:

@@ -51,7 +51,7 @@ def partial_zero3(partition: Partition | None = None, *, average: Average = "all
         model = given.get("model")
         if not isinstance(model, nn.Module) or not _is_for_us(model, partition):
             return None
-        with DistributedInterface().agreed("reading the arguments of deepspeed.initialize"):
+        with DistributedInterface().step("reading the arguments of deepspeed.initialize"):
             ds_config, optimizer = _followed({name: value for name, value in given.items() if value is not None})
         engine = initialize(
             model,

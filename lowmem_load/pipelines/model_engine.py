@@ -65,7 +65,7 @@ class ModelEngine:
         self.is_train = is_train
         timeout = self.dist_config.timeout
         self.distributed = DistributedInterface(timeout=None if timeout is None else timedelta(seconds=timeout))
-        with self.distributed.agreed("reading the ds_config", name=str(self.args.model)) as digest:
+        with self.distributed.step("reading the ds_config", name=str(self.args.model)) as step:
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
@@ -73,18 +73,18 @@ class ModelEngine:
                 trainer_bf16=self.args.bf16,
                 trainer_fp16=self.args.fp16,
             )
-            digest.append(f"ds_config {settings.fingerprint}")
+            step.digest = f"ds_config {settings.fingerprint}"
         self.precision = settings.precision
         visible = with_precision(settings.ds_config, settings.precision)
         with load_lock(), active.deepspeed_config(visible) as alive:
             self.hf_deepspeed_config: Any = alive
-            with self.distributed.agreed("preparing", name=str(self.args.model)):
+            with self.distributed.step("preparing", name=str(self.args.model)):
                 settings = self._prepare(settings)
             self.ds_config = copy.deepcopy(dict(settings.ds_config))
             request = Request(str(self.args.model), self.args.auto_class, "auto", self._from_pretrained_kwargs())
             self.model = load_as_asked(lambda: (request, settings), self.distributed, verify=self.args.verify)
             self.model_config = self.model.config
-            with self.distributed.agreed("setting up the model", name=str(self.args.model)):
+            with self.distributed.step("setting up the model", name=str(self.args.model)):
                 self._freeze()
                 self._set_mode()
 

@@ -21,7 +21,9 @@ def load_of_engine(engine: Any, given: Mapping[str, Any]) -> tuple[str | None, d
         return None
     ranks = ranks_of(unwrapped(engine))
     # Ranks that see files of their own node only, or none, must not go different ways.
-    found = set(ranks.all_gather_object(saved_by(given["load_dir"], given["tag"])))
+    with ranks.step("finding the checkpoint") as step:
+        step.payload = saved_by(given["load_dir"], given["tag"])
+    found = set(step.payloads)
     if len(found) > 1 or found <= {None, ranks.world_size}:
         return None
     return load_checkpoint(engine, **{name: value for name, value in given.items() if name != "custom_load_fn"})

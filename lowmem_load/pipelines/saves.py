@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import sys
 import warnings
@@ -97,7 +98,7 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     ranks = ranks_of(model)
     wanted: list[WantedSave] = []
     reason = ""
-    with ranks.agreed("Trainer.save_model"):
+    with ranks.step("Trainer.save_model") as step:
         state = NotGathered() if ranks.rank == 0 else None
         try:
             with consolidates_to(engine, state), noted_saves() as wanted:
@@ -107,14 +108,20 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
         others = [type(save.model).__name__ for save in wanted if save.model is not model]
         if others and not reason:
             reason = f"a {others[0]} is saved that is not the model which is trained"
-    reason = ranks.broadcast_object(reason)
+        saves = [(save.folder, save.kwargs) for save in wanted]
+        try:
+            json.dumps(saves)
+        except TypeError as error:
+            saves, reason = [], reason or f"save_pretrained has an argument that cannot be sent to other ranks: {error}"
+        step.payload = reason, saves
+    reason, saves = step.payloads[0]
     if reason:
         if ranks.rank == 0:
             warnings.warn(f"Trainer.save_model is left to stock ZeRO-3: {reason}", stacklevel=4)
         with _stock_states():
             run()
         return
-    for folder, kwargs in ranks.broadcast_object([(save.folder, save.kwargs) for save in wanted]):
+    for folder, kwargs in saves:
         _save(WantedSave(model, folder, kwargs))
 
 
@@ -186,7 +193,8 @@ def save_of_state(save: WantedSave) -> None:
         RankError: not all ranks have come within the limit of `LOWMEM_LOAD_SILENCE_S`, or one failed.
     """
     demand = "save_pretrained with the state of get_state_dict has to be called on all ranks, not by the main one alone"
-    ranks_of(save.model).all_come("save_pretrained", demand)
+    with ranks_of(save.model).step("save_pretrained", demand=demand):
+        pass  # all have come
     _save(save)
 
 

@@ -149,7 +149,7 @@ class DistributedInterface(RankGroup):
             )
         if not is_group:
             error = ConfigError(f"data_parallel_group: expected a group of torch.distributed, got {group!r}")
-            self.leave("the check of data_parallel_group", error, any_group=True)  # some group may wait for this rank
+            self.abort("the check of data_parallel_group", error, any_group=True)  # some group may wait for this rank
             raise error
         return RankGroup(group)
 
@@ -272,7 +272,7 @@ class DistributedInterface(RankGroup):
         try:
             choose_device()
         except ConfigError as error:
-            self.leave("DistributedInterface", error, any_group=True)
+            self.abort("DistributedInterface", error, any_group=True)
             raise
         bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 
@@ -284,7 +284,9 @@ class DistributedInterface(RankGroup):
         if self.is_fake:
             return 0
         host = socket.gethostname()
-        lower = self.all_gather_object(host)[: self.rank].count(host)
+        with self.step("deriving LOCAL_RANK") as step:
+            step.payload = host
+        lower = step.payloads[: self.rank].count(host)
         return 0 if accelerator().device_name() != "cpu" and accelerator().device_count() == 1 else lower
 
 

@@ -13,7 +13,7 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.phases import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
-from lowmem_load.ranks.life import Progress
+from lowmem_load.ranks.processes import Progress
 from lowmem_load.read.executor import Executor
 from lowmem_load.resume.checkpoint import Checkpoint, find_folder
 from lowmem_load.resume.layout import FP32
@@ -112,24 +112,24 @@ def _load(engine: Any, wanted: Wanted, progress: bool | None) -> tuple[str | Non
     from lowmem_load.ds.resume import Zero3State, has_scheduler, mark_unusable, mark_usable, wants_universal
 
     ranks = ranks_of(getattr(engine, "module", engine))
-    with ranks.together("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, _cores())) as executor:
-        with ranks.agreed("opening the checkpoint", name=wanted.folder) as digest:
+    with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, _cores())) as executor:
+        with ranks.step("opening the checkpoint", name=wanted.folder) as step:
             state = Zero3State(engine)
             latest = ("latest_universal",) if wants_universal(engine) else ("latest", "latest_universal")
             folder = find_folder(wanted.folder, wanted.tag, latest)
             if folder is None:
-                digest.append("none")
+                step.digest = "none"
             else:
                 checkpoint = open_checkpoint(folder, executor)
                 plan = make_plan(
                     checkpoint, state, wanted, _own_rank(checkpoint, ranks), has_scheduler=has_scheduler(engine)
                 )
-                digest.append(_digest(checkpoint, state, wanted))
+                step.digest = _digest(checkpoint, state, wanted)
         if folder is None:
             return None, {}
         mark_unusable(engine)
         _fill(ranks, plan, state, executor, wanted.folder, progress)
-        with ranks.agreed("setting what is not tensors", name=wanted.folder):
+        with ranks.step("setting what is not tensors", name=wanted.folder):
             _set_rest(engine, checkpoint, state, plan, wanted)
         state.finish()
         mark_usable(engine)
@@ -166,12 +166,12 @@ def _fill(
             update(num_bytes)
 
         executor.on_bytes = on_bytes
-        with ranks.agreed("reading the checkpoint", name=name, progress=told):
+        with ranks.step("reading the checkpoint", name=name, progress=told):
             state.prepare()
             for number, parts in enumerate(plan.sub_groups):
                 with state.memory(number, plan.moments) as (master, moments):
                     _fill_parts(parts, {FP32: master, **moments}, plan, executor)
-                ranks.stop_if_troubled()
+                ranks.check()
             for part in plan.frozen:
                 with state.frozen_memory(part.held) as memory:
                     _fill_parts([part], {FP32: memory}, plan, executor)

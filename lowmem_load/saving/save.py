@@ -25,8 +25,8 @@ from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
-from lowmem_load.ranks.life import Progress
 from lowmem_load.ranks.process_group import DistributedInterface
+from lowmem_load.ranks.processes import Progress
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.holdings import Holding, groups_of, holdings_of
 from lowmem_load.saving.layout import FileLayout, digest_of, lay_out, lay_out_zip
@@ -128,7 +128,7 @@ def save_described(
     with load_lock():
         ranks = ranks_of(model)
         report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
-        with ranks.together("save_model"):
+        with ranks.session("save_model"):
             return _Save(ranks, os.fspath(folder), report, progress)(model, describe, arguments, masters, also)
 
 
@@ -175,15 +175,15 @@ class _Save:
     ) -> SaveReport:
         with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name:
             scratch = Path(name)
-            with self.ranks.agreed("planning the save", name=self.folder) as digest, self.report.phase("plan"):
+            with self.ranks.step("planning the save", name=self.folder) as step, self.report.phase("plan"):
                 planned = self._plan(model, describe, scratch, masters)
-                digest.append(
-                    f"{fingerprint([os.path.realpath(self.folder), arguments])}, files {digest_of(planned.files)}"
-                )
-            self._prove(planned)
+                told = fingerprint([os.path.realpath(self.folder), arguments])
+                step.digest = f"{told}, files {digest_of(planned.files)}"
+                step.payload = total_bytes(planned.writes)
+            self._prove(planned, step.payloads)
             with self._staging(planned) as staging:
                 self._write(planned, staging)
-                with self.ranks.agreed("renaming", name=self.folder), self.report.phase("rename"):
+                with self.ranks.step("renaming", name=self.folder), self.report.phase("rename"):
                     if self.ranks.rank == 0:
                         for processor in also:
                             processor.save_pretrained(scratch)
@@ -202,9 +202,13 @@ class _Save:
         self.report.num_masters = sum(one.is_master for one in holdings if one.source.name in used)
         return _Planned(files, {one.source.name: one for one in holdings}, mine, total_bytes(writes), merges)
 
-    def _prove(self, planned: _Planned) -> None:
-        """Raise unless the ranks together write as many bytes as there are. See [Note: the plan read backwards]."""
-        each = self.ranks.all_gather_object(total_bytes(planned.writes))
+    def _prove(self, planned: _Planned, each: Sequence[int]) -> None:
+        """Raise unless the ranks together write as many bytes as there are. See [Note: the plan read backwards].
+
+        Args:
+            planned: says how many there are.
+            each: bytes that each rank writes, by rank.
+        """
         if sum(each) != planned.all_bytes:
             raise PlanError(
                 f"{self.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
@@ -216,14 +220,15 @@ class _Save:
         """Yield the folder that the files go to first: made by rank 0, seen by all; removed after a failure."""
         made: folders.Staging | None = None
         try:
-            with self.ranks.agreed("making the folder", name=self.folder):
+            with self.ranks.step("making the folder", name=self.folder) as step:
                 if self.ranks.rank == 0:
                     made = folders.make_staging(self.folder, sum(file.nbytes for file in planned.files))
                     for file in planned.files:
                         folders.make_file(made, file.name, file.header, file.nbytes, file.others)
-            staging = self.ranks.broadcast_object(made)
-            assert staging is not None  # as all ranks have agreed
-            with self.ranks.agreed("reaching the folder", name=self.folder):
+                    step.payload = str(made.path), str(made.target), made.token
+            path, target, token = step.payloads[0]
+            staging = folders.Staging(Path(path), Path(target), token)
+            with self.ranks.step("reaching the folder", name=self.folder):
                 folders.check_seen(staging)
             yield staging
         except BaseException:  # of any rank: all have stopped writing
@@ -241,14 +246,14 @@ class _Save:
 
         def on_bytes(num_bytes: int) -> None:
             update(num_bytes)
-            self.ranks.stop_if_troubled()
+            self.ranks.check()
 
         bar = progress_bar(total, "Saving partitions", self.progress, self.ranks.rank)
         with bar as update, Writer(paths, on_bytes) as writer:
             todo = _in_turn(dict(_by_parameter(planned.writes)), len(planned.files), self.ranks)
             self._write_gathered(planned, writer, todo)
             pieces_of = self._pieces_of(planned)
-            with self.ranks.agreed("writing", name=self.folder, progress=progress):
+            with self.ranks.step("writing", name=self.folder, progress=progress):
                 with report.phase("write"):
                     for name, writes in todo.items():
                         for memory, first in pieces_of(planned.holdings[name]):
@@ -267,7 +272,7 @@ class _Save:
                 continue
             holdings = planned.holdings_of(merge)
             name = holdings[0].source.name
-            with self.ranks.agreed(f"merging {name}", name=self.folder), self.report.phase("merge"):
+            with self.ranks.step(f"merging {name}", name=self.folder), self.report.phase("merge"):
                 merged = merged_whole(merge, holdings)
                 for holding, memory in zip(holdings, merged, strict=False):
                     for write in todo.pop(holding.source.name, ()):
@@ -281,9 +286,9 @@ class _Save:
         merges = {id(merge.parameters[0]): merge for merge in planned.merges if merge.by_rows}
         adapters: dict[int, torch.Tensor] = {}
         if merges:
-            with self.ranks.agreed("gathering the adapters", name=self.folder) as digest, self.report.phase("merge"):
+            with self.ranks.step("gathering the adapters", name=self.folder) as step, self.report.phase("merge"):
                 adapters = whole_adapters(merges.values())
-                digest.append(f"of the adapters {digest_of_values(adapters.values())}")
+                step.digest = f"of the adapters {digest_of_values(adapters.values())}"
             self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
             self.report.num_merged += len(merges)
 

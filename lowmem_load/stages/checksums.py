@@ -11,7 +11,7 @@ from lowmem_load.integrity.files import FILES_SHOWN, check_files, refuse
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.quantities import share
 from lowmem_load.ranks.group import RankGroup
-from lowmem_load.ranks.life import Progress
+from lowmem_load.ranks.processes import Progress
 from lowmem_load.read.open_sources import OpenSources
 
 
@@ -28,7 +28,7 @@ def agree_on_checksums(
 
     Ranks of one machine that opened the very same files share the hashing; others hash what they will read.
 
-    Collective: three small exchanges.
+    Collective: two steps.
 
     Args:
         ranks: that load together.
@@ -42,7 +42,7 @@ def agree_on_checksums(
         CheckpointError: names the files that differ, or of which nothing is known.
         RankError: some ranks cannot read a file, or only on some nothing is known of it.
     """
-    with ranks.agreed("looking for checksums", name=name):
+    with ranks.step("looking for checksums", name=name):
         known = checksums_of(file.path for file in files)
         unknown = sorted(path for path, checksum in known.items() if checksum is None)
         if unknown:
@@ -59,18 +59,17 @@ def agree_on_checksums(
 
     def on_bytes(num_bytes: int) -> None:
         hashed[0] += num_bytes
-        ranks.stop_if_troubled()
+        ranks.check()
 
     def progress() -> Progress:
         return Progress(hashed[0], f"{share(hashed[0], total_bytes)} hashed")
 
-    with ranks.agreed("verifying files", name=name, progress=progress):
+    with ranks.step("verifying files", name=name, progress=progress) as step:
         sources.expect(mine)
         asked = [(file.path, known[file.path]) for file in mine]
         checks = check_files(asked, sources.reading, num_threads=num_threads, on_bytes=on_bytes)
-        problems = [check.problem for check in checks if check.problem is not None]
-    gathered = ranks.all_gather_object(problems)
-    refuse([f"rank {rank}: {problem}" for rank, found in enumerate(gathered) for problem in found])
+        step.payload = [check.problem for check in checks if check.problem is not None]
+    refuse([f"rank {rank}: {problem}" for rank, found in enumerate(step.payloads) for problem in found])
 
 
 def shares(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -9,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +27,9 @@ from lowmem_load.hf.hub import commit_in
 from lowmem_load.phases import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.ranks import environment
-from lowmem_load.ranks.board import Board, board
-from lowmem_load.ranks.group import Aside, RankGroup
-from lowmem_load.ranks.life import Progress, computing
+from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.node_cache import NodeCache
+from lowmem_load.ranks.processes import Progress, computing
 from lowmem_load.read.executor import Executor
 from lowmem_load.read.mounts import read_cost
 from lowmem_load.read.shared_reads import SharedReads
@@ -41,7 +42,7 @@ from lowmem_load.stages.defaults import on_host, random_state_of
 from lowmem_load.stages.describe import Described, describe
 from lowmem_load.stages.execute import execute
 from lowmem_load.stages.plan import Planned, make_plan
-from lowmem_load.stages.room import agree_on_room, disk_uses
+from lowmem_load.stages.room import DiskUse, check_room, disk_uses
 from lowmem_load.stages.same_bytes import Opened, agree_on_bytes, opened
 from lowmem_load.stages.sharing import LITTLE_SPARED, shared_reads, shares_reads
 from lowmem_load.stages.streamable import (
@@ -54,8 +55,6 @@ from lowmem_load.stages.streamable import (
 from lowmem_load.targets.make import TargetMaker
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
@@ -100,7 +99,7 @@ class Load:
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
-        with self.ranks.together(f"the load of {call.name}"):
+        with self.ranks.session(f"the load of {call.name}"):
             random_state = torch.get_rng_state()
             try:
                 return self._load(call) or call.run()
@@ -123,30 +122,23 @@ class Load:
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Return the model and the loading info; None where this is one of the loads that transformers does itself."""
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
-        random_state = torch.get_rng_state().numpy().tobytes() if report.rank == 0 else None
-        left_alone = False
-
-        def exchange(said: T) -> list[T]:
-            nonlocal left_alone
-            left_alone, heard = self._checked(call, said)
-            return heard
-
         with contextlib.ExitStack() as stack:
-            shared, nodes, random_states = stack.enter_context(board(self.ranks, random_state, exchange))
+            cache = stack.enter_context(NodeCache(self.ranks))
+            left_alone, payloads = self._check_call(call, cache)
             if left_alone:
                 return None
+            nodes = cache.meet([offer for offer, _ in payloads])
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
-            stack.enter_context(random_state_of(random_states[0]))
+            stack.enter_context(random_state_of(base64.b64decode(payloads[0][1]) or None))
             executor = stack.enter_context(self._executor())
             with self._streamable():
-                described = self._describe(call, executor, shared, report)
-                planned, told = self._plan(described, around, report)
+                described = self._describe(call, executor, cache, report)
+                planned, views, offers = self._plan(described, around, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
             report.take_plan(planned.plan, described.settings.ds_config)
-            self._check_files(described, executor, [opened for opened, _ in told], report)
-            offers = [offer for _, offer in told]
+            self._check_files(described, executor, views, report)
             together, why_alone = shared_reads(self.ranks, nodes, offers, planned)
             self._execute(planned, described, executor, together, report)
             if together is not None and report.shared is None:
@@ -184,14 +176,12 @@ class Load:
                 raise
             raise _NotStreamedError(spelled(error, names.MAX_TOLD)) from error
 
-    def _checked(self, call: loader.Call, said: T) -> tuple[bool, list[T]]:
-        """Return whether transformers does this load by itself, which all agree on; and what each rank says, by rank.
+    def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
+        """Return whether transformers does this load by itself, which ranks that differ would wait for each other in.
 
-        Ranks that differ in that would wait for each other.
+        And of each rank what the others have to know: its offer for the node's cache, and rank 0's random state.
         """
-        aside = Aside[T]()
-        aside.said = said
-        with self.ranks.agreed("checking the call", name=call.name, aside=aside) as digest:
+        with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
             if left_alone and self.verify:
@@ -201,63 +191,61 @@ class Load:
                 )
             streamed = "a verified load" if self.verify else "a streamed load"
             else_ = ", or else left to stock" if self.is_lenient else ""
-            digest.append("an ordinary load" if left_alone else streamed + else_)
-        return left_alone, aside.heard
+            step.digest = "an ordinary load" if left_alone else streamed + else_
+            state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
+            step.payload = cache.offer, base64.b64encode(state).decode()
+        return left_alone, step.payloads
 
-    def _describe(self, call: loader.Call, executor: Executor, shared: Board, report: LoadReport) -> Described:
+    def _describe(self, call: loader.Call, executor: Executor, cache: NodeCache, report: LoadReport) -> Described:
         computed = computing()
 
         def progress() -> Progress:
             return Progress(computed().amount + executor.stats.read_bytes, "")
 
         # From the Hub files may come for hours, and on others' ranks first.
-        agreed = self.ranks.agreed(
+        describing = self.ranks.step(
             "describing the model", name=call.name, progress=progress if _is_local(call) else None
         )
-        with agreed as digest, report.phase("describe"), shared.stage():
-            described = describe(
-                *(call, self.settings, self.make_target, executor), holds_values=True, once=shared.once
-            )
+        with describing as step, report.phase("describe"), cache.stage():
+            described = describe(*(call, self.settings, self.make_target, executor), holds_values=True, once=cache.once)
             info = sorted(described.info.items())
             topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
             # What is computed with equal weights may differ: the base of rotary embeddings, say.
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             of_commits = "".join(f", commit {commit}" for commit in commits)
             configuration = fingerprint([_config_text(described.model)])
-            digest.append(f"{fingerprint(topics)}, configuration {configuration}{of_commits}")
+            step.digest = f"{fingerprint(topics)}, configuration {configuration}{of_commits}"
         return described
 
-    def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, list[tuple[Opened, bool]]]:
+    def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, list[Opened], list[bool]]:
         """Return the plan; and of each rank the files that it planned against, and whether it has reads to share."""
-        aside = Aside[tuple[Opened, bool]]()
         # Not in one with describing: a rank that still does would hear of another's failure here, and stop, instead of
         # finding out the same, by which all leave the load to stock.
-        planning = self.ranks.agreed("planning", name=described.name, progress=computing(), aside=aside)
-        with planning as digest, report.phase("plan"):
+        planning = self.ranks.step("planning", name=described.name, progress=computing())
+        with planning as step, report.phase("plan"):
             check_described(described)
             if described.settings.stage == 3:
                 check_around(around, described)
-            can_share = _can_share(described.settings, self.open_source) and self.ranks.hears_of_trouble
+            can_share = _can_share(described.settings, self.open_source) and self.ranks.hears_of_failures
             cost, shares = read_cost(described.paths), can_share and shares_reads()
             planned = make_plan(described, self.ranks.rank, cost, shares)
-            digest.append(planned.plan.fingerprint)
-            aside.said = opened(described.files), bool(planned.shared)
-        return planned, aside.heard
+            step.digest = planned.plan.fingerprint
+            step.payload = opened(described.files), bool(planned.shared)
+        return planned, [(view, seed) for (view, seed), _ in step.payloads], [offers for _, offers in step.payloads]
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # By itself: DeepSpeed may make groups here, which all ranks must do or none.
-        with self.ranks.agreed("preparing", name=described.name), report.phase("plan"):
+        with self.ranks.step("preparing", name=described.name) as step, report.phase("plan"):
             described.target.prepare(described.model)
-            uses = disk_uses(described.target.files(planned.plan.targets))
-        if described.settings.stage == 3 and described.settings.offload_device == "nvme":  # as all ranks have agreed
-            agree_on_room(self.ranks, described.name, uses)
+            step.payload = disk_uses(described.target.files(planned.plan.targets))
+        check_room(described.name, [[DiskUse(*use) for use in uses] for uses in step.payloads])
 
     def _check_files(
-        self, described: Described, executor: Executor, told: Sequence[Opened], report: LoadReport
+        self, described: Described, executor: Executor, seen: Sequence[Opened], report: LoadReport
     ) -> None:
         name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
         with report.phase("compare"):
-            views = agree_on_bytes(self.ranks, name, files, sources, told, num_threads=num_threads)
+            views = agree_on_bytes(self.ranks, name, files, sources, seen, num_threads=num_threads)
         if self.verify:
             with report.phase("verify"):
                 agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
@@ -282,19 +270,19 @@ class Load:
         def on_parameter() -> None:
             nonlocal num_made, next_sample_s
             num_made += 1
-            stop_if_troubled()
+            self.ranks.check()
             if (now_s := time.perf_counter()) >= next_sample_s:
                 report.sample_memory()
                 next_sample_s = now_s + SAMPLE_S
 
         def on_bytes(num_bytes: int) -> None:
             update(num_bytes)
-            stop_if_troubled()
+            self.ranks.check()
 
-        reading = self.ranks.agreed("reading", name=described.name, progress=progress)
+        reading = self.ranks.step("reading", name=described.name, progress=progress)
         bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
         with reading, report.phase("read"), bar as update:
-            stop_if_troubled, executor.on_bytes = self.ranks.stopper(), on_bytes
+            executor.on_bytes = on_bytes
             report.shared = execute(planned, described.target, executor, on_parameter, together)
 
     def _executor(self) -> Executor:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.ranks.group import RankGroup, spell_ranks
-from lowmem_load.ranks.life import machine
+from lowmem_load.ranks.processes import machine
+from lowmem_load.ranks.verdict import spell_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class DiskUse:
+class DiskUse(NamedTuple):
     """What one rank will write below one folder.
 
     Attributes:
@@ -38,19 +37,18 @@ def disk_uses(needed: Mapping[str, int]) -> list[DiskUse]:
     ]
 
 
-def agree_on_room(ranks: RankGroup, name: str, uses: list[DiskUse]) -> None:
-    """Raise on all ranks unless all that they will write fits. Collective: one small exchange.
+def check_room(name: str, uses: Sequence[Sequence[DiskUse]]) -> None:
+    """Raise unless all that the ranks will write fits.
 
     Args:
-        ranks: that load together.
         name: what is loaded.
-        uses: this rank's.
+        uses: of each rank, by rank.
 
     Raises:
         ConfigError: names the folder, and what is needed and free there, of each file system that is too full.
     """
     sharing: dict[str, list[tuple[int, DiskUse]]] = {}
-    for rank, held in enumerate(ranks.all_gather_object(uses)):
+    for rank, held in enumerate(uses):
         for use in held:
             sharing.setdefault(use.file_system, []).append((rank, use))
     problems = []

@@ -10,8 +10,9 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.integrity.checksums import name_of_blob
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
-from lowmem_load.ranks.group import RankGroup, spell_ranks
-from lowmem_load.ranks.life import Progress, machine
+from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.processes import Progress, machine
+from lowmem_load.ranks.verdict import spell_ranks
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
 
@@ -38,7 +39,7 @@ Opened = tuple[str, int]
 
 
 def opened(files: Sequence[PlannedFile]) -> Opened:
-    """Return what this rank tells the others of the files that it has planned against."""
+    """Return what the other ranks have to know of the files that this one has planned against."""
     ordered = in_common_order(files)
     return fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)]), secrets.randbits(64)
 
@@ -48,7 +49,7 @@ def agree_on_bytes(
     name: str,
     files: Sequence[PlannedFile],
     sources: OpenSources,
-    told: Sequence[Opened],
+    seen: Sequence[Opened],
     *,
     num_threads: int,
 ) -> list[str]:
@@ -56,14 +57,14 @@ def agree_on_bytes(
 
     Ranks of one machine that opened the very same files count as one, and one machine needs no sample.
 
-    Collective: nothing where all have opened the very same files, and else two small exchanges.
+    Collective: nothing where all have opened the very same files, and else one step.
 
     Args:
         ranks: that load together, and have agreed on names, sizes and headers of the files.
         name: what is loaded.
         files: that were planned against.
         sources: which their headers were read from.
-        told: what each rank has told, by rank: its `opened(files)`.
+        seen: `opened(files)` of each rank, by rank.
         num_threads: files read at a time.
 
     Returns:
@@ -73,7 +74,7 @@ def agree_on_bytes(
         CheckpointError: names the first file that differs, and which ranks hold which.
         RankError: a rank cannot read its files.
     """
-    seen_by = [theirs for theirs, _ in told]
+    seen_by = [theirs for theirs, _ in seen]
     first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
     if len(first_of) == 1:
         return seen_by
@@ -81,20 +82,20 @@ def agree_on_bytes(
 
     def on_block() -> None:
         sampled_blocks[0] += 1
-        ranks.stop_if_troubled()
+        ranks.check()
 
     def progress() -> Progress:
         return Progress(sampled_blocks[0], f"{sampled_blocks[0]} blocks compared")
 
-    with ranks.agreed("comparing the files of the ranks", name=name, progress=progress):
+    blobs, paths = [name_of_blob(file.path) for file in ordered], [file.path for file in ordered]
+    with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
         digests: list[str] = []
         if first_of[seen_by[ranks.rank]] == ranks.rank:
-            digests = sample_digests(ordered, told[0][1], sources, on_block, num_threads=num_threads)
-    blobs = [name_of_blob(file.path) for file in ordered]
-    found = ranks.all_gather_object((digests, blobs, [file.path for file in ordered]))
+            digests = sample_digests(ordered, seen[0][1], sources, on_block, num_threads=num_threads)
+        step.payload = digests, blobs, paths
     compare(
         [
-            View([rank for rank, other in enumerate(seen_by) if other == theirs], *found[first])
+            View([rank for rank, other in enumerate(seen_by) if other == theirs], *step.payloads[first])
             for theirs, first in first_of.items()
         ]
     )

@@ -64,14 +64,14 @@ def shared_reads(
     windows, why = shared_windows(ranks, nodes, offers)
     if windows is None:
         return None, why
-    return SharedReads(planned.shared, windows, planned.plan.read_cost.block_bytes, check=ranks.watch()), ""
+    return SharedReads(planned.shared, windows, planned.plan.read_cost.block_bytes, check=ranks.check), ""
 
 
 def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> tuple[Windows | None, str]:
     """Return the windows of this rank's node, and else why there are none; "" where this rank has nothing to share.
 
-    Collective: two small exchanges, of the first rank's memory of each node and of whether it could be opened; none
-    where no node has two ranks with reads to share.
+    Collective: two steps, for the memory of the first rank of each node and for whether it could be opened; none where
+    no node has two ranks with reads to share.
     """
     together = sharing_ranks(nodes, offers)
     alone = ALONE if offers[ranks.rank] else ""
@@ -80,19 +80,22 @@ def shared_windows(ranks: RankGroup, nodes: Nodes, offers: Sequence[bool]) -> tu
     mine = together.get(nodes.names[ranks.rank], [])
     if ranks.rank not in mine:
         mine = []
-    made, memory, trouble, name = -1, None, "", ""
+    made, memory, trouble, name = -1, None, "", new_name()
     nbytes = Windows.nbytes_of(len(mine), WINDOW_BYTES)
     try:
-        if mine and mine[0] == ranks.rank:
-            name = new_name()
-            made, trouble = _made(name, nbytes)
-        places = ranks.all_gather_object((os.getpid(), made, name) if made >= 0 else None)
-        if mine and (place := places[mine[0]]) is not None:
-            memory, trouble = _opened(*place, nbytes)
-        troubles = ranks.all_gather_object(trouble)
+        with ranks.step("sharing memory") as making:
+            if mine and mine[0] == ranks.rank:
+                made, trouble = _made(name, nbytes)
+                making.payload = None if made < 0 else (os.getpid(), made, name)
+        with ranks.step("opening the shared memory") as opening:
+            if mine and (place := making.payloads[mine[0]]) is not None:
+                pid, descriptor, name = place
+                memory, trouble = _opened(pid, descriptor, name, nbytes)
+            opening.payload = trouble
     finally:
         if made >= 0:
             os.close(made)  # whoever has opened it keeps it
+    troubles = opening.payloads
     found = next((f"rank {rank}: {troubles[rank]}" for rank in mine if troubles[rank]), "")
     if memory is None or found:
         return None, found or alone

@@ -14,6 +14,7 @@ from lowmem_load.errors import ConfigError, RankError
 from tests import builders
 from tests.parity import BF16, differences
 from tests.ranks import SIMULATED, run_ranks
+from tests.steps import payloads
 
 MIXED = "cpu:gloo,sim:simccl"
 ONE_VISIBLE = {**SIMULATED, "SIM_DEVICES": "2", "SIM_VISIBLE_DEVICES": "1"}
@@ -48,7 +49,7 @@ def make_and_adopt(path: str) -> None:
     group.destroy()
 
     group = DistributedInterface(backend=MIXED)
-    assert (group.backend, group.all_gather_object(group.rank)) == ("simccl", [0, 1])
+    assert (group.backend, payloads(group, group.rank)) == ("simccl", [0, 1])
     dist.all_reduce(torch.ones(1))  # of host memory, through gloo
     load(path)
     group.destroy()
@@ -111,7 +112,7 @@ def adopt_without_a_device(folder: str) -> None:
             DistributedInterface()
     else:
         with pytest.raises(RankError, match="rank 1: left DistributedInterface: ConfigError: LOCAL_RANK is 1"):
-            DistributedInterface().all_gather_object(1)
+            payloads(DistributedInterface(), 1)
     del os.environ["LOCAL_RANK"]
     dist.destroy_process_group()
     dist.init_process_group("simccl", store=dist.FileStore(f"{folder}/second", 2), rank=rank, world_size=2)

@@ -84,7 +84,7 @@ class Fault:
         match: regular expression that the error's text on all ranks must contain; {rank} is the faulty one.
         limit_s: until every rank has raised.
         group_timeout_s: of the process group.
-        needs_signs: whether the outcome takes life signs among ranks.
+        needs_heartbeats: whether the outcome takes heartbeats among ranks.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Fault:
     match: str = r"rank {rank}\b"
     limit_s: float = LIMIT_S
     group_timeout_s: float = 1800.0
-    needs_signs: bool = False
+    needs_heartbeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,13 @@ CLOSE_FAULT = Fault("EIO of close", "either", Action.FAIL, errno.EIO, -1, Call.C
 NO_MEMORY = Fault("no memory", "raises", Action.FAIL, errno.ENOMEM, 1, Call.MEMORY, size=(20_000, 35_000))
 SLOW = Fault("100 kB/s", "loads", Action.SLOW, 100_000, -1)
 CRAWLING = Fault(
-    "slower than the group's timeout", "loads", Action.SLOW, 20_000, -1, group_timeout_s=SHORT_GROUP_S, needs_signs=True
+    "slower than the group's timeout",
+    "loads",
+    Action.SLOW,
+    20_000,
+    -1,
+    group_timeout_s=SHORT_GROUP_S,
+    needs_heartbeats=True,
 )
 
 # -- changed files ---------------------------------------------------------------------------------------------------
@@ -277,7 +283,7 @@ def _does_nothing(_: Scene) -> None:
 INTERRUPT = Fault("SIGINT", "interrupted", act=_sent(signal.SIGINT), match=r"rank {rank}: KeyboardInterrupt")
 PAUSE = Fault("SIGSTOP for a second", "loads", act=_stopped_briefly)
 DEATHS = tuple(
-    Fault(name, "dies", act=_sent(number), needs_signs=True)
+    Fault(name, "dies", act=_sent(number), needs_heartbeats=True)
     for name, number in {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}.items()
 )
 STOP = Fault(
@@ -286,10 +292,15 @@ STOP = Fault(
     act=_sent(signal.SIGSTOP),
     undo=_sent(signal.SIGCONT),
     limit_s=SILENCE_S + LIMIT_S,
-    needs_signs=True,
+    needs_heartbeats=True,
 )
 HANG = Fault(
-    "a call that hangs", "silent", act=_does_nothing, undo=_does_nothing, limit_s=SILENCE_S + LIMIT_S, needs_signs=True
+    "a call that hangs",
+    "silent",
+    act=_does_nothing,
+    undo=_does_nothing,
+    limit_s=SILENCE_S + LIMIT_S,
+    needs_heartbeats=True,
 )
 
 UNMEASURED = (ARGUMENTS, PREPARING)
@@ -306,7 +317,7 @@ SWAP_OPEN = Moment("finishing", Call.OPEN, ".swp")
 NO_FOLDER = _errno(errno.EACCES, "for ever", "raises", Call.MKDIR)
 NO_SWAP_FILE = _errno(errno.EIO, "for ever", "raises", Call.OPEN)
 SHORT_WRITE = Fault("writes end after 64 KiB", "raises", Action.SHORT, 65536, -1, match=r"rank {rank}\b.*nvme_path")
-FAILED_WRITE = replace(_errno(errno.EIO, "once", "dies", Call.SUBMIT), needs_signs=True)
+FAILED_WRITE = replace(_errno(errno.EIO, "once", "dies", Call.SUBMIT), needs_heartbeats=True)
 
 
 def _fill(scene: Scene) -> None:
@@ -346,8 +357,8 @@ SWAP_FAULTS = (
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 MARKED_BLOCK = Moment("in the block", Call.READ, "/ds.json")
-USERS_ERROR = Fault("the user's own error", "own error", Action.SLOW, 1_000_000_000, needs_signs=True)
-NO_CONFIG = replace(_errno(errno.EIO, "for ever", "own error"), needs_signs=True)
+USERS_ERROR = Fault("the user's own error", "own error", Action.SLOW, 1_000_000_000, needs_heartbeats=True)
+NO_CONFIG = replace(_errno(errno.EIO, "for ever", "own error"), needs_heartbeats=True)
 READ_CONFIG = Moment("transformers reads config.json", Call.READ, "/config.json")
 
 
@@ -411,4 +422,4 @@ def _cases(rank: int, world_size: int) -> Iterator[Case]:
     for fault in (INTERRUPT, DEATHS[0], STOP):
         yield from at(fault, ARGUMENTS, job="train")
         if (fault, rank) != (STOP, 0):  # when it goes on it waits in a broadcast, until the group's timeout
-            yield from at(replace(fault, needs_signs=True), MAKING_ENGINE, job="train")
+            yield from at(replace(fault, needs_heartbeats=True), MAKING_ENGINE, job="train")

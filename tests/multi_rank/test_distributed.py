@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
 from lowmem_load import load_model
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
-from lowmem_load.ranks.line import Line
 from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
+from tests.steps import payloads
 from tests.unit.test_process_group import init_counter, partition_numel, train_one_step
-
-
-@contextmanager
-def counted_exchanges() -> Iterator[list[int]]:
-    """Yields a list that grows by one for each exchange that `agree` takes."""
-    calls: list[int] = []
-    original = Line.exchange
-
-    def counted(self: Line, content: str) -> list[str]:
-        calls.append(1)
-        return original(self, content)
-
-    Line.exchange = counted
-    yield calls
-    Line.exchange = original
 
 
 def error_in_a_forked_process() -> str:
@@ -57,11 +44,10 @@ def _launched(partition: int) -> tuple[int, int, int]:
     DistributedInterface(rank=int(os.environ["RANK"]), world_size=world_size)
     assert partition_numel() == partition
     train_one_step()
-    assert interface.all_gather_object({"rank": interface.rank}) == [{"rank": r} for r in range(world_size)]
-    assert interface.broadcast_object(f"of {interface.rank}", src=1) == "of 1"
+    assert payloads(interface, {"rank": interface.rank}) == [{"rank": r} for r in range(world_size)]
     refused = f"ConfigError: DistributedInterface: this process was forked from rank {interface.rank} while"
     assert error_in_a_forked_process().startswith(refused)
-    assert interface.all_gather_object(interface.rank) == list(range(world_size)), "nothing has changed here"
+    assert payloads(interface, interface.rank) == list(range(world_size)), "nothing has changed here"
     assert len(calls) == 1
     return interface.rank, interface.local_rank, interface.world_size
 
@@ -76,7 +62,7 @@ def _destroy_and_init_again() -> None:
     for _ in range(2):
         interface = DistributedInterface()
         train_one_step()
-        assert interface.all_gather_object(interface.rank) == [0, 1]
+        assert payloads(interface, interface.rank) == [0, 1]
         interface.destroy()
     assert {"LOCAL_RANK", "RANK", "WORLD_SIZE"} <= os.environ.keys()
 
@@ -176,52 +162,82 @@ def test_contradicting_rank_is_named_on_each_rank() -> None:
     run_ranks(_contradiction)
 
 
-def _agreements() -> None:
-    interface = DistributedInterface()
-    mine = interface.rank
-    with counted_exchanges() as calls:
-        interface.agree("reading", None, "same")
-        assert len(calls) == 1
-
-        error = CheckpointError("b.safetensors: truncated") if mine == 1 else None
-        with pytest.raises(RankError, match=r"^reading failed on 1 rank\(s\)") as failed:
-            interface.agree("reading", error, "same" if mine else "other")
-        assert failed.value.failures == {1: "CheckpointError: b.safetensors: truncated"}
-        assert type(failed.value.__cause__) is (CheckpointError if mine == 1 else type(None))
-        assert len(calls) == 2
-
-        alike = CheckpointError("config.json: absent")
-        with pytest.raises(CheckpointError) as own:
-            interface.agree("reading", alike)
-        assert own.value is alike
-        assert len(calls) == 3
-
-        with pytest.raises(CheckpointError, match="function f at 0x"):  # addresses and devices are each rank's own
-            interface.agree("reading", CheckpointError(f"<function f at {hex(4096 + mine)}> on cuda:{mine}"))
-        assert len(calls) == 4
-        calls.pop()
-
-        with pytest.raises(RankError) as failed:
-            interface.agree("reading", CheckpointError(f"file {mine}: absent"))
-        assert failed.value.failures == {r: f"CheckpointError: file {r}: absent" for r in range(3)}
-        assert len(calls) == 4
-
-        with pytest.raises(RankError) as failed:
-            interface.agree("reading", None, "bbb" if mine == 2 else "aaa")
-        assert failed.value.failures == {2: "holds digest bbb, where rank(s) 0-1 hold aaa"}
-        assert len(calls) == 5
-    assert interface.all_gather_object(mine) == [0, 1, 2]  # the ranks are still in step
+def _step(error: BaseException | None = None, digest: str = "", title: str = "reading") -> None:
+    with DistributedInterface().step(title) as step:
+        step.digest = digest
+        if error is not None:
+            raise error
 
 
-def test_agree() -> None:
-    run_ranks(_agreements, world_size=3)
+def _nested(error: BaseException | None) -> None:
+    with DistributedInterface().step("outer"):
+        if error is not None:
+            raise error
+        _step()
 
 
-def _interrupted() -> None:
-    interface = DistributedInterface()
-    with pytest.raises(RankError, match="rank 0: KeyboardInterrupt"):
-        interface.agree("reading", KeyboardInterrupt() if interface.rank == 0 else None)
+def _steps() -> None:
+    mine = DistributedInterface().rank
+    _step(digest="same")
+
+    error = CheckpointError("b.safetensors: truncated") if mine == 1 else None
+    with pytest.raises(RankError, match=r"^reading failed on 1 rank\(s\)") as failed:
+        _step(error, "same" if mine else "other")
+    assert failed.value.failures == {1: "CheckpointError: b.safetensors: truncated"}
+    assert type(failed.value.__cause__) is (CheckpointError if mine == 1 else type(None))
+
+    alike = CheckpointError("config.json: absent")
+    with pytest.raises(CheckpointError) as own:
+        _step(alike)
+    assert own.value is alike
+
+    with pytest.raises(CheckpointError, match="function f at 0x"):  # addresses and devices are each rank's own
+        _step(CheckpointError(f"<function f at {hex(4096 + mine)}> on cuda:{mine}"))
+
+    with pytest.raises(RankError) as failed:
+        _step(CheckpointError(f"file {mine}: absent"))
+    assert failed.value.failures == {r: f"CheckpointError: file {r}: absent" for r in range(3)}
+
+    with pytest.raises(RankError) as failed:
+        _step(digest="bbb" if mine == 2 else "aaa")
+    assert failed.value.failures == {2: "holds digest bbb, where rank(s) 0-1 hold aaa"}
+
+    with pytest.raises(RankError) as failed:
+        _step(title="saving" if mine == 1 else "loading")
+    assert failed.value.failures == {1: "is at 'saving', where rank(s) 0, 2 are at 'loading'"}
+
+    with pytest.raises(RankError, match="rank 2: LookupError: between two steps"):
+        _nested(LookupError("between two steps") if mine == 2 else None)
+
+    with pytest.raises(RankError, match=r"rank 0: TypeError: Object of type bytes is not JSON serializable"):
+        payloads(DistributedInterface(), b"" if mine == 0 else "")
+
+    with pytest.raises(KeyboardInterrupt) if mine == 0 else pytest.raises(RankError, match="rank 0: KeyboardInterrupt"):
+        _step(KeyboardInterrupt() if mine == 0 else None)
+
+    outcome: Any = pytest.raises(LookupError) if mine == 1 else nullcontext()
+    with outcome, DistributedInterface().session("the load"):
+        _step()
+        if mine == 1:
+            raise LookupError("after the last step")
+    time.sleep(0.5 * (mine != 1))
+    assert payloads(DistributedInterface(), mine) == [0, 1, 2]  # all are still in line
 
 
-def test_agree_carries_interrupts_to_the_other_rank() -> None:
-    run_ranks(_interrupted)
+def test_all_ranks_go_on_or_raise() -> None:
+    run_ranks(_steps, world_size=3)
+
+
+def _pickled() -> None:
+    """Rank function: what lies in the store is never unpickled."""
+    import torch.distributed as dist
+
+    ranks = DistributedInterface()
+    pickle.loads = lambda *_: pytest.fail("unpickled")  # type: ignore[assignment]
+    assert payloads(ranks, ranks.rank) == [0, 1]
+    group = dist.new_group([0, 1])
+    assert payloads(ranks.subgroup(group), [ranks.rank]) == [[0], [1]]
+
+
+def test_nothing_is_unpickled() -> None:
+    run_ranks(_pickled)

@@ -12,6 +12,7 @@ from tests import builders
 from tests.multi_rank.test_partial_training import CONFIG, make_engine, train
 from tests.multimodal import batch_of, reference
 from tests.ranks import run_ranks
+from tests.steps import payloads
 
 STEPS = 20
 SCALE = 2.0**10
@@ -42,7 +43,7 @@ def train_in_low_precision(path: str, name: str) -> None:
     assert engine.skipped_steps == 0
     assert engine.optimizer.loss_scale == (SCALE if name == "float16" else 1.0)
     expected, expected_losses = reference(path, 2, STEPS)
-    all_losses = DistributedInterface().all_gather_object(losses)
+    all_losses = payloads(DistributedInterface(), losses)
     mean = [sum(values) / 2 for values in zip(*all_losses, strict=True)]
     assert max(abs(a - b) for a, b in zip(mean, expected_losses, strict=True)) < 0.05
     if DistributedInterface().rank > 0:

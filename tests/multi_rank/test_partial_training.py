@@ -14,6 +14,7 @@ from torch import nn
 from tests import builders
 from tests.multimodal import CLIP, KINDS, LR, Multimodal, batch_of, kinds_of, reference
 from tests.ranks import IS_SIMULATED, run_ranks
+from tests.steps import payloads
 
 CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # else all of a tiny model stays whole
@@ -168,8 +169,8 @@ def train_as_in_one_process(path: str, steps: int, cases: list[str], loaded: boo
         losses = train(engine, 0, steps, options.get("accumulate", 1))
         state = engine.consolidated_state_dict()
         whole = {name: p.detach().clone() for name, p in engine.module.named_parameters() if not is_partitioned(p)}
-        own_sums = ranks.all_gather_object({name: value.double().sum().item() for name, value in whole.items()})
-        all_losses = ranks.all_gather_object(losses)
+        own_sums = payloads(ranks, {name: value.double().sum().item() for name, value in whole.items()})
+        all_losses = payloads(ranks, losses)
         assert (engine.global_steps, engine.skipped_steps) == (steps, 0), case
         engine.destroy()
         assert {name.split(".")[0] for name in whole} == {"picture", "sound"}, case

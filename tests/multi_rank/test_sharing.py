@@ -72,10 +72,10 @@ def load_on_nodes(path: str, broken: str, cache: str) -> dict[str, Any]:
     import transformers
 
     from lowmem_load import load_model
-    from lowmem_load.ranks import nodes
+    from lowmem_load.ranks import node_cache
 
-    ordinary = nodes.node_name
-    nodes.node_name = lambda rank: f"{ordinary(rank)} {rank // RANKS_PER_NODE}"
+    ordinary = node_cache.node_name
+    node_cache.node_name = lambda rank: f"{ordinary(rank)} {rank // RANKS_PER_NODE}"
     counted = Counted()
     counted.replace()
     model = load_model(path, FP32)

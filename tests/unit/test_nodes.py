@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from lowmem_load.ranks.nodes import Nodes, meet, node_name
+from lowmem_load.ranks.nodes import Nodes, node_name
 
 
 @pytest.mark.parametrize(
@@ -32,18 +29,3 @@ def test_processes_of_one_container_are_on_one_node() -> None:
 def test_a_rank_is_a_node_of_its_own_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowmem_load.ranks.nodes.pid_space", lambda: "")
     assert node_name(3) != node_name(4)
-
-
-def test_what_each_rank_says_of_its_node_is_short() -> None:
-    """For each is sent that of all of them: at a thousand ranks a hundred bytes each are a hundred million."""
-    said: list[Any] = []
-    meet(SimpleNamespace(rank=3, is_fake=False, all_gather_object=lambda mine: said.append(mine) or [mine] * 4), None)
-    assert len(pickle.dumps(said[0])) <= 48
-
-
-def test_ranks_of_the_fake_backend_wait_for_nobody() -> None:
-    ranks: Any = SimpleNamespace(rank=517, is_fake=True, all_gather_object=lambda mine: [mine] * 1024)
-    nodes, said = meet(ranks, "this")
-    assert nodes.first == 517
-    assert nodes.neighbours == (517,)
-    assert said[0] == "this"

@@ -16,6 +16,7 @@ from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.ranks import environment, process_group
 from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
+from tests.steps import payloads
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -92,12 +93,23 @@ def _lone_process() -> dict[str, Any]:
     found = {
         "place": (interface.rank, again.world_size, interface.local_rank, str(interface.device), interface.backend),
         "env": launcher_env(),
-        "objects": (interface.all_gather_object("a"), interface.broadcast_object("b")),
+        "payloads": payloads(interface, "a"),
         "partition": partition_numel(),
     }
     interface.barrier()
     train_one_step()
     return {**found, "inits": (inits, len(calls))}
+
+
+def _error_on_one_rank() -> None:
+    error = CheckpointError("config.json: absent")
+    with pytest.raises(CheckpointError) as caught, DistributedInterface().step("reading"):
+        raise error
+    assert caught.value is error
+
+
+def test_a_step_on_one_rank_raises_the_error_itself() -> None:
+    alone(_error_on_one_rank)
 
 
 def test_lone_process_needs_no_launcher_and_initializes_once() -> None:
@@ -110,7 +122,7 @@ def test_lone_process_needs_no_launcher_and_initializes_once() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert found["objects"] == (["a"], "b")
+    assert found["payloads"] == ["a"]
     assert found["partition"] == 64
     assert found["inits"] == (1, 1), "zero.Init or deepspeed.initialize made a group"
 
@@ -258,13 +270,12 @@ def _fake_rank(adopted: bool) -> dict[str, Any]:
         interface = DistributedInterface(timeout=timedelta(minutes=1))
     else:
         interface = DistributedInterface(backend="fake", rank=517, world_size=1024)
-    interface.agree("planning", None, "digest")
-    with pytest.raises(CheckpointError, match="gone"):
-        interface.agree("planning", CheckpointError("model.safetensors: gone"))
+    with pytest.raises(CheckpointError, match="gone"), interface.step("planning"):
+        raise CheckpointError("model.safetensors: gone")
     interface.barrier()
     return {
         "place": (interface.rank, interface.world_size, interface.local_rank, interface.backend),
-        "objects": (interface.all_gather_object("x") == ["x"] * 1024, interface.broadcast_object("y")),
+        "payloads": payloads(interface, "x") == ["x"] * 1024,
         "partition": partition_numel(),
         "env": sorted(launcher_env()),
     }
@@ -282,7 +293,7 @@ def _fake_made() -> dict[str, Any]:
 def test_fake_backend_is_one_rank_of_many(fn: Callable[[], Any], env: list[str]) -> None:
     found = alone(fn)
     assert found["place"] == (517, 1024, 0, "fake")
-    assert found["objects"] == (True, "y")
+    assert found["payloads"] is True
     assert found["partition"] == 1  # ceil(64 / 1024)
     assert found["env"] == env
 

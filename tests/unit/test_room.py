@@ -5,32 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.stages.room import DiskUse, agree_on_room, disk_uses
-
-
-class Ranks:
-    """Ranks that will write what they are given."""
-
-    def __init__(self, *uses: list[DiskUse]) -> None:
-        self.uses = list(uses)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        assert obj == self.uses[0]
-        return self.uses
+from lowmem_load.stages.room import DiskUse, check_room, disk_uses
 
 
 def use(needed: int, free: int, file_system: str = "node0", folder: str = "/nvme") -> list[DiskUse]:
     return [DiskUse(folder, file_system, needed, free)]
 
 
-def agree(*uses: list[DiskUse]) -> None:
-    ranks: Any = Ranks(*uses)
-    agree_on_room(ranks, "model", uses[0])
+def check(*uses: list[DiskUse]) -> None:
+    check_room("model", uses)
 
 
 def test_a_rank_s_use_is_that_of_its_folder(tmp_path: Path) -> None:
@@ -42,15 +29,15 @@ def test_a_rank_s_use_is_that_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_what_fits_passes() -> None:
-    agree(use(5, 10), use(5, 10))
-    agree(use(8, 10, "node0"), use(8, 10, "node1"))
-    agree([], use(10, 10))
-    agree([])
+    check(use(5, 10), use(5, 10))
+    check(use(8, 10, "node0"), use(8, 10, "node1"))
+    check([], use(10, 10))
+    check([])
 
 
 def test_ranks_that_share_a_file_system_add_up() -> None:
     with pytest.raises(ConfigError) as caught:
-        agree(use(6, 11), use(8, 10, "node1"), use(6, 12, folder="/nvme/2"), [], use(4, 3, "node2", "/other"))
+        check(use(6, 11), use(8, 10, "node1"), use(6, 12, folder="/nvme/2"), [], use(4, 3, "node2", "/other"))
     assert str(caught.value) == (
         "model: offload_param.nvme_path: /nvme: rank(s) 0, 2 will write 12 bytes to its file system, and 11 are free "
         "there; /other: rank(s) 4 will write 4 bytes to its file system, and 3 are free there. Free space, or name "

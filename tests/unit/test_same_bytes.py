@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import pytest
 from lowmem_load.errors import CheckpointError
 from lowmem_load.integrity.checksums import name_of_blob
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.ranks.life import Progress
 from lowmem_load.read.open_sources import OpenSources
 from lowmem_load.read.sample import sample_digests
 from lowmem_load.read.source import LocalFile
 from lowmem_load.stages.same_bytes import Opened, View, agree_on_bytes, compare, opened
+from tests.steps import ScriptedRanks
 
 DATA = random.Random(1).randbytes(100_001)
 """No round number of blocks, so that the seed decides which bytes are sampled."""
@@ -26,39 +25,25 @@ DATA = random.Random(1).randbytes(100_001)
 SEED = 7
 
 
-class ScriptedRanks:
-    """A `RankGroup` seen from one rank, whose others answer for the checkpoint that each holds.
+class Others:
+    """What the other ranks bring; each answers for the checkpoint that it holds.
 
     `nodes[i]` names the checkpoint of rank i; ranks of one name look at the very same files.
     """
 
     def __init__(self, rank: int, nodes: list[str], checkpoints: dict[str, list[PlannedFile]]) -> None:
-        self.rank, self._nodes, self._checkpoints = rank, nodes, checkpoints
-        self.sent: list[Any] = []
-        self.steps: list[str] = []
+        self._rank, self._nodes, self._checkpoints = rank, nodes, checkpoints
+        self.seed = SEED
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        self.sent.append(obj)
-        return [obj if rank == self.rank else answer for rank, answer in enumerate(self._samples())]
-
-    def told(self, own: Opened) -> list[Opened]:
-        """What all ranks tell of the files that they have opened, this one what it is given."""
-        mine = self._nodes[self.rank]
-        self.seed = own[1] if self.rank == 0 else SEED
+    def seen(self, own: Opened) -> list[Opened]:
+        """What all ranks have opened; of this one what it is given."""
+        mine = self._nodes[self._rank]
+        self.seed = own[1] if self._rank == 0 else SEED
         others = [(own[0] if node == mine else node, SEED) for node in self._nodes]
-        return [own if rank == self.rank else other for rank, other in enumerate(others)]
+        return [own if rank == self._rank else other for rank, other in enumerate(others)]
 
-    @contextlib.contextmanager
-    def agreed(self, step: str, *, name: str, progress: Callable[[], Progress]) -> Iterator[list[str]]:
-        self.steps.append(f"{name}: {step}")
-        yield []
-        assert progress().amount == 0 or not progress().detail.startswith("0 ")
-
-    def stop_if_troubled(self) -> None:
-        pass
-
-    def _samples(self) -> list[Any]:
-        """Only the first rank that looks at the same files has read them."""
+    def samples(self, own: Any) -> list[Any]:
+        """What all ranks bring to the comparison: only the first rank that looks at the same files has read them."""
         return [
             (
                 self._digests(node) if self._nodes.index(node) == rank else [],
@@ -110,10 +95,12 @@ def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tupl
         read.append(Path(path).name)
         return LocalFile(path)
 
-    ranks: Any = ScriptedRanks(rank, nodes, held)
+    others = Others(rank, nodes, held)
+    ranks: Any = ScriptedRanks(rank, others.samples)
     with contextlib.closing(OpenSources(open_source)) as sources:
         files = held[nodes[rank]]
-        agree_on_bytes(ranks, "model", files, sources, ranks.told(opened(files)), num_threads=1)
+        agree_on_bytes(ranks, "model", files, sources, others.seen(opened(files)), num_threads=1)
+    assert ranks.progress is None or bool(ranks.progress().amount) == bool(read)
     return ranks, read
 
 
@@ -155,7 +142,7 @@ def test_views_of_other_bytes_are_named_with_their_ranks(views: list[View], expe
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_very_same_files_are_not_sampled(rank: int, held: dict[str, list[PlannedFile]]) -> None:
     ranks, read = run(rank, ["first", "first"], held)
-    assert (ranks.sent, ranks.steps, read) == ([], [], [])
+    assert (ranks.brought, ranks.titles, read) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +153,8 @@ def test_copies_are_sampled_by_one_rank_of_each(
 ) -> None:
     ranks, read = run(rank, ["first", "first", "copy", "copy"], held)
     assert read == expected
-    assert ranks.steps == ["model: comparing the files of the ranks"]
-    digests, _, paths = ranks.sent[0]
+    assert ranks.titles == ["model: comparing the files of the ranks"]
+    digests, _, paths = ranks.brought[0]
     assert bool(digests) is bool(expected)
     assert [Path(path).name for path in paths] == ["a", "b"]
 

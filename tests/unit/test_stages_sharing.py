@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,20 +11,9 @@ import pytest
 from lowmem_load.errors import ConfigError
 from lowmem_load.ranks.nodes import Nodes
 from lowmem_load.stages.sharing import ALONE, SHARE_READS, shared_windows, shares_reads, sharing_ranks
+from tests.steps import ScriptedRanks
 
 NODES = ("a", "b", "a", "b", "a")
-
-
-class Scripted:
-    """A `RankGroup` seen from one rank; the answers of the others are given, by exchange."""
-
-    def __init__(self, rank: int, *answers: Sequence[Any]) -> None:
-        self.rank, self._answers = rank, iter(answers)
-        self.num_exchanges = 0
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        self.num_exchanges += 1
-        return [obj if rank == self.rank else answer for rank, answer in enumerate(next(self._answers))]
 
 
 def test_ranks_may_read_together_unless_the_environment_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,15 +33,15 @@ def test_ranks_with_reads_to_share_meet_where_there_are_two_on_a_node() -> None:
 
 
 @pytest.mark.parametrize(("offers", "why"), [([False] * 5, ""), ([True, True, False, False, False], ALONE)])
-def test_where_no_two_meet_nothing_is_exchanged(offers: list[bool], why: str) -> None:
-    ranks: Any = Scripted(0)
+def test_where_no_two_meet_there_is_no_step(offers: list[bool], why: str) -> None:
+    ranks: Any = ScriptedRanks(0)
     assert shared_windows(ranks, Nodes(0, NODES), offers) == (None, why)
-    assert ranks.num_exchanges == 0
+    assert not ranks.titles
 
 
 def test_the_first_rank_of_a_node_makes_what_the_others_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    ranks: Any = Scripted(1, [None] * 5, [""] * 5)
+    ranks: Any = ScriptedRanks(1, [None] * 5, [""] * 5)
     windows, why = shared_windows(ranks, Nodes(1, NODES), [True] * 5)
     assert windows is not None and why == ""
     assert (windows.place, windows.num_ranks) == (0, 2)
@@ -65,17 +53,17 @@ def test_the_first_rank_of_a_node_makes_what_the_others_open() -> None:
 
 def test_memory_that_one_rank_cannot_open_is_used_by_none_of_its_node() -> None:
     trouble = ["", "", "", "the shared memory of process 7 cannot be opened: no", ""]
-    ranks: Any = Scripted(1, [None] * 5, trouble)
+    ranks: Any = ScriptedRanks(1, [None] * 5, trouble)
     assert shared_windows(ranks, Nodes(1, NODES), [True] * 5) == (None, f"rank 3: {trouble[3]}")
 
 
 def test_memory_of_a_process_that_is_not_there_is_a_reason() -> None:
-    ranks: Any = Scripted(3, [None, (1 << 30, 5, "name"), None, None, None], [""] * 5)
+    ranks: Any = ScriptedRanks(3, [None, (1 << 30, 5, "name"), None, None, None], [""] * 5)
     windows, why = shared_windows(ranks, Nodes(3, NODES), [True] * 5)
     assert windows is None and why.startswith(f"rank 3: the shared memory of process {1 << 30} cannot be opened")
 
 
-def test_a_rank_whose_node_has_nothing_to_share_takes_part_in_the_exchanges() -> None:
-    ranks: Any = Scripted(0, [None] * 5, [""] * 5)
+def test_a_rank_whose_node_has_nothing_to_share_takes_part_in_the_steps() -> None:
+    ranks: Any = ScriptedRanks(0, [None] * 5, [""] * 5)
     assert shared_windows(ranks, Nodes(0, NODES), [True, True, False, True, False]) == (None, ALONE)
-    assert ranks.num_exchanges == 2
+    assert len(ranks.titles) == 2

@@ -1,11 +1,11 @@
 """What the first rank of a node finds out, for the others of it: records in memory that all processes of the node read.
 
-[Note: board] The first rank of each node makes an anonymous file in memory, which ends with its process, and appends
-records to it; the others open it through /proc and look for the record that they need. So nothing goes through the
-network or the store, and nothing is left behind. A rank waits only for what the first one may still say: a stage ends
-with a mark, as all of it does, however the first rank leaves; where that has come without the record, where the first
-rank has ended, or where its memory cannot be opened, each finds out for itself. So a failure is that of every rank, as
-without a board.
+[Note: node cache] The first rank of each node makes an anonymous file in memory, which ends with its process, and
+appends records to it; the others open it through /proc and look for the record that they need. So nothing goes through
+the network or the store, and nothing is left behind. A rank waits only for what the first one may still write: the
+first one ends each stage, and all of it, with a mark, whether it fails or not. If that comes without the record, if the
+first rank has ended, or if its memory cannot be opened, each rank finds out for itself. So a failure is that of every
+rank, as without a cache.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from lowmem_load.ranks.group import RankGroup, StoppedError
-from lowmem_load.ranks.life import started
-from lowmem_load.ranks.nodes import Nodes, meet
+from lowmem_load.ranks.group import RankGroup
+from lowmem_load.ranks.nodes import Nodes, node_name
+from lowmem_load.ranks.processes import started
 from lowmem_load.ranks.shared_memory import make_memory, new_name, open_memory
+from lowmem_load.ranks.store_channel import StoppedError
 
 T = TypeVar("T")
 
@@ -40,27 +41,42 @@ LOOKS_PER_CHECK = 100
 """Of so many looks, one is also at the first rank's process."""
 
 
-class Board:
-    """The records of one load.
+class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
+    """The records of one load. Until `meet`, and outside of stages, each rank finds out all by itself.
 
     Args:
         ranks: that load together.
-        nodes: that they run on.
-        descriptor: of the memory, for this board alone; -1 where nothing is shared.
-        pid: of the process whose memory it is.
 
     Attributes:
+        offer: what the other ranks have to know before they meet, JSON data.
         source: the rank that finds things out for this one: itself, or the first one of its node.
     """
 
-    def __init__(self, ranks: RankGroup, nodes: Nodes, descriptor: int = -1, pid: int = 0) -> None:
-        self.source = nodes.first if descriptor >= 0 else nodes.rank
-        self._ranks, self._descriptor = ranks, descriptor
-        self._writes = self.source == nodes.rank and descriptor >= 0
-        self._pid, self._started = pid, started(pid)
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks, self.source = ranks, ranks.rank
+        name = new_name()
+        self._descriptor = _made(name) if ranks.hears_of_failures else -1
+        self.offer: list[Any] = [node_name(ranks.rank), os.getpid(), self._descriptor, name]
+        self._writes = False
+        self._pid, self._started = 0, started(0)
         self._places: dict[str, tuple[int, int]] = {}  # of contents, by key: offset and bytes
         self._end = 0  # of the records that this rank has seen
         self._stage, self._num_stages = "", 0
+
+    def meet(self, offers: Sequence[Any]) -> Nodes:
+        """Return which ranks share a node, by their offers; the first of each node finds out for it from now on."""
+        names = [f"rank {rank}" if self._ranks.is_fake else name for rank, (name, *_) in enumerate(offers)]
+        nodes = Nodes(self._ranks.rank, tuple(names))
+        _, self._pid, theirs, name = offers[nodes.first]
+        self._started, self._writes = started(self._pid), nodes.first == nodes.rank
+        if len(nodes.neighbours) == 1 or theirs < 0:
+            self._let_go()
+        elif not self._writes:
+            self._let_go()
+            self._descriptor = _opened(self._pid, theirs, name)
+        if self._descriptor >= 0:  # a first rank writes in any case, since others may wait for it
+            self.source = nodes.first
+        return nodes
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -70,7 +86,7 @@ class Board:
         try:
             yield
         finally:
-            if self._writes:
+            if self._writes and self._descriptor >= 0:
                 self._append(self._stage, b"")
             self._stage = ""
 
@@ -98,15 +114,17 @@ class Board:
             return find()
         return unpack(content)
 
-    def close(self) -> None:
-        """Let go of the memory; nobody waits any more for what this rank has not said by now."""
-        if self._descriptor < 0:
-            return
-        if self._writes:
-            with contextlib.suppress(OSError):  # no memory; whoever waits has others to hear from
+    def __exit__(self, *_: object) -> None:
+        """Let go of the memory; nobody waits any more for what this rank has not written by now."""
+        if self._writes and self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # no memory; whoever waits hears of this rank otherwise
                 self._append(_NO_MORE, b"")
+        self._let_go()
+
+    def _let_go(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _append(self, key: str, content: bytes) -> None:
         name = key.encode()
@@ -116,7 +134,7 @@ class Board:
 
     def _awaited(self, key: str) -> bytes:
         """Return the content of a record; nothing if it does not come any more."""
-        num_looks, check = 0, self._ranks.watch()
+        num_looks = 0
         stopped: StoppedError | None = None
         while key not in self._places:
             if self._stage in self._places or _NO_MORE in self._places:
@@ -130,7 +148,7 @@ class Board:
             if num_looks % LOOKS_PER_CHECK == 0 and self._has_ended():
                 return b""
             try:
-                check()
+                self._ranks.check()
             except StoppedError as error:
                 # A first rank that fails ends its stage before it tells of that: this one is to fail alike then.
                 stopped = error
@@ -154,33 +172,6 @@ class Board:
             key = _read(self._descriptor, start - key_nbytes, key_nbytes).decode()
             self._places[key] = start, content_nbytes
             self._end = start + content_nbytes
-
-
-@contextlib.contextmanager
-def board(
-    ranks: RankGroup, said: T, exchange: Callable[[Any], list[Any]] | None = None
-) -> Iterator[tuple[Board, Nodes, list[T]]]:
-    """Yield a board for the ranks of each node, which ranks these are, and what each rank says, as `meet` does.
-
-    Collective: one exchange, see `meet`.
-    """
-    name = new_name()
-    descriptor = _made(name) if ranks.world_size > 1 and not ranks.is_fake else -1
-    with contextlib.ExitStack() as closing:
-        if descriptor >= 0:
-            closing.callback(os.close, descriptor)
-        nodes, found = meet(ranks, (os.getpid(), descriptor, name, said), exchange)
-        pid, theirs, name, _ = found[nodes.first]
-        opened = -1
-        if len(nodes.neighbours) > 1 and theirs >= 0:
-            if nodes.first == nodes.rank:  # in any case, since the others may wait for what it writes
-                closing.pop_all()
-                opened = descriptor
-            else:
-                opened = _opened(pid, theirs, name)
-        ours = Board(ranks, nodes, opened, pid)
-        closing.callback(ours.close)
-        yield ours, nodes, [each for *_, each in found]
 
 
 def _made(name: str) -> int:

@@ -1,0 +1,185 @@
+"""Which rank is given up, when, and with what words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import time
+from typing import Any
+
+import pytest
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.ranks import processes
+from lowmem_load.ranks.heartbeat import ANY_GROUP, BUSY, IDLE, WAITING, Heartbeat, Limits, Watched
+from lowmem_load.ranks.processes import computing, machine, pid_space, started
+
+HERE = Heartbeat(
+    *(1, BUSY, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", {"world": 4}, None),
+    *(pid_space(), os.getpid(), started(os.getpid()) or "", "node1"),
+)
+ELSEWHERE = dataclasses.replace(HERE, pid_space="another machine")
+LIMITS = Limits(silence_s=300, gone_s=15, absence_s=1800)
+
+
+def seen(*heartbeats: tuple[float, Heartbeat]) -> Watched:
+    """Another rank, of which this one has seen these; it looked at its process each time."""
+    watched = Watched()
+    for at, heartbeat in heartbeats:
+        watched.note(heartbeat, at)
+        watched.has_ended()
+    return watched
+
+
+def why(watched: Watched, now: float, waited_s: float | None = None, group: str = "world", number: int = 4) -> str:
+    return watched.why_lost(LIMITS, group, number, now, waited_s)
+
+
+def changed(heartbeat: Heartbeat, **changes: Any) -> Heartbeat:
+    return dataclasses.replace(heartbeat, **changes)
+
+
+def test_a_heartbeat_survives_the_store() -> None:
+    assert Heartbeat.decoded(HERE.encoded().encode()) == HERE
+    assert json.loads(HERE.encoded())["pid"] == os.getpid()
+
+
+def test_a_rank_that_makes_progress_is_waited_for_however_long_it_takes() -> None:
+    watched = seen(*((at, changed(HERE, count=at, amount=at)) for at in range(0, 100_000, 250)))
+    assert why(watched, 100_000.0, waited_s=99_000.0) == ""
+
+
+def test_a_rank_that_makes_no_progress_is_named_with_what_it_did() -> None:
+    watched = seen((0.0, HERE), *((float(at), changed(HERE, count=at)) for at in range(1, 301)))
+    assert why(watched, 300.0) == ""
+    words = why(watched, 300.5)
+    for word in ("no progress for more than 300 s", "LOWMEM_LOAD_SILENCE_S", "model: reading", "a.safetensors", "pid"):
+        assert word in words
+
+
+def test_a_rank_that_waits_need_not_make_progress() -> None:
+    waiting = [(float(at), changed(HERE, count=at, state=WAITING)) for at in range(2000)]
+    assert why(seen(*waiting), 2000.0) == ""
+
+
+def test_a_process_here_that_lives_is_silent_and_never_gone() -> None:
+    """Its heartbeats may wait for the interpreter's lock, or all of it is stopped."""
+    assert why(seen((0.0, HERE)), 299.0) == ""
+    assert "no progress for more than 300 s" in why(seen((0.0, HERE)), 301.0)
+    assert "no progress" in why(seen((0.0, changed(HERE, state=WAITING))), 301.0)
+
+
+def test_a_process_elsewhere_is_gone_when_its_heartbeats_stop_and_later_if_it_was_busy() -> None:
+    assert why(seen((0.0, ELSEWHERE)), 22.0) == ""
+    assert "no heartbeat for more than 22.5 s (LOWMEM_LOAD_GONE_S)" in why(seen((0.0, ELSEWHERE)), 23.0)
+    waiting = seen((0.0, changed(ELSEWHERE, state=WAITING)))
+    assert why(waiting, 15.0) == ""
+    assert "no heartbeat for more than 15 s" in why(waiting, 15.5)
+
+
+def ended_process() -> tuple[Heartbeat, Any]:
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    assert process.pid is not None
+    return changed(HERE, pid=process.pid, started=started(process.pid)), process
+
+
+def test_a_process_that_has_ended_is_known_at_once() -> None:
+    heartbeat, process = ended_process()
+    watched = seen((0.0, heartbeat))
+    assert why(watched, 0.5) == ""
+    process.kill()
+    deadline = time.monotonic() + 10
+    while not why(watched, 0.5) and time.monotonic() < deadline:
+        time.sleep(0.01)  # not joined: a zombie has ended, too
+    assert "has ended, while model: reading" in why(watched, 0.5)
+    process.join()
+    assert "has ended" in why(watched, 0.5)
+    assert watched.why_ended() == why(watched, 0.5)
+
+
+def test_a_look_is_trusted_only_after_it_found_that_process() -> None:
+    """Clones of one virtual machine have equal boot ids, and each other's process numbers are others or none there."""
+    of_a_clone = changed(HERE, started="1")
+    assert why(seen((0.0, of_a_clone)), 0.5) == ""
+    assert "no heartbeat" in why(seen((0.0, of_a_clone)), 23.0)
+    heartbeat, process = ended_process()
+    process.kill()
+    process.join()
+    assert why(seen((0.0, heartbeat)), 0.5) == ""
+    again = seen((0.0, HERE), (1.0, of_a_clone))  # what was found was another process
+    assert why(again, 1.5) == ""
+
+
+def test_where_boots_are_not_told_apart_no_process_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pid_space().startswith(machine())
+    monkeypatch.setattr(processes, "boot_id", lambda: "")
+    assert (pid_space.__wrapped__(), machine()) == ("", platform.node())
+    assert seen((0.0, changed(HERE, pid_space=""))).has_ended() is None
+
+
+@pytest.mark.parametrize("heartbeat", [None, changed(HERE, state=IDLE)])
+def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(heartbeat: Heartbeat | None) -> None:
+    watched = seen(*([(0.0, heartbeat)] if heartbeat else []))
+    assert why(watched, 1e6) == ""  # nobody waits
+    assert why(watched, 1e6, waited_s=1800.0) == ""
+    assert "has not come to this point in 1800 s" in why(watched, 1e6, waited_s=1801.0)
+
+
+def test_a_rank_that_aborts_a_step_is_named_to_those_who_wait_in_it() -> None:
+    left = changed(HERE, state=IDLE, aborted=("world", 4, "left streaming(): ValueError: no"))
+    assert why(seen((0.0, left)), 1.0) == ""
+    assert why(seen((0.0, left)), 1.0, 0.5) == "left streaming(): ValueError: no"
+    assert why(seen((0.0, left)), 1.0, 0.5, number=5) == "", "of the steps before"
+    assert why(seen((0.0, left)), 1.0, 0.5, group="other") == ""
+    assert why(seen((0.0, changed(left, state=BUSY))), 1.0, 0.5) == "", "it came after all"
+    of_any = changed(left, aborted=(ANY_GROUP, 0, "no"))
+    assert why(seen((0.0, of_any)), 1.0, 0.5) == "no"
+    assert why(seen((0.0, of_any)), 1.0, 0.5, group="other", number=0) == "no"
+    assert why(seen((0.0, of_any)), 1.0, 0.5, group="other", number=1) == ""
+
+
+def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Limits.from_environment(7.0) == Limits(300.0, 15.0, 7.0)
+    monkeypatch.setenv("LOWMEM_LOAD_SILENCE_S", "60")
+    monkeypatch.setenv("LOWMEM_LOAD_GONE_S", "2.5")
+    assert Limits.from_environment(7.0) == Limits(60.0, 2.5, 7.0)
+    with_demand = Limits.from_environment(7.0, "call it on all ranks")
+    assert (with_demand.absence_s, with_demand.absence) == (60.0, "LOWMEM_LOAD_SILENCE_S; call it on all ranks")
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf"])
+def test_limits_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LOWMEM_LOAD_GONE_S", text)
+    with pytest.raises(ConfigError, match="LOWMEM_LOAD_GONE_S"):
+        Limits.from_environment(1.0)
+
+
+def test_of_a_step_that_says_nothing_the_groups_timeout_counts() -> None:
+    beats = [(float(at), changed(HERE, count=at, amount=None)) for at in range(1801)]
+    assert why(seen(*beats), 1800.0) == ""
+    beats.append((1801.0, changed(HERE, count=-1, amount=None)))
+    assert "more than 1800 s (the timeout of the process group)" in why(seen(*beats), 1801.5)
+    stopped = seen((0.0, changed(HERE, amount=None)))
+    assert why(stopped, 300.0) == ""
+    assert "more than 300 s (LOWMEM_LOAD_SILENCE_S)" in why(stopped, 300.5)
+
+
+def test_a_rank_that_waits_in_another_group_is_not_waited_for_for_ever() -> None:
+    elsewhere = [(float(at), changed(HERE, count=at, state=WAITING, group="other")) for at in range(2000)]
+    assert why(seen(*elsewhere), 2000.0, waited_s=1800.0) == ""
+    assert "has not come to this point" in why(seen(*elsewhere), 2000.0, waited_s=1801.0)
+
+
+def test_computing_counts_as_progress_and_sleeping_does_not() -> None:
+    progress = computing()
+    before = progress().amount
+    time.sleep(0.3)
+    assert progress().amount == before
+    until = time.thread_time() + 0.3
+    while time.thread_time() < until:
+        pass
+    assert progress().amount > before

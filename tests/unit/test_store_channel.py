@@ -1,0 +1,361 @@
+"""Steps and heartbeats over a store of torch.distributed; each rank is a thread of this process."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lowmem_load.ranks.heartbeat import Limits
+from lowmem_load.ranks.processes import Progress
+from lowmem_load.ranks.store_channel import Group, StoppedError, StoreChannel
+from lowmem_load.ranks.verdict import Entry, Verdict
+
+LIMITS = Limits(silence_s=0.6, gone_s=5.0, absence_s=2.0)
+BEAT_S = 0.05
+
+
+class Ranks:
+    """The channels of all ranks of a group, and a thread for each."""
+
+    def __init__(self, world_size: int, store: Any = None, first: int = 0) -> None:
+        self.store = store or dist.HashStore()
+        self.members = [first + rank for rank in range(world_size)]
+        self.channels = [StoreChannel(self.store.clone, rank, BEAT_S) for rank in self.members]
+        self.pool = ThreadPoolExecutor(world_size)
+
+    def all(self, work: Callable[[StoreChannel, Group, int], Any]) -> list[Any]:
+        """Runs `work` on every rank; returns what each gives."""
+
+        def run(place: int) -> Any:
+            channel = self.channels[place]
+            return work(channel, channel.group("group", tuple(self.members)), place)
+
+        return list(self.pool.map(run, range(len(self.members))))
+
+    def step(self, title: str = "step", limits: Limits = LIMITS, **brought: Any) -> list[Verdict]:
+        return self.all(lambda channel, group, _: step(channel, group, title, limits, **brought))
+
+
+def step(channel: StoreChannel, group: Group, title: str = "step", limits: Limits = LIMITS, **brought: Any) -> Verdict:
+    with channel.doing(group, title):
+        channel.set_limits(limits)
+        return channel.agree(group, Entry(title, **brought))
+
+
+def failed(verdict: Verdict) -> dict[int, str]:
+    return dict(verdict.failures)
+
+
+def busy(amount: Callable[[], int] = time.monotonic_ns) -> Callable[[], Progress]:
+    return lambda: Progress(amount(), f"{amount()} bytes read" if amount is not time.monotonic_ns else "")
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def stopped(channel: StoreChannel) -> bool:
+    try:
+        channel.check()
+    except StoppedError:
+        return True
+    return False
+
+
+@pytest.fixture(params=["hash", "tcp", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), 1)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_every_rank_gets_the_payloads_of_all(store: Any, world_size: int) -> None:
+    ranks = Ranks(world_size, store)
+    for turn in range(5):
+        found = ranks.all(lambda channel, group, rank, turn=turn: step(channel, group, payload=[turn, rank % 3]))
+        assert [verdict.by_rank() for verdict in found] == [
+            [[turn, rank % 3] for rank in range(world_size)]
+        ] * world_size
+
+
+def test_the_store_does_not_grow(store: Any) -> None:
+    ranks = Ranks(3, store)
+
+    def steps(number: int) -> None:
+        ranks.all(lambda channel, group, rank: [step(channel, group) for _ in range(number)])
+        ranks.all(lambda channel, group, rank: step(channel, group, error="no" if rank == 1 else None))
+        ranks.step()
+
+    steps(3)
+    before = store.num_keys()
+    steps(50)
+    assert store.num_keys() == before
+
+
+def test_no_thread_stays() -> None:
+    before = set(threading.enumerate())
+    Ranks(3).step()
+    assert not {thread.name for thread in set(threading.enumerate()) - before if "lowmem_load" in thread.name}
+
+
+class CountingClient:
+    """A client of a store, which counts the round trips of a load: `set` is not answered, and reads wait first."""
+
+    def __init__(self, client: Any, counts: Counter[str]) -> None:
+        self._client, self._counts = client, counts
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+
+        def counted(*arguments: Any) -> Any:
+            is_look = threading.current_thread().name == "lowmem_load-heartbeat" and name != "delete_key"
+            self._counts["looks" if is_look else "steps"] += {"set": 0, "get": 2, "multi_get": 2}.get(name, 1)
+            return call(*arguments)
+
+        return counted
+
+
+def test_a_load_takes_at_most_25_round_trips() -> None:
+    """That is, its six steps. Looks at other ranks come beside that, each second, and nobody waits for them."""
+    store, counts = dist.HashStore(), [Counter[str]() for _ in range(3)]
+    channels = [StoreChannel(lambda rank=rank: CountingClient(store, counts[rank]), rank) for rank in range(3)]
+
+    def load(rank: int) -> None:
+        group = channels[rank].group("group", (0, 1, 2))
+        with channels[rank].doing(group, "loading"):
+            for number in range(6):
+                assert not failed(step(channels[rank], group, f"{number}"))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(load, range(3)))
+    assert max(count["steps"] for count in counts) <= 25, counts
+
+
+def test_a_slow_rank_that_makes_progress_is_waited_for() -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        with channel.doing(group, "reading", busy()):
+            if rank == 1:
+                time.sleep(3 * LIMITS.silence_s)
+            return step(channel, group)
+
+    assert all(not failed(verdict) for verdict in Ranks(3).all(work))
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_makes_no_progress_is_named_by_all_and_hears_of_it(late: int) -> None:
+    ranks, times = Ranks(3, first=4), dict[int, float]()
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        start = time.monotonic()
+        try:
+            with channel.doing(group, "reading", busy(lambda: 7)):
+                if rank == late:
+                    time.sleep(3 * LIMITS.silence_s)
+                return step(channel, group)
+        finally:
+            times[rank] = time.monotonic() - start
+
+    found = ranks.all(work)
+    assert found == [found[0]] * 3
+    assert list(failed(found[0])) == [4 + late]
+    message = failed(found[0])[4 + late]
+    assert "no progress for more than 0.6 s" in message
+    assert "while reading, 7 bytes read" in message
+    assert all(seconds < 2.5 * LIMITS.silence_s for rank, seconds in times.items() if rank != late), times
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_never_comes_is_named(missing: int) -> None:
+    found = Ranks(3).all(lambda channel, group, rank: None if rank == missing else step(channel, group))
+    assert found[2] == found[1 - missing]
+    assert "has not come to this point in 2 s" in failed(found[2])[missing]
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_that_aborts_is_named_at_once_and_all_can_go_on(leaver: int) -> None:
+    ranks = Ranks(3)
+    ranks.step()
+    start = time.monotonic()
+    found = ranks.all(
+        lambda channel, group, rank: channel.abort(group, "left: no") if rank == leaver else step(channel, group)
+    )
+    assert time.monotonic() - start < LIMITS.absence_s
+    assert [failed(found[rank]) for rank in range(3) if rank != leaver] == [{leaver: "left: no"}] * 2
+
+    def late(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        time.sleep(0.5 * (rank == leaver))  # what it said is not counted a second time
+        return step(channel, group)
+
+    assert all(not failed(verdict) for verdict in ranks.all(late))
+
+
+def test_a_rank_that_leaves_a_group_that_is_not_known_is_named_in_any() -> None:
+    ranks = Ranks(2)
+    found = ranks.all(lambda channel, group, rank: channel.abort(None, "left: no") if rank else step(channel, group))
+    assert failed(found[0]) == {1: "left: no"}
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+def test_ranks_that_all_abort_can_all_come_again() -> None:
+    ranks = Ranks(3)
+    for _ in range(2):
+        ranks.all(lambda channel, group, rank: channel.abort(group, "left: no"))
+
+        def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+            time.sleep(0.2 * rank)
+            return step(channel, group)
+
+        assert all(not failed(verdict) for verdict in ranks.all(work))
+
+
+def test_ranks_that_left_together_are_in_line_again() -> None:
+    ranks = Ranks(3)
+    found = ranks.all(
+        lambda channel, group, rank: step(channel, group) if rank == 2 else channel.abort(group, f"left: {rank}")
+    )
+    assert 0 in failed(found[2])
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+def test_busy_ranks_hear_of_a_failure() -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        with channel.doing(group, "reading", busy()):
+            if rank != 1:
+                wait_for(lambda: stopped(channel))
+            found = step(channel, group, error="the disk is gone" if rank == 1 else "stopped", is_stopped=rank != 1)
+            assert not stopped(channel)
+        return found
+
+    ranks = Ranks(3)
+    assert [failed(verdict) for verdict in ranks.all(work)] == [{1: "the disk is gone"}] * 3
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+def test_busy_ranks_hear_of_one_that_is_lost() -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+        with channel.doing(group, "reading", busy(lambda: 5) if rank == 2 else busy()):
+            channel.set_limits(LIMITS)
+            if rank == 2:
+                time.sleep(4 * LIMITS.silence_s)
+            else:
+                wait_for(lambda: stopped(channel))
+            return step(channel, group, is_stopped=rank != 2, error=None if rank == 2 else "stopped")
+
+    found = Ranks(3).all(work)
+    assert found == [found[0]] * 3
+    assert "no progress" in failed(found[0])[2]
+
+
+def test_ranks_at_different_steps_are_named_with_what_each_does() -> None:
+    ranks = Ranks(3)
+    found = ranks.all(lambda channel, group, rank: step(channel, group, "saving" if rank == 1 else "loading"))
+    assert [failed(verdict) for verdict in found] == [{1: "is at 'saving', where rank(s) 0, 2 are at 'loading'"}] * 3
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_while_waiting_tells_the_others(rank: int) -> None:
+    ranks = Ranks(2)
+    channel = ranks.channels[rank]
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        step(channel, channel.group("group", tuple(ranks.members)))
+    other = ranks.channels[1 - rank]
+    found = step(other, other.group("group", tuple(ranks.members)))
+    assert "was interrupted while it waited" in failed(found)[rank]
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+def test_a_store_that_is_gone_is_an_error_and_no_hang() -> None:
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    ranks = Ranks(2, dist.TCPStore("127.0.0.1", master.port, is_master=False))
+    ranks.step()
+    del master
+    start = time.monotonic()
+    assert all("cannot be reached" in failed(verdict)[0] for verdict in ranks.step())
+    assert time.monotonic() - start < 5
+
+
+class Stuck:
+    """A client of a store that answers for a while."""
+
+    def __init__(self, client: Any, is_stuck: threading.Event, end: threading.Event) -> None:
+        self._client, self._is_stuck, self._end = client, is_stuck, end
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if self._is_stuck.is_set():
+                assert self._end.wait(20)
+            return getattr(self._client, name)(*arguments)
+
+        return call
+
+
+@pytest.fixture
+def stuck() -> Iterator[tuple[Callable[[], Any], threading.Event, threading.Event]]:
+    store, is_stuck, end = dist.HashStore(), threading.Event(), threading.Event()
+    yield lambda: Stuck(store, is_stuck, end), is_stuck, end
+    end.set()
+
+
+def test_a_store_that_falls_silent_is_an_error_and_no_hang(stuck: Any) -> None:
+    open_client, is_stuck, end = stuck
+    channels = [StoreChannel(open_client, rank, BEAT_S) for rank in range(2)]
+    groups = [channel.group("group", (0, 1)) for channel in channels]
+    limits = Limits(gone_s=0.3)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: step(channels[rank], groups[rank], limits=limits), range(2)))
+    with channels[1].doing(groups[1], "reading", busy()):
+        is_stuck.set()
+        start = time.monotonic()
+        wait_for(lambda: stopped(channels[1]))  # a busy rank notices
+        assert time.monotonic() - start < 2
+        found = step(channels[1], groups[1], limits=limits)
+        assert "has not answered for 0.3 s" in failed(found)[0]
+        assert time.monotonic() - start < 2
+    start = time.monotonic()
+    found = step(channels[1], groups[1], limits=limits)  # also where it begins anew
+    assert "has not answered for 0.3 s" in failed(found)[0]
+    assert time.monotonic() - start < 3
+    end.set()
+    is_stuck.clear()
+
+    def again(rank: int) -> Verdict:
+        return step(channels[rank], groups[rank], limits=limits)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(not failed(verdict) for verdict in pool.map(again, range(2)))
+
+
+def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> None:
+    """No other thread of a process runs while C code holds the interpreter's lock."""
+    ranks = Ranks(2)
+    limits = Limits(gone_s=0.3)
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        with channel.doing(group, "computing", busy()):
+            start = time.monotonic()
+            while rank == 1 and time.monotonic() - start < 1.5:
+                sum(itertools.repeat(1, 100_000_000))
+                channel.check()
+            return step(channel, group, limits=limits)
+
+    ranks.step(limits=limits)
+    assert all(not failed(verdict) for verdict in ranks.all(work))

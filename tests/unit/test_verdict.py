@@ -1,0 +1,91 @@
+"""What comes of a step, by what each rank brings to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowmem_load.ranks.verdict import Entry, Verdict, spell_ranks, verdict_on
+
+
+def entry(**brought: Any) -> Entry:
+    return Entry("planning", "model", **brought)
+
+
+STOPPED = entry(error="stopped because of rank(s) 2", is_stopped=True)
+
+
+def verdict(*entries: Entry) -> Verdict:
+    return verdict_on(dict(enumerate(entries)))
+
+
+def failures(*entries: Entry) -> dict[int, str]:
+    return dict(verdict(*entries).failures)
+
+
+def test_payloads_come_back_by_rank_and_equal_neighbours_are_written_once() -> None:
+    found = verdict(*(entry(payload=rank // 4) for rank in range(512)))
+    assert found.by_rank() == [rank // 4 for rank in range(512)]
+    assert len(found.payloads) == 128
+    assert verdict(*[entry(payload=None)] * 1000).payloads == [(1000, None)]
+
+
+def test_entries_and_verdicts_survive_the_store() -> None:
+    sent = entry(digest="d", payload=[1, {"a": "b"}])
+    assert Entry.decoded(sent.encoded().encode()) == sent
+    for found in (verdict(sent, sent), verdict(sent, entry(error="no"))):
+        again = Verdict.decoded(found.encoded().encode())
+        assert (dict(again.failures), again.by_rank()) == (dict(found.failures), found.by_rank())
+
+
+def test_each_rank_that_failed_is_named() -> None:
+    found = verdict(entry(), entry(error="no"), entry(error="not"), entry(payload=1))
+    assert (found.title, dict(found.failures)) == ("model: planning", {1: "no", 2: "not"})
+    assert not found.is_alike
+
+
+def test_ranks_that_stopped_because_of_another_are_not_named_unless_there_is_no_other() -> None:
+    assert failures(STOPPED, entry(), entry(error="no")) == {2: "no"}
+    assert failures(STOPPED, entry(), entry()) == {0: STOPPED.error}
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_alike"),
+    [
+        (["no", "no"], True),
+        (["no", "not"], False),
+        (["f at 0x7f on cuda:0", "f at 0x80 on cuda:1"], True),  # addresses and devices are each rank's own
+        (["step 1", "step 2"], False),
+    ],
+)
+def test_whether_all_failed_alike(texts: list[str], is_alike: bool) -> None:
+    assert verdict(*(entry(error=text) for text in texts)).is_alike is is_alike
+    assert not verdict(*(entry(error=text) for text in texts), entry()).is_alike
+
+
+def test_an_error_comes_before_a_difference_of_titles_and_that_before_one_of_digests() -> None:
+    saving, other = Entry("saving", "folder", digest="a"), entry(digest="b")
+    assert failures(other, saving, entry(error="no")) == {2: "no"}
+    assert failures(other, saving, other) == {1: "is at 'saving', where rank(s) 0, 2 are at 'planning'"}
+    assert failures(other, entry(digest="a"), other) == {1: "holds digest a, where rank(s) 0, 2 hold b"}
+    assert verdict(other, saving, other).title == "folder: saving"
+
+
+def test_what_differs_is_measured_against_what_most_hold() -> None:
+    def of(*digests: str | None) -> dict[int, str]:
+        return failures(*(entry(digest=digest) for digest in digests))
+
+    assert of("a", "a", "a") == {}
+    assert of("a", "b") == {1: "holds digest b, where rank(s) 0 hold a"}
+    assert of("x", "a", "a", None) == {
+        0: "holds digest x, where rank(s) 1-2 hold a",
+        3: "holds digest None, where rank(s) 1-2 hold a",
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3], "0, 2-3"), (range(512), "0-511")]
+)
+def test_spell_ranks(ranks: list[int], text: str) -> None:
+    assert spell_ranks(list(ranks)) == text
