@@ -11,7 +11,8 @@ first one counts, and a rank passes number n by it alone: all ranks go on or rai
 - A rank that is lost is named in a verdict by the leader, and a leader that is lost by any other rank. Then the leader
   puts placeholders where entries are missing, so that it does not wait for them.
 - A rank that leaves by itself says in its heartbeat which step it does not come to. When it is back it skips those that
-  were ended without it, and a step that scripts are likely to run on some ranks only. So all are in line again, and a load that failed may be tried again.
+  were ended without it, and a step that scripts are likely to run on some ranks only. So all are in line again, and a
+  load that failed may be tried again.
 - What all have read is deleted: entries by their ranks, verdicts by the last rank once all have come to the next step.
 
 [Note: threads] A call of the store may wait for as long as the store likes, and no signal interrupts it. So the caller
