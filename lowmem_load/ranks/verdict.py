@@ -8,10 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+T = TypeVar("T", bound="Stored")
 
 
 class Stored:
@@ -24,7 +23,7 @@ class Stored:
         return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
 
     @classmethod
-    def decoded(cls, content: bytes | str) -> Self:
+    def decoded(cls: type[T], content: bytes | str) -> T:
         """Return what `encoded` made JSON of; sequences are lists then."""
         return cls(**json.loads(content))
 
