@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from typing_extensions import Self
-
 T = TypeVar("T", bound="Stored")
 
 
@@ -25,7 +23,7 @@ class Stored:
         return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
 
     @classmethod
-    def decoded(cls, content: bytes | str) -> Self:
+    def decoded(cls: type[T], content: bytes | str) -> T:
         """Return what `encoded` made JSON of; sequences are lists then."""
         return cls(**json.loads(content))
 
