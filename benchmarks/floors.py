@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.checkpoint import SourceTensor, read_headers
-from lowmem_load.bench.memory import available_bytes
+from lowmem_load.cli.bench_memory import available_bytes
 from lowmem_load.errors import TruncatedFileError
 
-# As many at most as lowmem_load has reads in flight (lowmem_load/stages/load.py).
+# As many at most as lowmem_load has reads in flight (lowmem_load/pipeline/load.py).
 MAX_THREADS = 4
 HUGE_PAGE_BYTES = 2 << 20
 # Of a partition: what is touched before each load, so that the machine has it at hand. Where the page cache is cold it

@@ -81,10 +81,7 @@ def prepare(method: str) -> None:
     wait_for_all_gathers()
     if method == "lowmem":
         # As DeepSpeed and transformers, it is imported before the clock and the memory start; it does so lazily itself.
-        import lowmem_load.ds.comm
-        import lowmem_load.ds.parameters
-        import lowmem_load.ds.partition
-        import lowmem_load.load.model  # noqa: F401
+        pass
 
 
 def load_stock(job: Job) -> Loaded:

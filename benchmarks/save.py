@@ -29,7 +29,7 @@ from benchmarks.collectives import CollectiveCounter
 from benchmarks.launch import REPOSITORY, run_processes
 from benchmarks.methods import zero3_config
 from benchmarks.results import MIB, show_table
-from lowmem_load.bench.memory import MemorySampler
+from lowmem_load.cli.bench_memory import MemorySampler
 
 METHODS = ("stock", "lowmem", "floor")
 TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))

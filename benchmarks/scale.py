@@ -106,7 +106,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     import transformers
 
     import lowmem_load
-    from lowmem_load.bench.memory import MemorySampler
+    from lowmem_load.cli.bench_memory import MemorySampler
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
     keywords: dict[str, Any] = keywords_of(row.model)

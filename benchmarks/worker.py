@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.collectives import CollectiveCounter, NetworkUse
 from benchmarks.floors import have_memory_backed
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
-from lowmem_load.bench.memory import MemorySampler, MemoryUse
+from lowmem_load.cli.bench_memory import MemorySampler, MemoryUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,10 @@ TYPE_CHECKING = False  # typing's own would import typing, in every process of a
 if TYPE_CHECKING:
     from typing import Any
 
+    from lowmem_load.api.load_model import load_model, load_report
+    from lowmem_load.api.plan_model import plan
+    from lowmem_load.api.streaming import streaming
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.errors import (
         CheckpointError,
         ConfigError,
@@ -18,21 +22,17 @@ if TYPE_CHECKING:
         RankError,
         UnsupportedError,
     )
-    from lowmem_load.integrity.files import verify_checkpoint
-    from lowmem_load.integrity.model import model_digest
-    from lowmem_load.load.model import load_model, load_report
-    from lowmem_load.load.plan import plan
-    from lowmem_load.load.streaming import streaming
+    from lowmem_load.integrations.arguments import DistConfig, ModelArguments
+    from lowmem_load.integrations.install import install
+    from lowmem_load.integrations.model_engine import ModelEngine
     from lowmem_load.partial.initialize import initialize
     from lowmem_load.partial.trainer import partial_zero3
-    from lowmem_load.pipelines.arguments import DistConfig, ModelArguments
-    from lowmem_load.pipelines.install import install
-    from lowmem_load.pipelines.model_engine import ModelEngine
+    from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
     from lowmem_load.planning.load_plan import LoadPlan
-    from lowmem_load.ranks.process_group import DistributedInterface
     from lowmem_load.report import LoadReport
     from lowmem_load.resume.consolidate import consolidate
-    from lowmem_load.resume.load import load_checkpoint
+    from lowmem_load.resume.load_checkpoint import load_checkpoint
+    from lowmem_load.saving.model_digest import model_digest
     from lowmem_load.saving.save import save_model
 
 __all__ = [
@@ -69,21 +69,21 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
         *("NotStreamedWarning", "RankError", "UnsupportedError"),
     ),
-    "integrity.files": ("verify_checkpoint",),
-    "integrity.model": ("model_digest",),
-    "load.model": ("load_model", "load_report"),
-    "load.plan": ("plan",),
-    "load.streaming": ("streaming",),
+    "pipeline.verify_checkpoint": ("verify_checkpoint",),
+    "saving.model_digest": ("model_digest",),
+    "api.load_model": ("load_model", "load_report"),
+    "api.plan_model": ("plan",),
+    "api.streaming": ("streaming",),
     "partial.initialize": ("initialize",),
     "partial.trainer": ("partial_zero3",),
-    "pipelines.arguments": ("DistConfig", "ModelArguments"),
-    "pipelines.install": ("install",),
-    "pipelines.model_engine": ("ModelEngine",),
+    "integrations.arguments": ("DistConfig", "ModelArguments"),
+    "integrations.install": ("install",),
+    "integrations.model_engine": ("ModelEngine",),
     "planning.load_plan": ("LoadPlan",),
-    "ranks.process_group": ("DistributedInterface",),
+    "distributed.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
-    "resume.load": ("load_checkpoint",),
+    "resume.load_checkpoint": ("load_checkpoint",),
     "saving.save": ("save_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lowmem_load.describe.context import Context
-from lowmem_load.describe.tensor import SymbolicTensor
+from lowmem_load.config.settings import read_settings
 from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.io.executor import Executor
+from lowmem_load.pipeline.describe import Described, describe
+from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.read.executor import Executor
-from lowmem_load.settings.settings import read_settings
-from lowmem_load.stages.describe import Described, describe
-from lowmem_load.stages.plan import make_plan
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 from lowmem_load.targets.zero3 import Zero3
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lowmem_load.ranks.group import RankGroup, Step
+from lowmem_load.distributed.group import RankGroup, Step
 
 
 def payloads(ranks: RankGroup, payload: Any) -> list[Any]:

@@ -13,7 +13,7 @@ BLOCK_BYTES, BYTES_PER_S = 16 << 10, 2e6
 @contextlib.contextmanager
 def on_network() -> Iterator[None]:
     """Inside, all files lie on a slow NFS."""
-    from lowmem_load.read import mounts
+    from lowmem_load.io import mounts
 
     with (
         mock.patch.object(mounts, "mount_of", return_value=mounts.Mount("nfs4", BLOCK_BYTES)),

@@ -7,12 +7,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
+from lowmem_load.config.auto import hidden_size_of, resolve_auto
+from lowmem_load.config.ds_config import read_ds_config
+from lowmem_load.config.precision import precision_of
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.hf.names import enable_checkpointing, model_config
-from lowmem_load.pipelines.arguments import read_arguments
-from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.auto import hidden_size_of, resolve_auto
-from lowmem_load.settings.ds_config import read_ds_config
-from lowmem_load.settings.precision import precision_of
+from lowmem_load.integrations.arguments import read_arguments
 
 
 class StockEngine:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load.cli.files import consolidate, verify
-from lowmem_load.cli.inspect import inspect
-from lowmem_load.cli.machine import bench, doctor
-from lowmem_load.cli.plan import plan
-from lowmem_load.cli.report import report
-from lowmem_load.startup.environment import switched_on
+from lowmem_load.cli.files_command import consolidate, verify
+from lowmem_load.cli.inspect_command import inspect
+from lowmem_load.cli.machine_command import bench, doctor
+from lowmem_load.cli.plan_command import plan
+from lowmem_load.cli.report_command import report
+from lowmem_load.integrations.startup_environment import switched_on
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes of `run` that shells use for the same."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression
-from lowmem_load.read.source import ByteSource, read_bytes
 
 _POINTER_MAGIC = b"version https://git-lfs"
 _MAX_POINTER_NBYTES = 1024

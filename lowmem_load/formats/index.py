@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.read.source import LocalFile, read_bytes
+from lowmem_load.io.source import LocalFile, read_bytes
 
 MAX_JSON_NBYTES = 64 << 20
 """Bytes of such a file: three times the largest published index. Parsed, it takes up to some ten times that."""

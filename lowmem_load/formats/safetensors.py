@@ -19,8 +19,8 @@ import torch
 from lowmem_load.errors import HeaderError, TruncatedFileError, UnsupportedError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.formats.header_json import FIELDS, HeaderReader
+from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Source
-from lowmem_load.read.source import ByteSource, read_bytes
 
 PREFIX_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000

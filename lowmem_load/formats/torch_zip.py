@@ -20,8 +20,8 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.formats.inert_pickle import Tensor, objects, state_dict
+from lowmem_load.io.source import ByteSource, SourceFile, read_bytes
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
-from lowmem_load.read.source import ByteSource, SourceFile, read_bytes
 
 MAX_PICKLE_NBYTES = 32 << 20
 """Bytes of `data.pkl`. A tensor takes about 200, so this is 150 000 tensors in one file; more would cost gigabytes."""

@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_load.config.settings import Settings
 from lowmem_load.contract import BITSANDBYTES, require
-from lowmem_load.describe.quantized import Companion, Quantized, QuantizedTensor
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf.replaced import Replacement
 from lowmem_load.planning.expression import Computed, Shape
-from lowmem_load.settings.settings import Settings
+from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
 """What a `Params4bit` is packed with."""

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.hf.replaced import Replacement
 from lowmem_load.planning.expression import Expression, Instance, Slot
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 MODULE = "transformers.integrations.finegrained_fp8"
 

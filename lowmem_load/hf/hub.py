@@ -14,8 +14,8 @@ import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
 
 from lowmem_load.contract import TRANSFORMERS, require
-from lowmem_load.describe.context import Once
 from lowmem_load.hf.replaced import Replacement
+from lowmem_load.symbolic.context import Once
 
 require(
     TRANSFORMERS,

@@ -3,7 +3,7 @@
 [Note: the seam] transformers' own ordinary loader does the work: it builds the skeleton on meta, renames and converts
 checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only the reading of
 files is replaced while it runs: `safe_open` and `load_state_dict`, as `modeling_utils` sees them, hand out symbolic
-tensors (`describe/tensor.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile
+tensors (`symbolic/tensor.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile
 whoever in transformers asks for ZeRO-3, modelling code included, hears that there is none (`active.py`). Nothing here
 knows what happens to the expressions afterwards.
 
@@ -27,10 +27,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from lowmem_load.contract import TRANSFORMERS, require
-from lowmem_load.describe.context import Context, Once
-from lowmem_load.describe.initialise import ReadNow
-from lowmem_load.describe.missing import initialise_in, uninitialised
-from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
 from lowmem_load.formats.index import check_index
 from lowmem_load.formats.safetensors import Safetensors
@@ -42,6 +38,10 @@ from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
+from lowmem_load.symbolic.context import Context, Once
+from lowmem_load.symbolic.initialise import ReadNow
+from lowmem_load.symbolic.missing import initialise_in, uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
 
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"

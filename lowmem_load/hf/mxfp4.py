@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from lowmem_load.contract import TRANSFORMERS, require
-from lowmem_load.describe.initialise import ReadNow
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf.replaced import Replacement
 from lowmem_load.planning.expression import Elementwise, Expression, expand, held, permute, reshape
+from lowmem_load.symbolic.initialise import ReadNow
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 MODULE = "transformers.integrations.mxfp4"
 NUM_CODES = 16

@@ -26,10 +26,10 @@ from torch import nn
 from transformers.utils import logging as hf_logging
 
 from lowmem_load.contract import PEFT, TRANSFORMERS, require
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _WRITE_WEIGHTS = "safe_save_file"
 """What writes a file of weights, as transformers' and PEFT's modules name it."""

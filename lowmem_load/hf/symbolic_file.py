@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from lowmem_load.describe.initialise import ReadNow
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import code_of
 from lowmem_load.planning.expression import Expression
+from lowmem_load.symbolic.initialise import ReadNow
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 
 class SymbolicFile:

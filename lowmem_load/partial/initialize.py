@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_load.config.ds_config import comparable
+from lowmem_load.config.precision import AUTO
+from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import scheduler_class
 from lowmem_load.ds.parameters import group_size_of, is_partitioned, whole_numel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.partial.engine import PartialEngine
+from lowmem_load.partial.partial_engine import PartialEngine
 from lowmem_load.partial.replicated import Average, SplitOptimizer, check_average, options_of
-from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.settings.ds_config import comparable
-from lowmem_load.settings.precision import AUTO
-from lowmem_load.settings.settings import Partition, Settings, read_settings
-from lowmem_load.targets.choice import check_ties, choose, chosen_parameters, partitioned_modules
+from lowmem_load.targets.partition_choice import check_ties, choose, chosen_parameters, partitioned_modules
 
 
 def initialize(

@@ -17,17 +17,17 @@ from lowmem_load.errors import CheckpointError, ConfigError, PlanError
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.of_config import describe_plain, model_of
+from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
-from lowmem_load.read.executor import Executor
-from lowmem_load.resume.checkpoint import Checkpoint, find_folder
 from lowmem_load.resume.copying import chunks_of, copy_in_processes
-from lowmem_load.resume.layout import FP32, Chain, Pieces, SavedParameter
-from lowmem_load.resume.opening import open_checkpoint
+from lowmem_load.resume.open_checkpoint import open_checkpoint
+from lowmem_load.resume.zero_checkpoint import Checkpoint, find_folder
+from lowmem_load.resume.zero_layout import FP32, Chain, Pieces, SavedParameter
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.layout import FileLayout, lay_out
-from lowmem_load.saving.plan import Write, plan_writes, total_bytes
-from lowmem_load.saving.report import SaveReport
+from lowmem_load.saving.file_layout import FileLayout, lay_out
+from lowmem_load.saving.save_plan import Write, plan_writes, total_bytes
+from lowmem_load.saving.save_report import SaveReport
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
 """Files beside a configuration that go into the folder as they are: what Trainer writes for the tokenizer."""

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
-from lowmem_load.resume.layout import Chain, Pieces
-from lowmem_load.saving.plan import Write, held_writes
+from lowmem_load.resume.zero_layout import Chain, Pieces
+from lowmem_load.saving.save_plan import Write, held_writes
 from lowmem_load.saving.writer import Writer
 
 CHUNK_BYTES = 32 << 20

@@ -17,9 +17,9 @@ from lowmem_load.formats.inert_pickle import Tensor
 from lowmem_load.formats.plain_objects import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Shape, Source
-from lowmem_load.resume.checkpoint import at, base_optimizer
-from lowmem_load.resume.files import Files, is_swapped, swap_file
-from lowmem_load.resume.layout import FP32, Pieces, SavedParameter, group_numels, place_chains, place_groups
+from lowmem_load.resume.zero_checkpoint import at, base_optimizer
+from lowmem_load.resume.zero_files import Files, is_swapped, swap_file
+from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter, group_numels, place_chains, place_groups
 
 UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
 """Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""

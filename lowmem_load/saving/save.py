@@ -14,25 +14,25 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.processes import Progress
 from lowmem_load.errors import PlanError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.merging import Merge
-from lowmem_load.integrity.model import unwrapped
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
-from lowmem_load.ranks.group import RankGroup
-from lowmem_load.ranks.process_group import DistributedInterface
-from lowmem_load.ranks.processes import Progress
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.holdings import Holding, groups_of, holdings_of
-from lowmem_load.saving.layout import FileLayout, digest_of, lay_out, lay_out_zip
-from lowmem_load.saving.merged import digest_of_values, merged_pieces, merged_whole, whole_adapters
-from lowmem_load.saving.plan import Write, held_writes, plan_writes, total_bytes
-from lowmem_load.saving.report import SaveReport
+from lowmem_load.saving.file_layout import FileLayout, digest_of, lay_out, lay_out_zip
+from lowmem_load.saving.local_shards import Holding, groups_of, holdings_of
+from lowmem_load.saving.merge_lora import digest_of_values, merged_pieces, merged_whole, whole_adapters
+from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.save_plan import Write, held_writes, plan_writes, total_bytes
+from lowmem_load.saving.save_report import SaveReport
 from lowmem_load.saving.writer import Writer
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]

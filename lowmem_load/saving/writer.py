@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.io.scatter import source_elements
 from lowmem_load.planning.nest import Nest, offsets
-from lowmem_load.read.scatter import source_elements
-from lowmem_load.saving.plan import Write
+from lowmem_load.saving.save_plan import Write
 
 STAGING_BYTES = 8 << 20
 """Of the one buffer through which elements go that are cast, rearranged or on a device."""

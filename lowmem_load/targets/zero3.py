@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lowmem_load.config.settings import Settings
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
-from lowmem_load.settings.settings import Settings
-from lowmem_load.targets.choice import mark
+from lowmem_load.targets.partition_choice import mark
 from lowmem_load.targets.target import Layout
 
 if TYPE_CHECKING:

@@ -14,17 +14,17 @@ import transformers
 from torch import nn
 
 from lowmem_load import DistributedInterface, load_report
+from lowmem_load.config.settings import read_settings
 from lowmem_load.hf import intercept, loader
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.source import ByteSource, LocalFile
+from lowmem_load.pipeline.describe import describe
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.load import Load
+from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Rectangle
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import ByteSource, LocalFile
-from lowmem_load.settings.settings import read_settings
-from lowmem_load.stages.describe import describe
-from lowmem_load.stages.execute import execute
-from lowmem_load.stages.load import Load
-from lowmem_load.stages.plan import make_plan
-from lowmem_load.targets.make import target_maker
+from lowmem_load.targets.make_target import target_maker
 from lowmem_load.targets.target import Layout, Target
 from tests import builders
 from tests.kits.source import SourceContract

@@ -13,12 +13,12 @@ from torch import nn
 from lowmem_load.errors import CheckpointError, HeaderError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
 from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression, permute
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Rectangle
-from lowmem_load.read.source import ByteSource, read_bytes
 from lowmem_load.targets.target import Layout, Target
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 from tests.contracts.test_formats import TestSafetensors as SafetensorsTests
 from tests.kits.format import FormatContract
 from tests.kits.memory import MemorySource

@@ -36,7 +36,7 @@ from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import loader as hf
 from lowmem_load.hf import saver
-from lowmem_load.partial import engine as partial_engine
+from lowmem_load.partial import partial_engine
 
 OF_DEEPSPEED = r"deepspeed \d\S* lacks .*{}.*; lowmem_load works with deepspeed 0\.16\.4 to \S+: install deepspeed==0\."
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.read.source import ByteSource, LocalFile
+from lowmem_load.io.source import ByteSource, LocalFile
 from tests.kits.memory import MemorySource
 from tests.kits.source import SourceContract
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lowmem_load import DistributedInterface
-from lowmem_load.settings.settings import Settings, read_settings
-from lowmem_load.targets.make import Partial
+from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.targets.make_target import Partial
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 from lowmem_load.targets.zero3 import Zero3
 from tests.kits.target import TargetContract
 

@@ -18,10 +18,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 import lowmem_load
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.io.executor import Executor
+from lowmem_load.pipeline import plan_only as stages
+from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
-from lowmem_load.stages import plan_only as stages
-from lowmem_load.stages.plan import Planned
 
 # transformers says so whenever `dequantize` is asked for of a checkpoint that has a quantization_config
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")

@@ -13,14 +13,14 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 
 from safetensors.torch import save_file
 
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import fp8, mxfp4
 from lowmem_load.hf.replaced import replaced
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.read_whole import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.whole import read_whole
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from transformers import core_model_loading as loading
 from transformers.core_model_loading import WeightConverter, spawn_materialize
 
-from lowmem_load.describe.tensor import expression_of
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.read_whole import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.whole import read_whole
+from lowmem_load.symbolic.tensor import expression_of
 from tests.conversions import mappings
 from tests.conversions.mappings import BF16, DTYPES, FP32, Chain, Dtypes
 

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.saving.plan import held_writes, plan_writes, total_bytes
+from lowmem_load.saving.save_plan import held_writes, plan_writes, total_bytes
 from lowmem_load.saving.writer import Writer
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings
 from tests.conversions.mappings import DTYPES, Case, Chain
 from tests.unit.test_saving_plan import layout_of

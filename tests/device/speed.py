@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import LocalFile
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.source import LocalFile
 from lowmem_load.report import Overlap
 from tests import builders
 from tests.parity import BF16, FP32
@@ -115,7 +115,7 @@ def load(path: str, machine: Machine, has_ring: bool, num_threads: int) -> Resul
     from transformers import AutoModelForCausalLM
 
     from lowmem_load import DistributedInterface, load_model, load_report
-    from lowmem_load.stages import load as stage
+    from lowmem_load.pipeline import load as stage
     from tests.device.simulated import counters, reset, set_speed, timeline
 
     DistributedInterface()

@@ -15,7 +15,7 @@ import torch
 
 from lowmem_load.ds.pinning import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
-from lowmem_load.read.uploads import NUM_LANES, SLOT_BYTES
+from lowmem_load.io.uploads import NUM_LANES, SLOT_BYTES
 from tests import builders
 from tests.parity import BF16, FP32, differences
 from tests.ranks import SIMULATED, run_ranks
@@ -199,7 +199,7 @@ def test_pinned_memory_outlives_copies_of_it(path: str) -> None:
 def load_after_work_of_the_stream(path: str) -> None:
     """Rank function: memory that the load gets was freed by work of the caller's stream that is still to come."""
     from lowmem_load import DistributedInterface
-    from lowmem_load.stages import execute
+    from lowmem_load.pipeline import execute
     from tests.device.simulated import set_speed
 
     DistributedInterface()

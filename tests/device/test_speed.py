@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.read.uploads import NUM_LANES, SLOT_BYTES
+from lowmem_load.io.uploads import NUM_LANES, SLOT_BYTES
 from tests import builders
 from tests.device.speed import MACHINES, SIZES, Machine, measure
 from tests.ranks import IS_SIMULATED

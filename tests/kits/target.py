@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import cast, held
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Region
-from lowmem_load.read.executor import Executor
 from lowmem_load.targets.target import Layout, Target
 
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lowmem_load import load_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
-from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
 from tests.steps import payloads
 from tests.unit.test_process_group import init_counter, partition_numel, train_one_step

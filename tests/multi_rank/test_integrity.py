@@ -167,8 +167,8 @@ def verify_loads(good: str, flipped: str, unknown: str) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     from lowmem_load import load_model, load_report, streaming
-    from lowmem_load.integrity import files
-    from lowmem_load.stages import same_bytes
+    from lowmem_load.pipeline import same_bytes
+    from lowmem_load.pipeline import verify_checkpoint as files
 
     hashed: list[str] = []
     ordinary_hash, rank = files.hash_source, os.environ["RANK"]

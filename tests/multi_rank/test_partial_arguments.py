@@ -229,7 +229,7 @@ def call_deepspeed_initialize(path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     from lowmem_load import DistributedInterface, load_model, partial_zero3
-    from lowmem_load.partial.engine import PartialEngine
+    from lowmem_load.partial.partial_engine import PartialEngine
 
     ranks = DistributedInterface()
     stand_in_for_an_accelerator(ranks.rank, ranks.world_size)
@@ -316,7 +316,7 @@ def test_the_trainer_hook_restores_deepspeed() -> None:
     import deepspeed
 
     from lowmem_load import install, partial_zero3
-    from lowmem_load.pipelines.install import uninstall
+    from lowmem_load.integrations.install import uninstall
 
     ordinary = deepspeed.initialize
     with partial_zero3():

@@ -98,7 +98,7 @@ def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: P
 
 def load_broken(path: str, folder: str) -> None:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
-    from lowmem_load.partial.checkpoint import REPLICATED_FILE
+    from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
 
     engine = make_engine(path, CONFIG)
     assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)

@@ -173,7 +173,7 @@ def train_with_trainer(path: str, out: str, own_optimizer: bool) -> None:
     from transformers import Trainer, TrainingArguments
 
     from lowmem_load import DistributedInterface, load_model, partial_zero3
-    from lowmem_load.partial.engine import PartialEngine
+    from lowmem_load.partial.partial_engine import PartialEngine
 
     ranks = DistributedInterface()
     assert ranks.world_size == 2

@@ -89,7 +89,7 @@ def train(path: str, packed: str) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     from lowmem_load import DistributedInterface, install, load_model
-    from lowmem_load.pipelines.install import uninstall
+    from lowmem_load.integrations.install import uninstall
 
     rank = DistributedInterface().rank
     found: dict[str, Any] = {}

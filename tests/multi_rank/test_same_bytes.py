@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 def load_own(folders: list[str], same: list[str], copied: list[str]) -> tuple[str, float]:
     """Rank function: loads what its node has; returns the error, and seconds until it came."""
     from lowmem_load import load_model, load_report
-    from lowmem_load.stages import same_bytes
+    from lowmem_load.pipeline import same_bytes
 
     sampled: list[int] = []
     ordinary = same_bytes.sample_digests

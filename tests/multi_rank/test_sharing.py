@@ -26,7 +26,7 @@ class Counted:
 
     def replace(self) -> None:
         """Count all opens from now on, and what is read before the first byte of a tensor."""
-        from lowmem_load.read import source
+        from lowmem_load.io import source
 
         ordinary_open, ordinary_read = source._open_regular, source.LocalFile.read_into
 
@@ -72,7 +72,7 @@ def load_on_nodes(path: str, broken: str, cache: str) -> dict[str, Any]:
     import transformers
 
     from lowmem_load import load_model
-    from lowmem_load.ranks import node_cache
+    from lowmem_load.distributed import node_cache
 
     ordinary = node_cache.node_name
     node_cache.node_name = lambda rank: f"{ordinary(rank)} {rank // RANKS_PER_NODE}"

@@ -72,7 +72,7 @@ class CutsItself(LlamaForCausalLM):
 @contextlib.contextmanager
 def installed(**keywords: Any) -> Iterator[None]:
     import lowmem_load
-    from lowmem_load.pipelines.install import uninstall
+    from lowmem_load.integrations.install import uninstall
 
     lowmem_load.install(**keywords)
     try:

@@ -41,7 +41,7 @@ def follow(path: str) -> None:
 
     import lowmem_load
     from lowmem_load.ds.parameters import is_partitioned
-    from lowmem_load.pipelines.install import uninstall
+    from lowmem_load.integrations.install import uninstall
 
     def load(**kwargs: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)

@@ -79,7 +79,7 @@ def save_twice(path: str, out: str) -> None:
     import accelerate
 
     import lowmem_load
-    from lowmem_load.pipelines.install import uninstall
+    from lowmem_load.integrations.install import uninstall
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerate.PartialState(backend="gloo")

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from lowmem_load.describe.arguments import Template
+from lowmem_load.symbolic.call_arguments import Template
 
 
 def test_a_template_keeps_places_and_no_tensor() -> None:

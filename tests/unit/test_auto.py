@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
+from lowmem_load.config.precision import Precision
 from lowmem_load.errors import ConfigError
-from lowmem_load.settings.auto import for_loading, hidden_size_of, resolve_auto
-from lowmem_load.settings.precision import Precision
 from tests.unit.test_ds_config import HF_ZERO3
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.bench import compare as compare_module
-from lowmem_load.bench.compare import Row, compare, equal_weights
-from lowmem_load.bench.launch import GroupError, run_ranks
-from lowmem_load.bench.memory import MemorySampler
-from lowmem_load.bench.worker import FLOOR, STOCK, STREAMED, read_floor
+from lowmem_load.cli import bench_compare as compare_module
+from lowmem_load.cli.bench_compare import Row, compare, equal_weights
+from lowmem_load.cli.bench_launch import GroupError, run_ranks
+from lowmem_load.cli.bench_memory import MemorySampler
+from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, read_floor
 from lowmem_load.cli.main import app
 from lowmem_load.errors import CheckpointError
 from tests.builders import tiny_llama
@@ -77,7 +77,7 @@ def test_weights_are_compared() -> None:
 def test_the_floor_is_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(range(251)))
     (tmp_path / "b").write_bytes(b"xyz")
-    monkeypatch.setattr("lowmem_load.bench.worker.PIECE_BYTES", 100)
+    monkeypatch.setattr("lowmem_load.cli.bench_worker.PIECE_BYTES", 100)
     monkeypatch.setenv("WORLD_SIZE", "3")
     read = {}
     for rank in range(3):

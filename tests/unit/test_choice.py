@@ -10,7 +10,7 @@ from torch import nn
 
 from lowmem_load.ds.engine import entry_modules
 from lowmem_load.errors import ConfigError
-from lowmem_load.targets.choice import (
+from lowmem_load.targets.partition_choice import (
     MARK,
     check_ties,
     choose,

@@ -19,9 +19,9 @@ from lowmem_load.cli import common
 from lowmem_load.cli.common import print_all
 from lowmem_load.cli.main import app
 from lowmem_load.cli.start import main
+from lowmem_load.cli.tables import facts, table
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
 from lowmem_load.quantities import size
-from lowmem_load.tables import facts, table
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
 from tests.ranks import REPO
 from tests.storage import on_network

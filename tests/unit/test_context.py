@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowmem_load.describe.context import Context, pack, unpack
-from lowmem_load.describe.initialise import Initialiser
 from lowmem_load.errors import CheckpointError, HeaderError
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.io.open_sources import OpenSources
+from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.open_sources import OpenSources
-from lowmem_load.read.source import LocalFile
+from lowmem_load.symbolic.context import Context, pack, unpack
+from lowmem_load.symbolic.initialise import Initialiser
 
 
 class Noted(LocalFile):

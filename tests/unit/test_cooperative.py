@@ -13,7 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowmem_load.distributed.shared_memory import make_memory, memory_of, new_name
 from lowmem_load.errors import TruncatedFileError
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.shared_reads import SharedReads
+from lowmem_load.io.windows import Windows
 from lowmem_load.planning import cooperative
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.cooperative import (
@@ -30,10 +34,6 @@ from lowmem_load.planning.cooperative import (
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.ranges import partition_range
 from lowmem_load.planning.reads import Apply, Read, ReadLimits
-from lowmem_load.ranks.shared_memory import make_memory, memory_of, new_name
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.shared_reads import SharedReads
-from lowmem_load.read.windows import Windows
 from tests.together import CONTENT, NUMEL, START, VALUES, fills, in_threads, leaf, move, plan_of
 
 WINDOW_BYTES = 1 << 14
@@ -255,7 +255,7 @@ def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
 def test_a_rank_that_waits_for_others_gets_on_and_one_that_reads_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the life signs would name those that wait for a rank that hangs."""
     clock = iter([100.0, 101.1, 102.2, 103.3, 104.4])
-    monkeypatch.setattr("lowmem_load.read.shared_reads.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("lowmem_load.io.shared_reads.time.monotonic", lambda: next(clock))
     (windows,) = together(1, lambda _, windows: windows)
     assert isinstance(windows, Windows)
     sharing = SharedReads((), windows, 1, check=lambda: None)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowmem_load import doctor
+from lowmem_load.cli import doctor
+from lowmem_load.cli.doctor import NOTE, OK, PROBLEM, Finding
 from lowmem_load.cli.main import app
-from lowmem_load.doctor import NOTE, OK, PROBLEM, Finding
-from lowmem_load.ranks.environment import LAUNCHER_NAMES
-from lowmem_load.read import mounts
+from lowmem_load.distributed.environment import LAUNCHER_NAMES
+from lowmem_load.io import mounts
 
 ALL = {"accelerate": "1", "safetensors": "1", "huggingface_hub": "1"}
 NEW = {"python": "3.12.1", "torch": "2.8.0+cu128", "deepspeed": "0.19.0", "transformers": "5.2.0"}

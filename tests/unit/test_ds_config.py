@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.errors import ConfigError
-from lowmem_load.settings.ds_config import (
+from lowmem_load.config.ds_config import (
     MAX_FILE_NBYTES,
     read_ds_config,
     zero_stage,
 )
+from lowmem_load.errors import ConfigError
 
 # The ZeRO-3 example of the Hugging Face documentation.
 HF_ZERO3: dict[str, Any] = {

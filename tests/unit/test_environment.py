@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
+from lowmem_load.distributed import environment
 from lowmem_load.errors import ConfigError
-from lowmem_load.ranks import environment
 
 
 def test_launcher_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
+from lowmem_load.io import executor as executor_module
+from lowmem_load.io import source
+from lowmem_load.io import tasks as tasks_module
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.source import LocalFile
+from lowmem_load.io.temporaries import Temporaries
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import BLOCK_NUMEL, ReadLimits
-from lowmem_load.read import executor as executor_module
-from lowmem_load.read import source
-from lowmem_load.read import tasks as tasks_module
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import LocalFile
-from lowmem_load.read.temporaries import Temporaries
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 OFFSET = 40
@@ -119,7 +119,7 @@ def test_bytes_are_counted_while_a_read_goes_on(
             counted.append(executor.stats.read_bytes)
             super().read_into(offset, memory)
 
-    monkeypatch.setattr("lowmem_load.read.executor.PART_BYTES", 1000)
+    monkeypatch.setattr("lowmem_load.io.executor.PART_BYTES", 1000)
     planner = Planner()
     fill = planner.plan_fill("w", ex.cast(leaf(file), dtype), FlatRange(5, 720))
     destination = torch.empty(715, dtype=dtype)

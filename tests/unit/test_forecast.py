@@ -10,14 +10,14 @@ import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
-from lowmem_load.forecast.load import OVERHEAD_BYTES, RankNeeds, node_reads, rank_needs, stock_needs
-from lowmem_load.forecast.training import Limits, Model, Setup, judge, model_of, needs_of, training_needs
-from lowmem_load.load.plan import plan_ranks
+from lowmem_load.api.plan_model import plan_ranks
+from lowmem_load.cli.load_forecast import OVERHEAD_BYTES, RankNeeds, node_reads, rank_needs, stock_needs
+from lowmem_load.cli.training_forecast import Limits, Model, Setup, judge, model_of, needs_of, training_needs
+from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.phases import Memory
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import ReadCost
-from lowmem_load.settings.settings import Settings, read_settings
 from tests.builders import tiny_llama, tiny_mixtral
 from tests.together import plan_of
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.hf.fp8 import Patterns
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.read_whole import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import plan_copies
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.whole import read_whole
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
 
 
 def read(expression: ex.Expression, reason: str = "") -> torch.Tensor:

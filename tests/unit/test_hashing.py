@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.integrity.checksums import GIT, SHA256
-from lowmem_load.integrity.files import CHUNK_BYTES, hash_source
-from lowmem_load.read.source import LocalFile
+from lowmem_load.io.checksums import GIT, SHA256
+from lowmem_load.io.source import LocalFile
+from lowmem_load.pipeline.verify_checkpoint import CHUNK_BYTES, hash_source
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5])

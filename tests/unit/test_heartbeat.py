@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from lowmem_load.distributed import processes
+from lowmem_load.distributed.heartbeat import ANY_GROUP, BUSY, IDLE, WAITING, Heartbeat, Limits, Watched
+from lowmem_load.distributed.processes import computing, machine, pid_space, started
 from lowmem_load.errors import ConfigError
-from lowmem_load.ranks import processes
-from lowmem_load.ranks.heartbeat import ANY_GROUP, BUSY, IDLE, WAITING, Heartbeat, Limits, Watched
-from lowmem_load.ranks.processes import computing, machine, pid_space, started
 
 HERE = Heartbeat(
     *(1, BUSY, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", {"world": 4}, None),

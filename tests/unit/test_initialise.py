@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from lowmem_load.describe.initialise import (
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.symbolic.initialise import (
     INITIALISED,
     PAGES_NBYTES,
     UNINITIALISED,
@@ -16,8 +18,6 @@ from lowmem_load.describe.initialise import (
     SharedValue,
     with_random_state,
 )
-from lowmem_load.planning import expression as ex
-from lowmem_load.planning.ranges import FlatRange
 
 SHAPE = (4, 5)
 ALL = FlatRange(0, 20)

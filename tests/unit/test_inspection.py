@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lowmem_load.cli.checkpoint_contents import Inspection, inspect_checkpoint
+from lowmem_load.cli.file_contents import weight_files
 from lowmem_load.errors import CheckpointError
-from lowmem_load.inspection.checkpoint import Inspection, inspect_checkpoint
-from lowmem_load.inspection.files import weight_files
-from lowmem_load.remote.checkpoint import open_checkpoint
+from lowmem_load.io.hub_checkpoint import open_checkpoint
 from tests import builders
 from tests.multi_rank.test_formats import with_fp8
 

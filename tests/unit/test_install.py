@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from lowmem_load import DistributedInterface, LoadOrderWarning, install, streaming
-from lowmem_load.pipelines.install import uninstall
+from lowmem_load.integrations.install import uninstall
 from tests import builders
 
 SMALL = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)

@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from lowmem_load import DistributedInterface, ModelEngine, install, load_model, load_report, streaming
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import intercept, load_lock
-from lowmem_load.pipelines.install import uninstall
+from lowmem_load.integrations.install import uninstall
 from tests import builders
 
 STAGE_0 = {"zero_optimization": {"stage": 0}}

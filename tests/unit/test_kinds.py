@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from lowmem_load.config.kinds import KINDS, check_kinds
+from lowmem_load.config.settings import read_settings
 from lowmem_load.errors import ConfigError
-from lowmem_load.settings.kinds import KINDS, check_kinds
-from lowmem_load.settings.settings import read_settings
 
 
 def with_value(path: str, value: Any) -> dict[str, Any]:

@@ -13,39 +13,38 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 
 # Folders, and modules in none, low to high. Each imports from the lines above its own only, inside functions too.
 LADDER = """
-errors differences fingerprint phases tables
-contract planning quantities settings
-read
+errors differences fingerprint phases
+contract planning quantities config
+io
 formats
-describe
+symbolic
 ds hf
-ranks targets
-integrity remote report
+distributed targets
+report
 report_files
-stages
-load saving
-inspection partial
-bench doctor forecast resume
-pipelines
-startup
+pipeline
+api saving
+partial
+resume
+integrations
 cli
 __init__ __main__
 """
-FILES = "bench doctor ds formats hf partial phases pipelines ranks read report_files resume saving settings"
+FILES = "cli ds formats hf partial phases integrations distributed io report_files resume saving config"
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {
     "bitsandbytes": "hf",
     "deepspeed": "ds",
-    "deepspeed.accelerator": "ranks",
+    "deepspeed.accelerator": "distributed",
     "deepspeed.comm": "partial",
-    "pickle": "ranks",
-    "socket": "bench partial ranks",
-    "subprocess": "bench",
-    "torch.distributed": "ranks",
+    "pickle": "distributed",
+    "socket": "cli partial distributed",
+    "subprocess": "cli",
+    "torch.distributed": "distributed",
     "transformers": "hf",
     ".ds_": "ds",
-    "mmap.mmap": f"{FILES} describe stages",  # these two: memory without a file, and its type
+    "mmap.mmap": f"{FILES} symbolic pipeline",  # these two: memory without a file, and its type
     **dict.fromkeys(("open", "io.open", "os.open", "os.fdopen", "os.read", "os.write", "os.sendfile"), FILES),
     **dict.fromkeys(("os.pread", "os.preadv", "os.pwrite", "os.pwritev"), FILES),
     **dict.fromkeys((".read_bytes()", ".read_text()", ".write_bytes()", ".write_text()"), FILES),
@@ -124,19 +123,19 @@ def test_unit_keeps_the_rules(unit: str) -> None:
 @pytest.mark.parametrize(
     ("unit", "source", "what"),
     [
-        ("planning", "def f():\n    from lowmem_load.read.executor import Executor", "does not stand"),
-        ("planning", "from lowmem_load import read", "does not stand"),
+        ("planning", "def f():\n    from lowmem_load.io.executor import Executor", "does not stand"),
+        ("planning", "from lowmem_load import io", "does not stand"),
         ("planning", "from lowmem_load import load_model", "does not stand"),
         ("planning", "import os", "only computes"),
-        ("stages", "from lowmem_load.planning import copies\ncopies._walk()", "private"),
-        ("load", "from torch import distributed as d\nd.barrier()", "uses torch.distributed.barrier"),
-        ("load", "import torch\ntorch.distributed.barrier()", "uses torch.distributed.barrier"),
-        ("load", "def f():\n    import deepspeed.zero", "uses deepspeed.zero"),
+        ("pipeline", "from lowmem_load.planning import copies\ncopies._walk()", "private"),
+        ("api", "from torch import distributed as d\nd.barrier()", "uses torch.distributed.barrier"),
+        ("api", "import torch\ntorch.distributed.barrier()", "uses torch.distributed.barrier"),
+        ("api", "def f():\n    import deepspeed.zero", "uses deepspeed.zero"),
         ("partial", "from deepspeed import zero", "uses deepspeed.zero"),
-        ("load", "hasattr(p, 'ds_tensor')", "uses .ds_tensor"),
-        ("load", "open('x')", "uses open"),
-        ("load", "import os as o\no.pread(0, 1, 2)", "uses os.pread"),
-        ("load", "Path('x').read_text()", "uses .read_text()"),
+        ("api", "hasattr(p, 'ds_tensor')", "uses .ds_tensor"),
+        ("api", "open('x')", "uses open"),
+        ("api", "import os as o\no.pread(0, 1, 2)", "uses os.pread"),
+        ("api", "Path('x').read_text()", "uses .read_text()"),
     ],
 )
 def test_a_breach_is_found(unit: str, source: str, what: str) -> None:

@@ -67,9 +67,9 @@ def test_a_plan_is_for_the_accelerator_that_deepspeed_would_choose(
     chosen: str | None, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr("lowmem_load.load.plan.target_maker", lambda rank, device: asked.append(device))
+    monkeypatch.setattr("lowmem_load.api.plan_model.target_maker", lambda rank, device: asked.append(device))
     monkeypatch.setattr(
-        "lowmem_load.load.plan.plan_only", lambda call, settings, maker, ranks, *_: [maker(rank) for rank in ranks]
+        "lowmem_load.api.plan_model.plan_only", lambda call, settings, maker, ranks, *_: [maker(rank) for rank in ranks]
     )
     monkeypatch.delenv("DS_ACCELERATOR")
     if chosen is not None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.io.executor import Executor
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import (
     REPLICATED,
@@ -24,7 +25,6 @@ from lowmem_load.planning.load_plan import (
 )
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
 
 SOURCE = ex.Source("file", "w", 0, (24, 30), torch.float32)
 

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from lowmem_load.describe.tensor import SymbolicTensor
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.hf.loader import Call, _RealData, copy_marks
 from lowmem_load.hf.symbolic_file import SymbolicFile
+from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.expression import Expression, held
-from lowmem_load.read.source import LocalFile
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.load_plan import REPLICATED
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.settings.settings import Partition, Settings, read_settings
-from lowmem_load.targets.make import Partial, target_maker
+from lowmem_load.targets.make_target import Partial, target_maker
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 from lowmem_load.targets.zero3 import KIND, Zero3
 
 GPU = torch.device("cuda")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lowmem_load import plan
+from lowmem_load.io import mounts
+from lowmem_load.io.mounts import Mount, mount_of, read_cost
 from lowmem_load.planning.reads import ReadCost
-from lowmem_load.read import mounts
-from lowmem_load.read.mounts import Mount, mount_of, read_cost
 from tests import builders
 from tests.parity import BF16
 

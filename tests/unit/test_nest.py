@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lowmem_load.errors import PlanError
+from lowmem_load.io.scatter import scatter_elements, source_elements
 from lowmem_load.planning.nest import Axis, Nest, Side
-from lowmem_load.read.scatter import scatter_elements, source_elements
 
 SOURCE = torch.arange(100, dtype=torch.float32)
 NESTS = {

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.ranks.node_cache import NodeCache
-from lowmem_load.ranks.shared_memory import make_memory, new_name, open_memory
-from lowmem_load.ranks.store_channel import StoppedError
+from lowmem_load.distributed.node_cache import NodeCache
+from lowmem_load.distributed.shared_memory import make_memory, new_name, open_memory
+from lowmem_load.distributed.store_channel import StoppedError
 
 
 def untroubled() -> None:

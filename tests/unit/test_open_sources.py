@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.io import open_sources
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.open_sources import OpenSources
+from lowmem_load.io.source import ByteSource, LocalFile, read_bytes
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read import open_sources
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.open_sources import OpenSources
-from lowmem_load.read.source import ByteSource, LocalFile, read_bytes
 
 NUM_FILES = 1500
 CHANGED = r"a: was replaced or written to after its header was read; load again"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from lowmem_load.describe.operations import describe, is_described
+from lowmem_load.io.executor import Executor
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
+from lowmem_load.symbolic.operations import describe, is_described
 
 aten = torch.ops.aten
 X = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.partial.checkpoint import FORMAT, REPLICATED_FILE, find_checkpoint, load_replicated, save_replicated
+from lowmem_load.partial.partial_checkpoint import (
+    FORMAT,
+    REPLICATED_FILE,
+    find_checkpoint,
+    load_replicated,
+    save_replicated,
+)
 
 
 @dataclasses.dataclass

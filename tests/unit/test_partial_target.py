@@ -11,7 +11,7 @@ from torch import nn
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.targets.make import Partial
+from lowmem_load.targets.make_target import Partial
 from lowmem_load.targets.target import Layout
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import PlanError
+from lowmem_load.io.executor import Executor
 from lowmem_load.planning import copies, planner
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import (
@@ -22,7 +23,6 @@ from lowmem_load.planning.load_plan import (
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Rectangle, partition_range
 from lowmem_load.planning.reads import Apply, Move, Read, ReadLimits
-from lowmem_load.read.executor import Executor
 from tests.kits.memory import MemorySource
 from tests.unit.test_copies import expressions, value_of
 

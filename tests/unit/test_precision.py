@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowmem_load.config.precision import Precision, precision_of, resolve_precision, with_precision
 from lowmem_load.errors import ConfigError
-from lowmem_load.settings.precision import Precision, precision_of, resolve_precision, with_precision
 
 DOCS = Path(__file__).parents[2] / "docs" / "precision.md"
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from lowmem_load.distributed import environment, process_group
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.ranks import environment, process_group
-from lowmem_load.ranks.process_group import DistributedInterface
 from tests.ranks import run_ranks
 from tests.steps import payloads
 

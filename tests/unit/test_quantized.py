@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load.describe.context import Context
-from lowmem_load.describe.quantized import Companion, Quantized, QuantizedTensor
+from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.four_bit import check_packed
-from lowmem_load.read.executor import Executor
+from lowmem_load.io.executor import Executor
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.report import LoadReport
-from lowmem_load.settings.settings import Settings, read_settings
-from lowmem_load.stages.execute import execute
-from lowmem_load.stages.plan import make_plan
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from tests.described import CPU, X, Y, described, planned, write_file
 from tests.described import module as module_of
 

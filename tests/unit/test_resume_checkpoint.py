@@ -1,4 +1,4 @@
-"""resume/checkpoint.py and opening.py: what a checkpoint holds besides weights, and what is refused."""
+"""resume/zero_checkpoint.py and opening.py: what a checkpoint holds besides weights, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.read_whole import read_whole
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.whole import read_whole
-from lowmem_load.resume.checkpoint import find_folder
-from lowmem_load.resume.layout import FP32
-from lowmem_load.resume.opening import open_checkpoint, saved_by
+from lowmem_load.resume.open_checkpoint import open_checkpoint, saved_by
+from lowmem_load.resume.zero_checkpoint import find_folder
+from lowmem_load.resume.zero_layout import FP32
 from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3
 

@@ -28,9 +28,9 @@ from lowmem_load.formats.safetensors import (
     header_nbytes,
     parse_header,
 )
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import LocalFile
-from lowmem_load.read.whole import read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.read_whole import read_whole
+from lowmem_load.io.source import LocalFile
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.integrity.checksums import name_of_blob
+from lowmem_load.io.checksums import name_of_blob
+from lowmem_load.io.open_sources import OpenSources
+from lowmem_load.io.sample import sample_digests
+from lowmem_load.io.source import LocalFile
+from lowmem_load.pipeline.same_bytes import Opened, View, agree_on_bytes, compare, opened
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.read.open_sources import OpenSources
-from lowmem_load.read.sample import sample_digests
-from lowmem_load.read.source import LocalFile
-from lowmem_load.stages.same_bytes import Opened, View, agree_on_bytes, compare, opened
 from tests.steps import ScriptedRanks
 
 DATA = random.Random(1).randbytes(100_001)

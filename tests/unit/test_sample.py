@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.read.open_sources import OpenSources
-from lowmem_load.read.sample import (
+from lowmem_load.io.open_sources import OpenSources
+from lowmem_load.io.sample import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     MAX_BLOCKS_IN_ALL,
@@ -21,7 +20,8 @@ from lowmem_load.read.sample import (
     sample_digests,
     sample_offsets,
 )
-from lowmem_load.read.source import LocalFile
+from lowmem_load.io.source import LocalFile
+from lowmem_load.planning.load_plan import PlannedFile
 
 
 def file(nbytes: int, path: str = "model.safetensors") -> PlannedFile:

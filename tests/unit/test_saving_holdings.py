@@ -11,7 +11,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.saving.holdings import holdings_of
+from lowmem_load.saving.local_shards import holdings_of
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.merging import unloaded
 from lowmem_load.planning.ranges import FlatRange, partition_range
-from lowmem_load.saving import merged
-from lowmem_load.saving.holdings import Holding, holdings_of
-from lowmem_load.saving.merged import merged_pieces, row_blocks, whole_adapters
+from lowmem_load.saving import merge_lora as merged
+from lowmem_load.saving.local_shards import Holding, holdings_of
+from lowmem_load.saving.merge_lora import merged_pieces, row_blocks, whole_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but")
 

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem_load import DistributedInterface, ModelEngine, load_model, load_report, plan, streaming
+from lowmem_load.config import auto, ds_config, precision
+from lowmem_load.config.precision import Precision
+from lowmem_load.config.settings import Partition, Settings, choices_of, read_settings
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.active import deepspeed_config
-from lowmem_load.settings import auto, ds_config, precision
-from lowmem_load.settings.precision import Precision
-from lowmem_load.settings.settings import Partition, Settings, choices_of, read_settings
 from tests import builders
 
 ZERO_3: dict[str, Any] = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"}}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.read import source as source_module
-from lowmem_load.read.source import OPENING_BYTES, LocalFile, SourceFile, read_bytes
+from lowmem_load.io import source as source_module
+from lowmem_load.io.source import OPENING_BYTES, LocalFile, SourceFile, read_bytes
 from tests.kits.memory import MemorySource
 
 DATA = bytes(range(256))

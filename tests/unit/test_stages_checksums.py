@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lowmem_load.pipeline.agree_on_checksums import shares
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.stages.checksums import shares
 
 
 def planned(path: Path) -> PlannedFile:

@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load.describe.context import Context
-from lowmem_load.describe.missing import initialise_in, uninitialised
-from lowmem_load.describe.tensor import SymbolicTensor
+from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import ConfigError
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.source import LocalFile
+from lowmem_load.pipeline.describe import describe
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.source import LocalFile
-from lowmem_load.settings.settings import Settings, read_settings
-from lowmem_load.stages.describe import describe
-from lowmem_load.stages.execute import execute
-from lowmem_load.stages.plan import make_plan
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.missing import initialise_in, uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 from lowmem_load.targets.zero3 import Zero3
 from tests.described import CPU, Build, Call, X, described, module, write_file
 

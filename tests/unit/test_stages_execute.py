@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load.describe.context import Context
-from lowmem_load.describe.missing import initialise_in, uninitialised
 from lowmem_load.errors import CheckpointError
+from lowmem_load.io.executor import Executor
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.read.executor import Executor
-from lowmem_load.stages.execute import execute
-from lowmem_load.stages.plan import Planned, make_plan
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.missing import initialise_in, uninitialised
 from lowmem_load.targets.target import Layout, Target
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 from tests.described import CPU, Build, X, Y, described, module, write_file
 
 META = torch.device("meta")

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetMode
 
 from lowmem_load import DistributedInterface, load_model, load_report, phases, plan
 from lowmem_load.errors import CheckpointError
-from lowmem_load.read import open_sources
-from lowmem_load.stages import load as stages
+from lowmem_load.io import open_sources
+from lowmem_load.pipeline import load as stages
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 FP32 = {"zero_optimization": {"stage": 3}}

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load.describe.context import Context
-from lowmem_load.describe.missing import initialise_in, uninitialised
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.io.executor import Executor
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan, SlowPath, TargetPlan
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read
-from lowmem_load.read.executor import Executor
-from lowmem_load.stages.execute import execute
-from lowmem_load.stages.plan import make_plan
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.missing import initialise_in, uninitialised
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 from tests.described import CPU, X, Y, described, module, of_rank, planned, write_file
 
 

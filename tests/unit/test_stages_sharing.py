@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from lowmem_load.distributed.nodes import Nodes
 from lowmem_load.errors import ConfigError
-from lowmem_load.ranks.nodes import Nodes
-from lowmem_load.stages.sharing import ALONE, SHARE_READS, shared_windows, shares_reads, sharing_ranks
+from lowmem_load.pipeline.share_reads import ALONE, SHARE_READS, shared_windows, shares_reads, sharing_ranks
 from tests.steps import ScriptedRanks
 
 NODES = ("a", "b", "a", "b", "a")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.hf.first_load import before_first_load
-from lowmem_load.startup.environment import FOLDER, SWITCH, switched_on
+from lowmem_load.integrations.startup_environment import FOLDER, SWITCH, switched_on
 from tests.ranks import REPO
 
 PTH = REPO / "lowmem_load_startup.pth"
@@ -51,17 +51,21 @@ def install(*, strict, on_load):
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """Stand-ins: a transformers of one module, and beside the true `lowmem_load.startup` an `install` that prints."""
+    """Stand-ins: a transformers of one module, and beside the true startup modules an `install` that prints."""
     folder = tmp_path / "packages"
     for package, modules in {
         "transformers": {"__init__": "", "modeling_utils": MODELING_UTILS},
         "lowmem_load": {"__init__": "print('lowmem_load is imported')"},
-        "lowmem_load/pipelines": {"__init__": "", "install": INSTALL},
+        "lowmem_load/integrations": {"__init__": "", "install": INSTALL},
     }.items():
         (folder / package).mkdir(parents=True)
         for module, source in modules.items():
             (folder / package / f"{module}.py").write_text(source)
-    for name in ("startup", "hf", "errors.py"):
+    startup = (
+        f"integrations/{each}"
+        for each in ("startup_environment.py", "startup_hook.py", "switch_on.py", "on_pythonpath")
+    )
+    for name in (*startup, "hf", "errors.py"):
         (folder / "lowmem_load" / name).symlink_to(REPO / "lowmem_load" / name)
     return folder
 
@@ -206,7 +210,7 @@ def test_strictness_is_handed_on(packages: Path) -> None:
 def test_what_cannot_be_installed_stops_every_load(
     install: str, env: dict[str, str], message: str, packages: Path
 ) -> None:
-    (packages / "lowmem_load/pipelines/install.py").write_text(install)
+    (packages / "lowmem_load/integrations/install.py").write_text(install)
     source = """
         from transformers.modeling_utils import PreTrainedModel
         for load in (PreTrainedModel.from_pretrained, PreTrainedModel._from_config, PreTrainedModel.from_pretrained):

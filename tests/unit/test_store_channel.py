@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowmem_load.ranks.heartbeat import Limits
-from lowmem_load.ranks.processes import Progress
-from lowmem_load.ranks.store_channel import Group, StoppedError, StoreChannel
-from lowmem_load.ranks.verdict import Entry, Verdict
+from lowmem_load.distributed.heartbeat import Limits
+from lowmem_load.distributed.processes import Progress
+from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
+from lowmem_load.distributed.verdict import Entry, Verdict
 
 LIMITS = Limits(silence_s=0.6, gone_s=5.0, absence_s=2.0)
 BEAT_S = 0.05

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from lowmem_load.integrity import sums
-from lowmem_load.integrity.sums import BLOCK_UNITS, LANES, PIECE_BLOCKS, Keys, add, sums_of
+from lowmem_load.saving import digest_sums as sums
+from lowmem_load.saving.digest_sums import BLOCK_UNITS, LANES, PIECE_BLOCKS, Keys, add, sums_of
 
 KEYS = Keys()
 LONG = (PIECE_BLOCKS + 2) * BLOCK_UNITS + 77

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from lowmem_load.read import tasks as tasks_module
-from lowmem_load.read.tasks import Tasks
+from lowmem_load.io import tasks as tasks_module
+from lowmem_load.io.tasks import Tasks
 
 LONG_S = 20.0
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load.describe.initialise import Initialiser
-from lowmem_load.describe.missing import initialise_in, initialised_part, uninitialised
-from lowmem_load.describe.tensor import SymbolicTensor, expression_of
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.read_whole import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
-from lowmem_load.read.executor import Executor
-from lowmem_load.read.whole import read_whole
+from lowmem_load.symbolic.initialise import Initialiser
+from lowmem_load.symbolic.missing import initialise_in, initialised_part, uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
 
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 Y = X + 1000

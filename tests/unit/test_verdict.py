@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.ranks.verdict import Entry, Verdict, spell_ranks, verdict_on
+from lowmem_load.distributed.verdict import Entry, Verdict, spell_ranks, verdict_on
 
 
 def entry(**brought: Any) -> Entry:

@@ -11,8 +11,8 @@ from huggingface_hub._local_folder import write_download_metadata
 from huggingface_hub.utils.sha import git_hash
 
 from lowmem_load import CheckpointError, verify_checkpoint
-from lowmem_load.integrity import checksums
-from lowmem_load.integrity.checksums import Checksum, checksums_of
+from lowmem_load.io import checksums
+from lowmem_load.io.checksums import Checksum, checksums_of
 
 DATA, CONFIG = bytes(range(256)) * 40, b'{"architectures": ["LlamaForCausalLM"]}'
 SHA = hashlib.sha256(DATA).hexdigest()

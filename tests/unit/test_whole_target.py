@@ -11,7 +11,7 @@ from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.targets.target import Layout
-from lowmem_load.targets.whole import Whole
+from lowmem_load.targets.whole_target import Whole
 
 CPU = torch.device("cpu")
 

@@ -185,7 +185,7 @@ def compare_all(cases: list[Case], method: str, precision: str, saves: bool, fol
         folder: where the journal goes.
         limit_s: seconds per case.
     """
-    from lowmem_load.ranks.process_group import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     _prepare()
     DistributedInterface()

@@ -1,0 +1,1 @@
+"""What users call to load, stream and plan."""

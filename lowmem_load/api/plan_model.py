@@ -1,0 +1,171 @@
+"""The plan of a load, and the model that it describes, made in a plain process."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from lowmem_load.api.request import Checked, Request, spelled
+from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.hf import intercept, loader
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.io.source import LocalFile, Opener
+from lowmem_load.pipeline.describe import Described
+from lowmem_load.pipeline.plan_only import describe_only, plan_only
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.targets.make_target import target_maker
+
+T = TypeVar("T")
+
+
+def plan(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    rank: int,
+    world_size: int,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    **from_pretrained_kwargs: Any,
+) -> LoadPlan:
+    """Return the plan of what `load_model` does on one rank, without loading: the very plan that such a rank executes.
+
+    Runs in a plain process, for any rank of any world: no process group, no launcher, no DeepSpeed engine, no
+    accelerator. It plans for the accelerator that DeepSpeed would choose here; `DS_ACCELERATOR` ("cuda") names another
+    machine's, whose reads are staged. Only headers are read; where transformers itself decides by value (whether two
+    tensors of a checkpoint are one tied weight) these values are read, or computed, too, and
+    `LoadPlan.read_to_describe` names them.
+
+    Args:
+        name: as for `load_model`.
+        ds_config: as for `load_model`.
+        rank: of the partition group, `0 <= rank < world_size`.
+        world_size: ranks among which parameters are cut up.
+        auto_class: as for `load_model`.
+        dtype: as for `load_model`.
+        partition: as for `load_model`.
+        **from_pretrained_kwargs: as for `load_model`.
+
+    Memory: the description of the model; no parameter is allocated, except where its value decides.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        CheckpointError: the folder or its files cannot be used.
+        UnsupportedError: a combination that cannot be streamed.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    return plan_ranks(
+        *(name, ds_config),
+        ranks=[rank],
+        world_size=world_size,
+        device=_accelerator(),
+        auto_class=auto_class,
+        dtype=dtype,
+        partition=partition,
+        **from_pretrained_kwargs,
+    )[0]
+
+
+def plan_ranks(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    ranks: Sequence[int],
+    world_size: int,
+    device: torch.device,
+    open_source: Opener = LocalFile,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    **from_pretrained_kwargs: Any,
+) -> list[LoadPlan]:
+    """Return the plans of several ranks, in less time than `plan` takes for each.
+
+    All that is not named here is as for `plan`. Of `device`, the accelerator of the job, its type is enough.
+
+    Raises:
+        UnsupportedError: the class does not load by transformers' own `from_pretrained`.
+    """
+    request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs)
+    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
+    checked = request.checked(settings)
+
+    def planned(call: loader.Call) -> list[LoadPlan]:
+        make_target = functools.partial(target_maker, device=device)
+        return plan_only(call, checked.settings, make_target, ranks, open_source)
+
+    return _instead_of_loading(checked, planned)
+
+
+def describe_checkpoint(
+    name: str,
+    dtype: torch.dtype,
+    *,
+    open_source: Opener,
+    auto_class: str | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Described:
+    """Return the model of a checkpoint as a load by one rank on the host describes it.
+
+    All but `dtype`, that of the parameters, is as for `plan`.
+    """
+    precision = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
+    settings = read_settings({"zero_optimization": {"stage": 3}, **precision}, world_size=1)
+    checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(settings)
+    make_target = target_maker(0, torch.device("cpu"))
+    return _instead_of_loading(checked, lambda call: describe_only(call, checked.settings, make_target, open_source))
+
+
+def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
+    """Return what `act` makes of the call of `from_pretrained` that would load.
+
+    Raises:
+        UnsupportedError: the class does not load by transformers' own `from_pretrained`.
+    """
+
+    def handler(call: loader.Call) -> NoReturn:
+        raise _Done(act(call))
+
+    with load_lock(), intercept.intercepted(handler):
+        try:
+            checked.from_pretrained()
+        except _Done as done:
+            result: T = done.result
+            return result
+    raise UnsupportedError(f"{checked.cls.__name__} does not load through transformers' from_pretrained")
+
+
+class _Done(BaseException):
+    """Carries a result out of a `from_pretrained`, past overrides that would go on to use the model."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+def _accelerator() -> torch.device:
+    """Return the device for which DeepSpeed would choose its accelerator, without importing it.
+
+    Source: deepspeed 0.19.8 `accelerator/real_accelerator.py`, `get_accelerator`.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR names no device that this torch knows.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        try:
+            return torch.device(chosen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"DS_ACCELERATOR is {chosen!r}, of which this torch knows no device: import the package that adds it "
+                "(torch_npu, say) before, or correct the variable"
+            ) from error
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else found

@@ -1,0 +1,114 @@
+"""Loads inside code that calls from_pretrained by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from lowmem_load.api.load_model import load_on
+from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError
+from lowmem_load.hf import intercept, loader
+from lowmem_load.hf.active import active_zero3_config, deepspeed_config, was_dropped
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.report import OnLoad
+
+DROPPED = (
+    "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "
+    "ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models are loaded. "
+    "If the load is meant to be an ordinary one, call transformers.integrations.unset_hf_deepspeed_config() before it"
+)
+"""Warning of a load that an `HfDeepSpeedConfig` was probably meant for."""
+
+
+@contextlib.contextmanager
+def streaming(
+    ds_config: Any = None,
+    *,
+    progress: bool | None = None,
+    partition: Partition | None = None,
+    data_parallel_group: Any = None,
+    verify: bool = False,
+) -> Iterator[None]:
+    """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
+
+    Models keep the dtype that the caller asked for under stages 0 to 2; under stage 3 the ds_config decides, as it
+    does with stock ZeRO-3. On exit, also after an exception, everything is as it was before. Loads of other threads are
+    the ordinary ones.
+
+    Args:
+        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that is
+            active at that moment, which TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set; while
+            there is none, loads are the ordinary ones.
+        progress: as for `load_model`.
+        partition: as for `load_model`, applied to each model that is loaded inside; one in which it chooses no
+            module stays whole.
+        data_parallel_group: as for `load_model`.
+        verify: as for `load_model`.
+
+    Raises:
+        ConfigError: ds_config cannot be used.
+
+    A load inside that cannot be streamed raises, as `load_model` does; `install` can leave it to stock ZeRO-3.
+    """
+    if ds_config is None:
+        if partition is not None or data_parallel_group is not None:
+            raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
+        with following(progress=progress, verify=verify):
+            yield
+        return
+    with load_lock():
+        ranks = DistributedInterface().subgroup(data_parallel_group)
+        with ranks.step("checking the ds_config") as step:
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
+            step.digest = f"ds_config {settings.fingerprint}"
+    with (
+        deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
+        intercept.intercepted(load_on(ranks, settings, progress, verify)),
+    ):
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RankError):
+                ranks.abort("streaming()", error)
+            raise
+
+
+def following(
+    *,
+    progress: bool | None,
+    verify: bool,
+    on_load: OnLoad | None = None,
+    is_lenient: bool = False,
+    everywhere: bool = False,
+) -> AbstractContextManager[None]:
+    """Return `streaming()` without a ds_config.
+
+    `progress` and `verify` are as for `load_model`. With `is_lenient`, what cannot be streamed is left to transformers;
+    `everywhere` is for all threads.
+    """
+
+    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        ds_config = active_zero3_config()
+        assert ds_config is not None  # asked a moment ago, by _zero3_is_active
+        ranks = DistributedInterface()
+        with ranks.step("checking the active ds_config") as step:
+            settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
+            step.digest = f"ds_config {settings.fingerprint}"
+        return load_on(ranks, settings, progress, verify, on_load, is_lenient=is_lenient)(call)
+
+    return intercept.intercepted(load, _zero3_is_active, everywhere=everywhere)
+
+
+def _zero3_is_active() -> bool:
+    if active_zero3_config() is not None:
+        return True
+    if was_dropped():
+        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=5)  # the caller of from_pretrained
+    return False

@@ -1,0 +1,210 @@
+"""What a checkpoint holds, and what loading does to it: all that `lowmem-load inspect` says."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowmem_load.api.plan_model import describe_checkpoint
+from lowmem_load.cli.file_contents import StoredTensor, stored_tensors, weight_files
+from lowmem_load.errors import LowMemLoadError
+from lowmem_load.formats.index import base_of_adapter
+from lowmem_load.hf import names
+from lowmem_load.hf.quantizers import dequantizing
+from lowmem_load.io.hub_checkpoint import OpenCheckpoint
+from lowmem_load.pipeline.describe import Described
+from lowmem_load.planning.expression import (
+    IN_MEMORY,
+    Computed,
+    Elementwise,
+    Expression,
+    Held,
+    Permute,
+    Pick,
+    Source,
+    children,
+    held,
+)
+from lowmem_load.symbolic.missing import initialised_part
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What loading does to some parameters: in words, how many these are, their bytes in the model, and one of them."""
+
+    kind: str
+    num_parameters: int
+    nbytes: int
+    example: str
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What a checkpoint is.
+
+    Attributes:
+        name, revision: of it; the commit of a Hub id.
+        architectures, model_type, dtype: as its config.json says; dtype without "torch.".
+        quantization: the method that its config names; None without one.
+        base_of_adapter: name of the model that it is an adapter of; None if it is none.
+        files: bytes of each file of weights.
+        tensors: that are stored in them.
+        num_elements: of all distinct parameters of the model, if it could be described.
+        tied: names of each parameter that has several.
+        missing_keys, unexpected_keys, mismatched_keys: as transformers reports them.
+        conversions: what becomes of the tensors on load, most bytes first.
+        read_to_describe: see `LoadPlan`.
+        not_described: why the model could not be described; None if it was.
+    """
+
+    name: str
+    revision: str | None
+    architectures: Sequence[str] = ()
+    model_type: str = ""
+    dtype: str = ""
+    quantization: str | None = None
+    base_of_adapter: str | None = None
+    files: dict[str, int] = field(default_factory=dict)
+    tensors: list[StoredTensor] = field(default_factory=list)
+    num_elements: int = 0
+    tied: Sequence[Sequence[str]] = ()
+    missing_keys: Sequence[str] = ()
+    unexpected_keys: Sequence[str] = ()
+    mismatched_keys: Sequence[str] = ()
+    conversions: Sequence[Conversion] = ()
+    read_to_describe: Sequence[tuple[str, int]] = ()
+    not_described: str | None = None
+
+    @property
+    def by_dtype(self) -> dict[str, tuple[int, int]]:
+        """Tensors and bytes of each dtype that is stored."""
+        found: dict[str, tuple[int, int]] = {}
+        for tensor in self.tensors:
+            number, nbytes = found.get(tensor.dtype, (0, 0))
+            found[tensor.dtype] = number + 1, nbytes + tensor.nbytes
+        return found
+
+
+def inspect_checkpoint(
+    checkpoint: OpenCheckpoint, subfolder: str = "", auto_class: str | None = None, *, trust_remote_code: bool = False
+) -> Inspection:
+    """Return what a checkpoint is. Reads headers, and what transformers must know to describe the model.
+
+    Raises:
+        CheckpointError: it has no weights, or a file of it is malformed.
+    """
+    found = Inspection(checkpoint.name, checkpoint.revision)
+    for path in weight_files(checkpoint.folder, subfolder):
+        found.files[os.path.basename(path)], tensors = stored_tensors(path, checkpoint.open_source)
+        found.tensors += tensors
+    adapter = os.path.join(checkpoint.folder, subfolder, "adapter_config.json")
+    if os.path.isfile(adapter):
+        found.base_of_adapter = base_of_adapter(adapter)
+        found.not_described = "it is an adapter: what its weights become depends on the base model"
+    else:
+        try:
+            _describe(found, checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code)
+        except LowMemLoadError as error:
+            found.not_described = str(error)
+    return found
+
+
+def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | None, **keywords: Any) -> None:
+    config = names.model_config(checkpoint.folder, keywords)
+    found.architectures, found.model_type = list(config.architectures or ()), str(config.model_type)
+    dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
+    found.dtype = _spelled(dtype)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        found.quantization = names.quantization_method(quantization)
+        if not names.is_four_bit(quantization):
+            keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+    described = describe_checkpoint(
+        checkpoint.folder, dtype, open_source=checkpoint.open_source, auto_class=auto_class, **keywords
+    )
+    found.read_to_describe = described.read_to_describe
+    found.missing_keys = sorted(described.info["missing_keys"])
+    found.unexpected_keys = sorted(described.info["unexpected_keys"])
+    found.mismatched_keys = [str(key) for key in described.info["mismatched_keys"]]
+    _take_parameters(found, described)
+
+
+def _take_parameters(found: Inspection, described: Described) -> None:
+    parameters = {id(parameter): parameter for parameter in described.model.parameters()}
+    all_names: dict[int, list[str]] = {key: [] for key in parameters}
+    for name, parameter in described.model.named_parameters(remove_duplicate=False):
+        all_names[id(parameter)].append(name)
+    found.num_elements = sum(parameter.numel() for parameter in parameters.values())
+    found.tied = [each for each in all_names.values() if len(each) > 1]
+    ways: dict[str, Conversion] = {}
+    for key, parameter in parameters.items():
+        kind, tensors = conversion_of(all_names[key], parameter)
+        made_of = ", ".join(tensors[:2]) + (f" and {len(tensors) - 2} more" if len(tensors) > 2 else "")
+        example = f"{all_names[key][0]} <- {made_of or 'nothing in the files'}"
+        way = ways.setdefault(kind, Conversion(kind, 0, 0, example))
+        way.num_parameters += 1
+        way.nbytes += parameter.numel() * parameter.dtype.itemsize
+    found.conversions = sorted(ways.values(), key=lambda way: -way.nbytes)
+
+
+def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[str, list[str]]:
+    """Return what loading does to make a described parameter, in words, and the stored tensors that it is made of."""
+    nodes = _nodes(_expression(parameter))
+    sources = [node for node in nodes if isinstance(node, Source)]
+    operations = dict.fromkeys(_operation(node) for node in nodes if isinstance(node, Computed | Elementwise))
+    origins = dict.fromkeys(node.origin for node in nodes if isinstance(node, Held))
+    parts = [origin for origin in origins if origin != IN_MEMORY or not sources]
+    parts += _choice(all_names, parameter, sources)
+    parts += operations or _moves(nodes, parameter, sources)
+    if isinstance(parameter, QuantizedTensor):
+        parts.append("packed")
+    return ", ".join(parts) or "as it lies", list(dict.fromkeys(source.name for source in sources))
+
+
+def _expression(parameter: torch.Tensor) -> Expression:
+    if isinstance(parameter, SymbolicTensor):
+        return initialised_part(parameter) or parameter.expression
+    return held(parameter)
+
+
+def _nodes(expression: Expression) -> list[Expression]:
+    """Return the distinct nodes of an expression."""
+    found, seen = [expression], {id(expression)}
+    for node in found:  # which grows meanwhile
+        for child in children(node):
+            if id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def _operation(leaf: Computed | Elementwise) -> str:
+    return f"{leaf.operation} on {'ranges' if isinstance(leaf, Elementwise) else 'whole tensors'}"
+
+
+def _choice(all_names: Sequence[str], parameter: torch.Tensor, sources: Sequence[Source]) -> Iterator[str]:
+    if len(sources) > 1:
+        yield f"made of {len(sources)} tensors"
+    elif sources and math.prod(sources[0].shape) > parameter.numel():
+        yield "cut out of a larger one"
+    elif sources and sources[0].name not in all_names:
+        yield "renamed"
+
+
+def _moves(nodes: Sequence[Expression], parameter: torch.Tensor, sources: Sequence[Source]) -> Iterator[str]:
+    if any(isinstance(node, Permute | Pick) for node in nodes):
+        yield "rearranged"
+    for dtype in dict.fromkeys(source.dtype for source in sources):
+        if dtype != parameter.dtype:
+            yield f"cast from {_spelled(dtype)} to {_spelled(parameter.dtype)}"
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,207 @@
+"""What of a machine decides whether models load and train on it, and what to do about it: all that `doctor` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+
+from packaging.version import Version
+
+from lowmem_load.distributed.environment import LAUNCHER_NAMES, alone, launched
+from lowmem_load.errors import ConfigError
+from lowmem_load.io.mounts import mount_of
+from lowmem_load.quantities import size
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+"""Levels: as it should be; worth knowing; something will fail, or wrongly run, unless it is mended."""
+
+NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "safetensors", "huggingface_hub")
+
+MIN_SHARED_BYTES = 1 << 30
+"""Of /dev/shm: what ranks that read together, DataLoader's workers and NCCL share lies there."""
+
+MIN_BLOCK_BYTES = 128 << 10
+"""Below this a network file system answers each read in many small messages."""
+
+PINNED_BYTES = 1 << 20
+"""Of the block that is pinned to see whether that works."""
+
+PROC, SYS = Path("/proc"), Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        area: what it is about: "versions", "storage".
+        level: `OK`, `NOTE` or `PROBLEM`.
+        found: in words.
+        advice: what to do; "" where nothing need be done.
+    """
+
+    area: str
+    level: str
+    found: str
+    advice: str = ""
+
+
+def check_all(folder: str | None) -> Iterator[Finding]:
+    """Yield what all checks find."""
+    yield from check_versions(installed(), tested())
+    yield from check_memory()
+    yield check_storage(folder)
+    yield from check_launcher()
+    yield from check_devices()
+
+
+def installed() -> dict[str, str]:
+    """Return the installed releases by package; those that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in NEEDED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def tested() -> list[Mapping[str, str]]:
+    """Return the releases of each environment that was tested."""
+    content = json.loads(files("lowmem_load").joinpath("tested.json").read_text(encoding="utf-8"))
+    return [each["versions"] for each in content["environments"]]
+
+
+def check_versions(found: Mapping[str, str], known: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """Yield what is to be said of the releases that are `found`, beside those that are `known` to work."""
+    for package in ("python", *NEEDED):
+        releases = sorted({Version(Version(each[package]).public) for each in known if package in each})
+        if package not in found:
+            yield Finding("versions", PROBLEM, f"{package} is not installed", f"pip install {package}")
+        elif releases:
+            yield _of_package(package, Version(Version(found[package]).public), releases[0], releases[-1])
+
+
+def _of_package(package: str, release: Version, first: Version, last: Version) -> Finding:
+    said = f"{package} {release}, tested {first} to {last}"
+    if release.release[:2] < first.release[:2]:
+        return Finding("versions", PROBLEM, said, f"pip install '{package}>={first}'" * (package != "python"))
+    if release.release[:2] > last.release[:2]:
+        advice = "newer than what was tested: watch the first run, or install a tested one"
+        return Finding("versions", NOTE, said, advice)
+    return Finding("versions", OK, said)
+
+
+def check_memory() -> Iterator[Finding]:
+    """Yield what is to be said of host memory and its limits. What cannot be found out here is left out."""
+    fields = {line.split(":")[0]: line.split()[1] for line in _text(PROC / "meminfo").splitlines() if ":" in line}
+    if "MemAvailable" in fields:
+        free, total = (int(fields[name]) << 10 for name in ("MemAvailable", "MemTotal"))
+        yield Finding("memory", OK, f"{size(free)} of {size(total)} are free")
+        limit = _cgroup_limit()
+        if limit is not None and limit < free:
+            advice = "plan with --host-memory of that size; the page cache of what is read counts, but is given back"
+            yield Finding("memory", NOTE, f"this container may use {size(limit)}", advice)
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        yield Finding("memory", PROBLEM, f"addresses are limited to {size(addresses)}", "ulimit -v unlimited")
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        advice = "docker run --shm-size 16g, or --ipc host: ranks, workers of DataLoader and NCCL share memory there"
+        is_low = free < MIN_SHARED_BYTES
+        yield Finding("memory", NOTE if is_low else OK, f"/dev/shm has {size(free)} free", advice * is_low)
+
+
+def _cgroup_limit() -> int | None:
+    for path in ("fs/cgroup/memory.max", "fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _text(SYS / path).strip()
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def check_storage(folder: str | None) -> Finding:
+    """Return what is to be said of the file system that the folder lies on, if one is given."""
+    if folder is None:
+        return Finding("storage", NOTE, "no folder of checkpoints was named", "lowmem-load doctor /models")
+    if not os.path.isdir(folder):
+        return Finding("storage", PROBLEM, f"{folder}: no such folder", "name a folder that holds checkpoints")
+    mount = mount_of(folder)
+    if mount is None or not mount.is_network:
+        return Finding("storage", OK, f"{folder}: {'file system not known' if mount is None else mount.kind}")
+    block = mount.rsize or os.statvfs(folder).f_bsize
+    is_small = bool(mount.rsize) and block < MIN_BLOCK_BYTES
+    found = f"{folder}: {mount.kind}, on the network, in blocks of {size(block)}"
+    return Finding(
+        "storage", NOTE if is_small else OK, found, f"mount it with larger blocks (rsize={1 << 20})" * is_small
+    )
+
+
+def check_launcher() -> Iterator[Finding]:
+    """Yield whether the launcher's variables are complete (none at all is a lone process), and which others are set."""
+    there = [name for name in LAUNCHER_NAMES if os.environ.get(name)]
+    try:
+        launched(None, None) if there else alone(None, None)
+    except ConfigError as error:
+        advice = "start with torchrun, deepspeed or accelerate launch, or unset them"
+        yield Finding("launcher", PROBLEM, str(error), advice)
+    else:
+        rank = f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}" if there else ""
+        yield Finding("launcher", OK, rank or "none: this would be a process of its own")
+    ours = sorted(name for name in os.environ if name.startswith("LOWMEM_LOAD_") or name == "DS_ACCELERATOR")
+    if ours:
+        yield Finding("settings", NOTE, ", ".join(f"{name}={os.environ[name]}" for name in ours))
+
+
+def check_devices() -> Iterator[Finding]:
+    """Yield what is to be said of accelerators, pinned memory and DeepSpeed's ops."""
+    try:
+        import torch
+    except ImportError:
+        return  # said where versions are
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        yield Finding("devices", OK, f"{torch.accelerator.device_count()} devices of type {device}")
+        try:
+            torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            advice = "raise ulimit -l, or the container's limit"
+            yield Finding("devices", PROBLEM, f"memory cannot be pinned: {first}", advice)
+    else:
+        yield Finding("devices", NOTE, "torch sees no accelerator", "ranks would run on the CPU (DS_ACCELERATOR=cpu)")
+    yield from _ops()
+
+
+def _ops() -> Iterator[Finding]:
+    try:
+        from lowmem_load.ds.extensions import ops
+
+        built = ops()
+    except ImportError as error:
+        yield Finding("DeepSpeed's ops", PROBLEM, f"DeepSpeed cannot be imported: {error}", "install a tested release")
+        return
+    for op in built:
+        found, level, advice = f"{op.name} is compiled, {op.use}", OK, ""
+        if not op.is_built and op.is_compatible:
+            found, level = f"{op.name} is not compiled yet, {op.use}", NOTE
+            advice = "nothing: it is compiled at its first use, a minute or two; TORCH_EXTENSIONS_DIR keeps it"
+        elif not op.is_built:
+            found, level = f"{op.name} cannot be compiled here, {op.use}", NOTE
+            advice = "install what `ds_report` says it lacks (g++, ninja, libaio), if you want that"
+        yield Finding("DeepSpeed's ops", level, found, advice)

@@ -1,0 +1,165 @@
+"""`lowmem-load plan`: what a job will need, before it is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowmem_load.cli.common import (
+    NO,
+    AutoClass,
+    Json,
+    Name,
+    Revision,
+    Subfolder,
+    TrustRemoteCode,
+    print_all,
+    print_json,
+    working,
+)
+from lowmem_load.cli.tables import facts, table
+from lowmem_load.quantities import count, duration, parse_size, size
+
+if TYPE_CHECKING:
+    from lowmem_load.cli.job_forecast import Forecast
+
+DsConfig = Annotated[Path, typer.Option(help="JSON file.", exists=True, dir_okay=False, show_default=False)]
+WorldSize = Annotated[int, typer.Option(min=1, help="Ranks of the job.", show_default=False)]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on a node; by default 8, or all.")]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB: for the verdict.")]
+DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB: for the verdict.")]
+ReadRate = Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes a second that a node reads, such as 2GB/s.")]
+Dequantize = Annotated[bool, typer.Option(help="Load a checkpoint in fp8 or mxfp4 dequantized.")]
+Accelerator = Annotated[str, typer.Option(help="Of the job; cpu for one on the host.", envvar="DS_ACCELERATOR")]
+
+
+def plan(
+    name: Name,
+    ds_config: DsConfig,
+    world_size: WorldSize,
+    gpus_per_node: GpusPerNode = None,
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    read_rate: ReadRate = None,
+    accelerator: Accelerator = "cuda",
+    dequantize: Dequantize = False,
+    subfolder: Subfolder = "",
+    revision: Revision = None,
+    auto_class: AutoClass = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a job reads and needs, and whether it fits.
+
+    Loading and training, beside stock ZeRO-3. Reads headers only, also of models on the Hub.
+
+    Sizes take GB (10**9) and GiB (2**30). Exits with 1 if the job does not fit.
+
+    \b
+    lowmem-load plan /models/Llama-3.1-70B --ds-config ds_z3.json --world-size 16 \\
+        --device-memory 80GiB --host-memory 1TiB --read-rate 5GB/s
+    lowmem-load plan deepseek-ai/DeepSeek-V3 --dequantize --ds-config ds_z3.json --world-size 512
+    """
+    host_bytes, device_bytes = _bytes(host_memory, "--host-memory"), _bytes(device_memory, "--device-memory")
+    bytes_per_s = _bytes(read_rate, "--read-rate")
+    os.environ["DS_ACCELERATOR"] = "cpu"  # this process needs none; the job's is in the plan
+    with working():
+        from lowmem_load.cli.job_forecast import forecast
+        from lowmem_load.cli.training_forecast import Limits
+        from lowmem_load.io.hub_checkpoint import open_checkpoint
+
+        with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
+            found = forecast(
+                checkpoint,
+                str(ds_config),
+                world_size=world_size,
+                gpus_per_node=gpus_per_node or min(8, world_size),
+                device=accelerator,
+                limits=Limits(host_bytes, device_bytes),
+                read_rate=bytes_per_s,
+                dequantize=dequantize,
+                subfolder=subfolder,
+                auto_class=auto_class,
+                trust_remote_code=trust_remote_code,
+            )
+    if as_json:
+        print_json({**asdict(found), "fits": found.verdict.fits})
+    else:
+        columns = ("a rank", "needed", "stock, at least", "there is", " ")
+        rows = [*_load_rows(found), *_need_rows(found)]
+        print_all([facts(found.name, _head(found)), table("", columns, rows, right=columns[1:4]), _verdict(found)])
+    if not found.verdict.fits:
+        raise typer.Exit(NO)
+
+
+def _bytes(given: str | None, option: str) -> int | None:
+    return None if given is None else parse_size(given, option)
+
+
+def _head(found: Forecast) -> dict[str, str]:
+    setup, model, of = found.setup, found.model, found.together
+    seconds = "; --read-rate gives the time" if found.read_seconds is None else f" in {duration(found.read_seconds)}"
+    nodes = f"{setup.num_nodes} node{'s' * (setup.num_nodes > 1)}"
+    optimizer = f"{model.optimizer}, {model.state_bytes} bytes of state a parameter"
+    return {
+        "checkpoint": f"{size(found.file_bytes)} in {found.num_files} files",
+        "model": f"{count(model.num_elements)} parameters in {found.dtype}; "
+        f"{count(model.persistent_elements)} of small tensors stay whole in training",
+        "job": f"{setup.world_size} ranks, {setup.node_size} on each of {nodes}",
+        "offload": f"parameters: {setup.offload_param}, optimizer: {setup.offload_optimizer}",
+        "optimizer": optimizer if model.optimizer else "none in the ds_config: taken for Adam's, 8 bytes a parameter",
+        "a node reads": size(found.node_bytes) + seconds,
+        "read together": f"{size(of.shared_bytes)} by {of.num_ranks} ranks, instead of {size(of.alone_bytes)}"
+        if of
+        else "",
+        "slower ways": "; ".join(
+            f"{number:,} parameters {reason}, {size(extra_bytes)} extra"
+            for reason, (number, extra_bytes) in found.rank.slow_ways.items()
+        ),
+        "not counted": "activations, and what stage3_max_live_parameters lets be gathered",
+    }
+
+
+def _load_rows(found: Forecast) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield what a rank reads and holds, and what stock takes for the same."""
+    rank, stock = found.rank, found.stock
+    figures = (
+        ("partition", rank.partition_bytes, 0),
+        ("whole on every rank", rank.whole_bytes, stock.whole_parameter_bytes),
+        (f"read in {rank.num_reads:,} reads", rank.read_bytes, stock.read_bytes),
+        ("through collectives", 0, stock.collective_bytes),
+        ("peak of host memory", rank.host_peak_bytes, stock.host_peak_bytes),
+        ("peak of device memory", rank.device_peak_bytes, 0),
+    )
+    for what, needed, of_stock in figures:
+        if needed or of_stock:
+            yield what, size(needed), size(of_stock) if of_stock else "", "", ""
+
+
+def _need_rows(found: Forecast) -> Iterator[tuple[str, str, str, str, str]]:
+    for need in found.verdict.needs:
+        there = "" if need.available_bytes is None else size(need.available_bytes)
+        judged = "not compared" if need.available_bytes is None else "fits" if need.fits else "does not fit"
+        yield need.what, size(need.needed_bytes), "", there, judged
+    if found.training.disk_bytes:
+        yield "nvme of a node in training", size(found.training.disk_bytes), "", "", "not compared"
+
+
+def _verdict(found: Forecast) -> str:
+    verdict = found.verdict
+    if all(need.available_bytes is None for need in verdict.needs):
+        return "No verdict: give --device-memory and --host-memory."
+    smallest = "no world size fits with these settings"
+    if verdict.world_size is not None:
+        smallest = f"the smallest world size that fits with these settings is {verdict.world_size}"
+    if verdict.fits:
+        return f"Fits; {smallest}."
+    offload = "no offload to the CPU makes it fit at this world size"
+    if verdict.offloads is not None:
+        offload = "at this world size it fits with offload_optimizer {}, offload_param {}".format(*verdict.offloads)
+    return f"Does not fit; {smallest}; {offload}."

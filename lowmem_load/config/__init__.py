@@ -1,0 +1,1 @@
+"""The ds_config and precision of a load, read once."""

@@ -1,0 +1,206 @@
+"""Resolves every "auto" of a ds_config; no caller's object is ever changed.
+
+"auto" is a placeholder of Hugging Face's, not of DeepSpeed's: DeepSpeed drops it silently and takes its own default
+(deepspeed 0.19.8 runtime/config_utils.py:56), so what stays unresolved is refused here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lowmem_load.config.ds_config import is_int, plain_copy
+from lowmem_load.config.precision import AUTO, Precision, with_precision
+from lowmem_load.errors import ConfigError
+
+_TRAIN = "train_batch_size"
+_MICRO = "train_micro_batch_size_per_gpu"
+_STEPS = "gradient_accumulation_steps"
+_BATCH_KEYS = (_TRAIN, _MICRO, _STEPS)
+
+# Defaults of TrainingArguments; transformers 5.23.0 training_args.py:777, 849, 866.
+_DEFAULT_MICRO_BATCH_SIZE = 8
+_DEFAULT_ACCUMULATION_STEPS = 1
+_DEFAULT_GRADIENT_CLIPPING = 1.0
+
+# Source: transformers 5.23.0 integrations/deepspeed.py:232-242, HfTrainerDeepSpeedConfig.trainer_config_finalize.
+_HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden_size: hidden_size * hidden_size,
+    "stage3_prefetch_bucket_size": lambda hidden_size: int(0.9 * hidden_size * hidden_size),
+    "stage3_param_persistence_threshold": lambda hidden_size: 10 * hidden_size,
+}
+
+# What `resolve_auto` has a value for, besides batch sizes and precision.
+_RESOLVED_PATHS = frozenset({"gradient_clipping"} | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS})
+
+# Their values depend on the training loop: Trainer fills them in once it knows the number of steps.
+_TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
+
+# "auto" is a value of DeepSpeed's own here, and the default, so refusing it would refuse a legal config.
+# Source: deepspeed 0.19.8 runtime/constants.py:391, runtime/zenflow/zenflow_config.py:18-26,
+# module_inject/auto_ep_config.py:61-82.
+_DEEPSPEED_AUTO_KEYS = ("data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "expert_parallel.")
+
+
+def resolve_auto(
+    ds_config: Mapping[str, Any], *, world_size: int, hidden_size: int | None, precision: Precision
+) -> dict[str, Any]:
+    """Returns a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
+
+    Batch sizes satisfy train = micro * steps * world_size. Known ones decide the others; open ones that nothing
+    decides get 8 per rank (1 step). With neither train_batch_size nor train_micro_batch_size_per_gpu present (a
+    config only for loading or inference), train_micro_batch_size_per_gpu = 1 is added, since DeepSpeed refuses a
+    config without a batch size. Keys that are absent otherwise stay absent.
+
+    "auto" below "optimizer" and "scheduler" is left to the training loop. So is the "auto" of the few keys for which
+    DeepSpeed itself defines it (data_types.keep_in_fp32_modules, zenflow, expert_parallel).
+
+    `world_size` is divided by ds_config sequence_parallel_size where that is present, as DeepSpeed does. For
+    `hidden_size` see `hidden_size_of`; it is None if the model has none.
+
+    Raises:
+        ConfigError: one error with all keys that cannot be resolved or contradict each other, and what to write.
+    """
+    resolved = with_precision(plain_copy(ds_config), precision)
+    if resolved.get("gradient_clipping") == AUTO:
+        resolved["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
+    problems = _fill_batch_sizes(resolved, world_size)
+    problems |= _fill_from_hidden_size(resolved, hidden_size)
+    for path in _auto_paths(resolved):
+        problems.setdefault(path, 'cannot be resolved from "auto" here; write a value, or remove the key')
+    if problems:
+        lines = [f"- {path}: {problem}" for path, problem in problems.items()]
+        raise ConfigError(f"ds_config: {len(lines)} key(s) cannot be resolved\n" + "\n".join(lines))
+    return resolved
+
+
+def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a deep copy of an active ds_config with what loading reads; `resolve_auto` accepts it.
+
+    An active ds_config is one that a training loop has yet to complete. What only that loop can say does not concern
+    a load: batch sizes become 1 per rank (world sizes may differ where a loop counts ranks by itself), "optimizer" and
+    "scheduler" go, and an "auto" that `resolve_auto` has no value for goes too, as DeepSpeed drops it. So does that of
+    bf16.enabled and fp16.enabled: Trainer and accelerate have filled these in before anything is loaded, and where
+    neither runs, stock ZeRO-3 loads as DeepSpeed reads them, which is as false.
+    """
+    without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
+    kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}
+    for path in list(_auto_paths(kept)):
+        if path not in _RESOLVED_PATHS:
+            _remove(kept, path)
+    return {**kept, _MICRO: 1}
+
+
+def _remove(config: dict[str, Any], path: str) -> None:
+    """Removes the key with a dotted path; an "auto" inside a list stays, for `resolve_auto` to name."""
+    *parents, key = path.split(".")
+    section: Any = config
+    for parent in parents:
+        section = section.get(parent) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.pop(key, None)
+
+
+def hidden_size_of(model_config: Any) -> int | None:
+    """Returns the hidden size by which Trainer resolves bucket sizes, or None if the model config has none.
+
+    Looks at hidden_size, max(hidden_sizes), then at the same two of text_config, then of get_text_config().
+    """
+    text_config = None
+    with contextlib.suppress(
+        AttributeError, ValueError
+    ):  # several text configs: transformers cannot say which is meant
+        text_config = model_config.get_text_config()
+    for config in (model_config, getattr(model_config, "text_config", None), text_config):
+        hidden_size = getattr(config, "hidden_size", None)
+        if is_int(hidden_size):
+            return hidden_size
+        hidden_sizes = getattr(config, "hidden_sizes", None)
+        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes and all(map(is_int, hidden_sizes)):
+            largest: int = max(hidden_sizes)
+            return largest
+    return None
+
+
+def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
+    """Returns (train, micro, steps) with open sizes taken from the known ones, rounded down, or from the defaults.
+
+    Source: deepspeed 0.19.8 runtime/config.py:607, which has to arrive at the same for the keys left absent.
+    """
+    if train is None:
+        micro = _DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
+        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
+        return micro * steps * ranks, micro, steps
+    if micro is None:
+        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
+        return train, train // (steps * ranks), steps
+    return train, micro, train // (micro * ranks) if steps is None else steps
+
+
+def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
+    """Resolves the batch sizes in place; returns what is wrong with them, by key."""
+    if config.get(_TRAIN) is None and config.get(_MICRO) is None:
+        config[_MICRO] = 1
+    problems = {
+        key: f'expected a positive integer or "auto", got {config[key]!r}'
+        for key in _BATCH_KEYS
+        if not (config.get(key) in (None, AUTO) or (is_int(config[key]) and config[key] > 0))
+    }
+    sequence_parallel_size = config.get("sequence_parallel_size", 1)
+    if not is_int(sequence_parallel_size) or sequence_parallel_size < 1 or world_size % sequence_parallel_size:
+        problems["sequence_parallel_size"] = (
+            f"expected a divisor of the {world_size} rank(s), got {sequence_parallel_size!r}"
+        )
+    if problems:
+        return problems
+    ranks = world_size // sequence_parallel_size
+    known_train, known_micro, known_steps = (
+        None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS
+    )
+    train, micro, steps = _complete_batch_sizes(known_train, known_micro, known_steps, ranks)
+    if train != micro * steps * ranks:
+        product = f"{_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s)"
+        return {_TRAIN: f'{train} is not {micro * steps * ranks} = {product}; make them equal, or write "auto"'}
+    for key, size in zip(_BATCH_KEYS, (train, micro, steps), strict=True):
+        if config.get(key) == AUTO:
+            config[key] = size
+    return {}
+
+
+def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:
+    """Resolves the keys that depend on the hidden size in place; returns those that cannot be, by dotted key."""
+    section = config.get("zero_optimization")
+    if not isinstance(section, dict):
+        return {}
+    problems = {}
+    for key, value_for in _HIDDEN_SIZE_KEYS.items():
+        if section.get(key) != AUTO:
+            continue
+        if hidden_size is None:
+            problems[f"zero_optimization.{key}"] = (
+                'is "auto", but the model config has no hidden_size to resolve it from; write a number of elements'
+            )
+        else:
+            section[key] = value_for(hidden_size)
+    return problems
+
+
+def _auto_paths(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the dotted key of each "auto" that nobody resolves: not the training loop, not DeepSpeed itself."""
+    # An open batch size has its own message already, under the key that contradicts it.
+    skipped = _TRAINING_LOOP_SECTIONS + _BATCH_KEYS
+    for key, value in config.items():
+        if key not in skipped:
+            yield from (path for path in _auto_paths_below(key, value) if not path.startswith(_DEEPSPEED_AUTO_KEYS))
+
+
+def _auto_paths_below(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _auto_paths_below(f"{path}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _auto_paths_below(f"{path}[{index}]", item)
+    elif isinstance(value, str) and value == AUTO:
+        yield path

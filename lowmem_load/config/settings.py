@@ -1,0 +1,143 @@
+"""What one load goes by: made once from the caller's ds_config and arguments, and passed down from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
+from lowmem_load.config.ds_config import comparable, read_ds_config, zero_stage
+from lowmem_load.config.kinds import check_kinds
+from lowmem_load.config.precision import Precision, precision_of
+from lowmem_load.errors import ConfigError
+from lowmem_load.fingerprint import fingerprint
+
+Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
+Partition: TypeAlias = "Choice | Sequence[Choice]"
+"""A module name or glob over names, a module class, a predicate on (name, module), or several of these.
+
+Names and predicates are about the modules below the model; only its class chooses the model itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a load goes by. Made by `read_settings` alone.
+
+    Attributes:
+        ds_config: a plain copy of the caller's, without "auto" that loading reads once `for_model` has been called.
+        stage: of ZeRO, 0 to 3.
+        precision: in which DeepSpeed runs this ds_config.
+        world_size: ranks that load together; `shard_size` of them share a parameter.
+        partition: what to partition, as the caller gave it; None for the whole model.
+        must_match: whether every entry of `partition` must choose a module.
+        is_resolved: whether `for_model` has been called.
+    """
+
+    ds_config: Mapping[str, Any]
+    stage: int
+    precision: Precision
+    world_size: int
+    partition: Partition | None = None
+    must_match: bool = False
+    is_resolved: bool = False
+
+    def for_model(self, model_config: Any) -> Settings:
+        """Return these settings for a model, with every "auto" resolved that depends on its configuration.
+
+        Settings that are resolved stay as they are.
+
+        Raises:
+            ConfigError: see `resolve_auto`.
+        """
+        if self.is_resolved:
+            return self
+        resolved = resolve_auto(
+            self.ds_config,
+            world_size=self.world_size,
+            hidden_size=hidden_size_of(model_config),
+            precision=self.precision,
+        )
+        return replace(self, ds_config=resolved, is_resolved=True)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which DeepSpeed runs: bfloat16, float16 or float32."""
+        dtype: torch.dtype = getattr(torch, self.precision.value)
+        return dtype
+
+    @property
+    def offload_device(self) -> str:
+        """Where partitions stay between steps: "none" for the accelerator, "cpu" or "nvme"."""
+        device = (self.ds_config["zero_optimization"].get("offload_param") or {}).get("device")
+        return str(getattr(device, "value", device or "none"))
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks among which a parameter is cut up: those of a shard group under MiCS, else all."""
+        size: int = self.ds_config["zero_optimization"].get("mics_shard_size", -1)
+        return size if size > 0 else self.world_size
+
+    @property
+    def secondary_size(self) -> int:
+        """Ranks among which hpZ's secondary copy is cut up; 0 without hpZ. On a single rank there is a copy, too."""
+        size: int = self.ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+        return min(size, self.world_size) if size > 1 else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on ranks that were given the same; paths in the ds_config may be each node's own."""
+        return fingerprint([str(comparable(self.ds_config)), str(self.precision), str(self.partition is None)])
+
+
+def read_settings(
+    ds_config: Any,
+    *,
+    world_size: int,
+    partition: Partition | None = None,
+    must_match: bool = False,
+    is_active: bool = False,
+    absent: Literal["auto", "disabled"] = "disabled",
+    trainer_bf16: bool | None = None,
+    trainer_fp16: bool | None = None,
+) -> Settings:
+    """Read a ds_config, once.
+
+    With `is_active`, it is one that a training loop has yet to complete: what only that loop can say is left out, see
+    `for_loading`. For `absent` and the training arguments see `precision_of`.
+
+    Raises:
+        ConfigError: the ds_config or the partition cannot be used.
+    """
+    config = read_ds_config(ds_config)
+    check_kinds(config)
+    if is_active:
+        config = for_loading(config)
+    stage = zero_stage(config)
+    precision = precision_of(config, absent=absent, trainer_bf16=trainer_bf16, trainer_fp16=trainer_fp16)
+    if partition is not None:
+        if stage != 3:
+            raise ConfigError(f"partition needs ZeRO stage 3, the ds_config has stage {stage}; drop partition")
+        choices_of(partition)
+    return Settings(config, stage, precision, world_size, partition, must_match)
+
+
+def choices_of(partition: Partition) -> list[Choice]:
+    """Return a partition argument as a list.
+
+    Raises:
+        ConfigError: an entry is none of what `Partition` allows.
+    """
+    entries = list(partition) if isinstance(partition, Sequence) and not isinstance(partition, str) else [partition]
+    for entry in entries:
+        module_class = isinstance(entry, type) and issubclass(entry, nn.Module)
+        predicate = callable(entry) and not isinstance(entry, type)
+        if not (isinstance(entry, str) or module_class or predicate):
+            raise ConfigError(
+                f"partition: cannot use {entry!r}; give module names or globs, module classes, "
+                "or a function of (name, module) that returns a bool"
+            )
+    return entries

@@ -1,0 +1,1 @@
+"""The process group, agreement of the ranks, nodes and what they share."""

@@ -1,0 +1,349 @@
+"""The process group: `DistributedInterface` alone makes, adopts and destroys it.
+
+Everything else in the package asks here, and so should callers: two owners of the initialization are two calls of
+`init_process_group`, the second of which fails, or two groups of different sizes, of which ZeRO-3 takes the wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from lowmem_load.distributed import environment
+from lowmem_load.distributed.device import accelerator, choose_device, choose_devices, this_device
+from lowmem_load.distributed.group import RankGroup, require_live
+from lowmem_load.errors import ConfigError
+
+if TYPE_CHECKING:
+    # torch.distributed has it too, but does not export it to type checkers.
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What was done here for one group. It says nothing once that group is no longer the live one."""
+
+    group: weakref.ref[dist.ProcessGroup]
+    made: bool  # False: adopted, somebody else's to destroy
+    timeout: timedelta | None  # the one set here; None for an adopted group
+    env_set: dict[str, str]  # variables set here, to be removed with the group
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Where the ranks of a launcher meet.
+
+    [Note: the store outlives the group] A group made after `destroy` must not meet through a store of its own: the
+    first rank to come back would reach rank 0's old store just before it goes, or, under torchrun, whose agent keeps
+    one store for all, read the addresses of the old group. Either way all ranks hang. So the store is kept, and each
+    group has its own prefix in it; torch lets others in this process open a store on the same port.
+    """
+
+    address: tuple[str, ...]  # values of LAUNCHER_NAMES it belongs to, but for LOCAL_RANK
+    store: Store
+    num_groups: int = 0
+
+
+class DistributedInterface(RankGroup):
+    """A handle on the default process group, which is made or adopted when the first handle is.
+
+    The truth is torch.distributed's own: a handle holds nothing, so that any number of them agree, and all are stale
+    together when the group is destroyed.
+
+    A live group (of torch, accelerate or DeepSpeed) is adopted. Else, under torchrun, deepspeed or accelerate launch,
+    one is made through env://. Else this is a lone process: a group of size 1 that needs no port, and the variables
+    that DeepSpeed insists on are set until `destroy`. DeepSpeed's comm is live afterwards in all cases, so
+    `deepspeed.zero.Init` and `deepspeed.initialize` initialize nothing. Not thread-safe.
+
+    Collective:
+        Making a group is. Adopting one of several ranks is where LOCAL_RANK is unset (on all ranks or none): host
+        names are gathered to derive it.
+
+    Args:
+        backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "cpu:gloo,cuda:nccl" for
+            collectives of your own on host memory; loads use none. "fake" is torch's fake backend: any rank of any
+            world size in one process, without communication.
+        timeout: Of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
+            timeout of an adopted group is read from torch's backend object; where that has none (fake), it is not
+            compared.
+        world_size: Number of ranks. Default: the launcher's.
+        rank: Of this process. Default: the launcher's.
+
+    Raises:
+        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing; this
+            process does not see the device of its LOCAL_RANK; or the group was live when this process was forked, and
+            its threads stayed behind.
+        RankError: Another rank does not see its device, when a group is made.
+    """
+
+    __slots__ = ()
+
+    # The only mutable state of the module, per process as the group itself: which variables to remove, and whether
+    # the group is ours to destroy, is known to nobody else.
+    _record: ClassVar[_Record | None] = None
+    _meeting: ClassVar[_Meeting | None] = None
+    # Live in the parent when this process was forked from it: of no use here, where none of its threads is.
+    _inherited: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
+
+    def __init__(
+        self,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(None)
+        self._forget_if_gone()
+        if dist.is_initialized():
+            self._refuse_inherited()
+            self._check_agrees(backend=backend, timeout=timeout, world_size=world_size, rank=rank)
+            if DistributedInterface._record is None:
+                self._adopt()
+        else:
+            backend = backend or str(accelerator().communication_backend_name())
+            self._make(backend, timeout or environment.default_timeout(), world_size, rank)
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this machine; chooses the device, never the data."""
+        require_live()
+        return environment.integer("LOCAL_RANK")
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator's device of this rank; plain `cpu` on CPU."""
+        require_live()
+        return this_device()
+
+    @property
+    def backend(self) -> str:
+        """Backend that serves this rank's device, e.g. `nccl` where the group is `cpu:gloo,cuda:nccl`."""
+        require_live()
+        return _backends_by_device().get(accelerator().device_name(), dist.get_backend())
+
+    def barrier(self) -> None:
+        """Waits for all ranks. Collective."""
+        # NCCL guesses a device from the rank, unless told: wrong where ranks do not fill machines in order.
+        dist.barrier(device_ids=[self.local_rank] if self.backend == "nccl" else None)
+
+    def subgroup(self, group: Any) -> RankGroup:
+        """Returns the ranks of a group that the caller made; all ranks for None.
+
+        Raises:
+            ConfigError: this rank is not in it.
+        """
+        if group is None:
+            return self
+        is_group = isinstance(group, dist.ProcessGroup)
+        if group == dist.GroupMember.NON_GROUP_MEMBER or (is_group and dist.get_rank(group) < 0):
+            raise ConfigError(
+                f"data_parallel_group: rank {self.rank} is not in it; call this on the ranks of the group only"
+            )
+        if not is_group:
+            error = ConfigError(f"data_parallel_group: expected a group of torch.distributed, got {group!r}")
+            self.abort("the check of data_parallel_group", error, any_group=True)  # some group may wait for this rank
+            raise error
+        return RankGroup(group)
+
+    def destroy(self, *, force: bool = False) -> None:
+        """Tears down torch's group and DeepSpeed's comm, so that the next `DistributedInterface()` starts afresh.
+
+        Does nothing where no group is live or, unless `force`, where it was adopted. Variables set here are removed.
+        """
+        self._forget_if_gone()
+        record = DistributedInterface._record
+        if dist.is_initialized() and (force or (record is not None and record.made)):
+            dist.destroy_process_group()
+            self._forget_if_gone()
+
+    @staticmethod
+    def _forget_if_gone() -> None:
+        """Drops the record of a group that was destroyed, or replaced, perhaps behind our back."""
+        record = DistributedInterface._record
+        if record is not None and not (dist.is_initialized() and record.group() is dist.group.WORLD):
+            DistributedInterface._record = None
+            _undo(record.env_set)
+
+    def _refuse_inherited(self) -> None:
+        inherited = DistributedInterface._inherited
+        if inherited is not None and inherited() is dist.group.WORLD and not self.is_fake:
+            raise ConfigError(
+                f"DistributedInterface: this process was forked from rank {self.rank} while its process group was "
+                "live; the threads that carry its messages stayed behind, so every exchange would wait for ever. Load "
+                "in the rank itself, or start this process by spawn, with none of "
+                f"{', '.join(environment.LAUNCHER_NAMES)} in its environment."
+            )
+
+    @staticmethod
+    def _note_fork() -> None:
+        """Runs in every child of a fork."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        DistributedInterface._inherited = None if group is None else weakref.ref(group)
+
+    @staticmethod
+    def _remember(*, made: bool, timeout: timedelta | None, env_set: dict[str, str]) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        # Weak: a strong reference would keep sockets and device memory of a group that its owner destroyed.
+        DistributedInterface._record = _Record(weakref.ref(group), made, timeout, env_set)
+
+    def _check_agrees(
+        self, *, backend: str | None, timeout: timedelta | None, world_size: int | None, rank: int | None
+    ) -> None:
+        """Raises one ConfigError that names every argument the live group contradicts."""
+        spellings = (self.backend, dist.get_backend(), dist.get_backend_config())
+        record = DistributedInterface._record
+        live_timeout = _live_timeout() or (record.timeout if record else None)
+        compared = (
+            ("backend", backend, backend if backend in spellings else self.backend),
+            ("timeout", timeout, live_timeout or timeout),
+            ("world_size", world_size, self.world_size),
+            ("rank", rank, self.rank),
+        )
+        wrong = [
+            f"{name}: asked for {asked}, live group has {live}"
+            for name, asked, live in compared
+            if asked not in (None, live)
+        ]
+        if wrong:
+            raise ConfigError(
+                "DistributedInterface: the live process group contradicts the arguments: "
+                + "; ".join(wrong)
+                + ". Drop these arguments, or destroy that group first."
+            )
+
+    def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
+        """Makes the default group and DeepSpeed's comm on it; leaves nothing behind if that fails."""
+        from lowmem_load.ds.comm import bring_up_comm
+
+        launched = any(os.environ.get(name) for name in environment.LAUNCHER_NAMES)
+        alone = not launched and (world_size in (None, 1) or backend == "fake")
+        wanted = (environment.alone if alone else environment.launched)(world_size, rank)
+        env_set = environment.set_missing(wanted)
+        try:
+            _init_process_group(backend, timeout, self._met(timeout, alone=alone or backend == "fake"))
+            bring_up_comm(backend, timeout)
+        except BaseException:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _undo(env_set)
+            raise
+        self._remember(made=True, timeout=timeout, env_set=env_set)
+
+    @classmethod
+    def _met(cls, timeout: timedelta, *, alone: bool) -> Store:
+        """The store of the group to be made. All ranks have a device, or raise."""
+        if alone:  # a lone process, and a fake one, has nobody to meet: the store lives in this process
+            choose_device()
+            return dist.HashStore()  # type: ignore[attr-defined]
+        store = cls._meet(timeout)
+        if accelerator().device_name() != "cpu":
+            choose_devices(store, environment.integer("RANK"), environment.integer("WORLD_SIZE"), timeout)
+        return store
+
+    @staticmethod
+    def _meet(timeout: timedelta) -> Store:
+        """The launcher's store, under a prefix of the group to be made. [Note: the store outlives the group]."""
+        address = tuple(os.environ[name] for name in environment.LAUNCHER_NAMES if name != "LOCAL_RANK")
+        meeting = DistributedInterface._meeting
+        if meeting is None or meeting.address != address:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+            meeting = DistributedInterface._meeting = _Meeting(address, store)
+        meeting.store.set_timeout(timeout)
+        meeting.num_groups += 1
+        prefix = f"lowmem_load/{meeting.num_groups}"
+        return dist.PrefixStore(prefix, meeting.store)  # type: ignore[attr-defined]
+
+    def _adopt(self) -> None:
+        """Takes over a group that somebody else made, and brings up on it what they may have left out."""
+        from lowmem_load.ds.comm import bring_up_comm
+
+        local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
+        env_set = environment.set_missing({"LOCAL_RANK": local_rank})
+        self._remember(made=False, timeout=None, env_set=env_set)
+        try:
+            choose_device()
+        except ConfigError as error:
+            self.abort("DistributedInterface", error, any_group=True)
+            raise
+        bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
+
+    def _derive_local_rank(self) -> int:
+        """Number of lower ranks on this machine. Collective. The other ranks of a fake group are nowhere.
+
+        0 where this process sees one device: then so it is with all, and each has its own.
+        """
+        if self.is_fake:
+            return 0
+        host = socket.gethostname()
+        with self.step("deriving LOCAL_RANK") as step:
+            step.payload = host
+        lower = step.payloads[: self.rank].count(host)
+        return 0 if accelerator().device_name() != "cpu" and accelerator().device_count() == 1 else lower
+
+
+os.register_at_fork(after_in_child=DistributedInterface._note_fork)  # noqa: SLF001  this module's own
+
+
+def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
+    if backend == "fake":
+        # Registers the backend with torch.
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    world_size = environment.integer("WORLD_SIZE")
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=environment.integer("RANK"),
+        world_size=world_size,
+        timeout=timeout,
+        device_id=_device_to_bind(world_size),
+    )
+
+
+def _device_to_bind(world_size: int) -> torch.device | None:
+    """The device to tell NCCL at once, so that no barrier has to guess it; None where that is no use or hangs.
+
+    Source: deepspeed 0.19.8 comm/torch.py:264, whose rule this is (pytorch issue 153960; deepspeed issue 8248).
+    """
+    hangs = torch.__version__ > "2.6.0" and torch.__version__ < "2.7.1"
+    if accelerator().device_name() != "cuda" or world_size == 1 or hangs:
+        return None
+    return torch.device("cuda", environment.integer("LOCAL_RANK"))
+
+
+def _undo(env_set: dict[str, str]) -> None:
+    """Removes what was set for a group that is gone, and what DeepSpeed keeps about it."""
+    from lowmem_load.ds.comm import reset_comm
+
+    environment.unset(env_set)
+    # If a successor is live already, DeepSpeed's state may be the successor's.
+    if not dist.is_initialized():
+        reset_comm()
+
+
+def _live_timeout() -> timedelta | None:
+    """Timeout of the live group as torch keeps it; None if its backend keeps none.
+
+    Source: torch 2.13 ProcessGroup._get_backend, Backend.options._timeout. The fake backend has no options.
+    """
+    group = dist.group.WORLD
+    device = accelerator().device_name()
+    if group is not None and device in _backends_by_device():
+        options = getattr(group._get_backend(torch.device(device)), "options", None)  # noqa: SLF001
+        timeout = getattr(options, "_timeout", None)
+        return timeout if isinstance(timeout, timedelta) else None
+    return None
+
+
+def _backends_by_device() -> dict[str, str]:
+    """Device type to backend of the live group: torch spells it `cpu:gloo,cuda:nccl`."""
+    pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
+    return {device: backend for device, _, backend in pairs}

@@ -1,1 +1,0 @@
-"""What a load, and the training after it, will need: bytes, reads and seconds, and whether that is there."""

@@ -1,1 +1,0 @@
-"""What a checkpoint holds, and what loading it takes, from its headers."""

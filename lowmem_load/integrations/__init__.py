@@ -1,0 +1,1 @@
+"""ModelEngine, install and `lowmem-load run`: how pipelines reach the loader."""

@@ -1,0 +1,143 @@
+"""ModelEngine: from arguments to a loaded model that is ready for `deepspeed.initialize`.
+
+The order matters and is that of LLaMA-Factory v1: process group, DeepSpeed configuration as transformers sees it,
+processor, model configuration, model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from lowmem_load.api.load_model import load_as_asked
+from lowmem_load.api.request import Request
+from lowmem_load.config.precision import with_precision
+from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.hf import active, names
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.integrations.arguments import read_arguments
+
+
+class ModelEngine:
+    """Loads a model with its processor, ready for `deepspeed.initialize(model=..., config=engine.ds_config)`.
+
+    Every rank constructs one. Any number may be constructed one after the other: none leaves a DeepSpeed
+    configuration behind for transformers to see, also not when it fails.
+
+    Args:
+        model_args: `ModelArguments`, a mapping with these names, a YAML file, or another dataclass with these fields.
+            A mapping or file may be that of a whole pipeline, see `read_arguments`.
+        dist_config: `DistConfig`, a mapping with these names, or a YAML file; None if model_args has it.
+        is_train: True puts the model into train mode and enables gradient checkpointing; False into eval mode.
+
+    Attributes:
+        args, dist_config, is_train: the arguments, as dataclasses.
+        extra: top-level keys of a pipeline file that are not the engine's.
+        distributed: the `DistributedInterface`.
+        precision: in which parameters are stored and DeepSpeed runs.
+        ds_config: the resolved ds_config: bf16.enabled and fp16.enabled spelled out, no "auto" but in optimizer and
+            scheduler, whose values the training loop knows. Yours to add to.
+        hf_deepspeed_config: the `HfDeepSpeedConfig` that was active while loading. Only the engine keeps it alive;
+            transformers sees it inside `deepspeed_visible`.
+        processor: AutoProcessor's or AutoTokenizer's result; None if the checkpoint comes without.
+        model_config: the model's configuration, `model.config`.
+        model: the model; `lowmem_load.load_report(model)` says how it was loaded.
+
+    Collective: all ranks.
+
+    Raises:
+        ConfigError: an argument or the ds_config cannot be used; a freeze pattern matches no parameter.
+        CheckpointError: the model, or its processor, is there but cannot be loaded.
+        UnsupportedError: the model cannot be streamed, or cannot checkpoint activations though told to.
+        RankError: another rank failed; the same error is raised on every rank. (Only unusable arguments stop just the
+            rank that has them, for there is no process group yet.)
+    """
+
+    def __init__(self, model_args: Any, dist_config: Any = None, is_train: bool = True) -> None:
+        self.args, self.dist_config, self.extra = read_arguments(model_args, dist_config)
+        self.is_train = is_train
+        timeout = self.dist_config.timeout
+        self.distributed = DistributedInterface(timeout=None if timeout is None else timedelta(seconds=timeout))
+        with self.distributed.step("reading the ds_config", name=str(self.args.model)) as step:
+            settings = read_settings(
+                self.dist_config.config_file,
+                world_size=self.distributed.world_size,
+                absent="auto",
+                trainer_bf16=self.args.bf16,
+                trainer_fp16=self.args.fp16,
+            )
+            step.digest = f"ds_config {settings.fingerprint}"
+        self.precision = settings.precision
+        visible = with_precision(settings.ds_config, settings.precision)
+        with load_lock(), active.deepspeed_config(visible) as alive:
+            self.hf_deepspeed_config: Any = alive
+            with self.distributed.step("preparing", name=str(self.args.model)):
+                settings = self._prepare(settings)
+            self.ds_config = copy.deepcopy(dict(settings.ds_config))
+            request = Request(str(self.args.model), self.args.auto_class, "auto", self._from_pretrained_kwargs())
+            self.model = load_as_asked(lambda: (request, settings), self.distributed, verify=self.args.verify)
+            self.model_config = self.model.config
+            with self.distributed.step("setting up the model", name=str(self.args.model)):
+                self._freeze()
+                self._set_mode()
+
+    @contextlib.contextmanager
+    def deepspeed_visible(self) -> Iterator[None]:
+        """Make transformers see this engine's ds_config inside the block, as it did while the model was loaded.
+
+        What in transformers gathers partitions asks for it: `generate`, `resize_token_embeddings`,
+        or `from_pretrained` of a further model.
+        """
+        with active.deepspeed_config(self.hf_deepspeed_config):
+            yield
+
+    def _prepare(self, settings: Settings) -> Settings:
+        """Load the processor and the model configuration; return the settings, resolved with the latter."""
+        name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
+        names.check_name(name, kwargs.get("subfolder", ""))
+        self.processor = names.load_processor(name, kwargs)
+        self.model_config = names.model_config(name, kwargs)
+        resolved = settings.for_model(self.model_config)
+        # A copy: what the caller adds to ds_config, such as an optimizer, is not transformers' business.
+        self.hf_deepspeed_config.config.update(copy.deepcopy(dict(resolved.ds_config)))
+        return resolved
+
+    def _from_pretrained_kwargs(self) -> dict[str, Any]:
+        kwargs = {
+            "trust_remote_code": self.args.trust_remote_code,
+            "revision": self.args.revision,
+            "attn_implementation": self.args.attn_implementation,
+        }
+        return {key: value for key, value in kwargs.items() if value is not None} | dict(self.args.model_kwargs)
+
+    def _freeze(self) -> None:
+        # Tied parameters under all of their names: each is a name that a pattern may be written for.
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        matches = {pattern: fnmatch.filter(parameters, pattern) for pattern in self.args.freeze}
+        idle = [repr(pattern) for pattern, matching in matches.items() if not matching]
+        if idle:
+            raise ConfigError(
+                f"freeze: {', '.join(idle)} match(es) none of the model's {len(parameters)} parameters; "
+                f"their names look like {', '.join(list(parameters)[:3])}"
+            )
+        for name in {name for matching in matches.values() for name in matching}:
+            parameters[name].requires_grad_(False)
+
+    def _set_mode(self) -> None:
+        self.model.train(self.is_train)
+        if not self.is_train or self.args.gradient_checkpointing is False:
+            return
+        try:
+            names.enable_checkpointing(self.model, {"use_reentrant": False, **self.args.gradient_checkpointing_kwargs})
+        except UnsupportedError as error:
+            if self.args.gradient_checkpointing:  # asked for, not only the default
+                raise
+            if self.distributed.rank == 0:
+                warnings.warn(f"{error}; it trains without", stacklevel=3)

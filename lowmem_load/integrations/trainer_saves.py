@@ -1,0 +1,214 @@
+"""Saves of Trainer, accelerate and engines under `install`: as they are, but each rank writes what it holds.
+
+[Note: saved afterwards] `Trainer.save_model` asks the engine for all weights on all ranks, and hands them to
+`save_pretrained` on rank 0, by way of `_save`, which subclasses override. So it runs as it is, with something in place
+of the weights that only `save_pretrained` may look at, and that notes where they are to go. When it has ended, on all
+ranks, they are written there by `save_model`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from lowmem_load.ds.hooks import consolidates_to, engine_hooked, may_gather
+from lowmem_load.ds.parameters import is_partitioned, whole_numel
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf.merging import Merge
+from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
+from lowmem_load.hf.saves import (
+    SAVING_CLASSES,
+    LookedIntoError,
+    NotGathered,
+    WantedSave,
+    accelerate_saves,
+    default_shard_size,
+    describe_save,
+    is_saved_by_itself,
+    noted_saves,
+    plain_saves,
+    saves_adapters_only,
+    trainer_saves,
+)
+from lowmem_load.planning.expression import Source
+from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.save import ranks_of, save_described, save_model
+
+
+class LedSaves(contextlib.ExitStack):
+    """Leads saves here from the first `deepspeed.initialize` after each library was imported on, until it is closed.
+
+    Not before, since Trainer takes seconds to import, and most scripts that make an engine without it never need it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: set[str] = set()
+
+    def begin(self, _: Mapping[str, Any]) -> None:
+        """Look at a call of `deepspeed.initialize`."""
+        blocks: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+            "deepspeed": lambda: engine_hooked("save_16bit_model", save_of_engine),
+            "accelerate.accelerator": lambda: accelerate_saves(save_of_accelerator, state_of_accelerator),
+            "transformers.trainer": lambda: trainer_saves(save_of_trainer),
+            **{one: functools.partial(plain_saves, one, save_of_state, refuse_empty) for one in SAVING_CLASSES},
+        }
+        for module, block in blocks.items():
+            if module in sys.modules and module not in self._begun:
+                self._begun.add(module)
+                self.enter_context(block())
+
+
+_IN_STOCK: ContextVar[bool] = ContextVar("lowmem_load_in_stock", default=False)
+"""Whether a save is left to Trainer, which asks accelerate for the state and knows what to do if it gives none."""
+
+
+@contextlib.contextmanager
+def _stock_states() -> Iterator[None]:
+    token = _IN_STOCK.set(True)
+    try:
+        yield
+    finally:
+        _IN_STOCK.reset(token)
+
+
+def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
+    """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is.
+
+    Left as it is: models without partitions, `.bin` files, quantized models, models of neither transformers nor PEFT,
+    and saves that end in a push to the Hub; with a warning, those in which code looks into the weights or saves another
+    model.
+
+    Raises:
+        RankError: another rank failed.
+    """
+    model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
+    if engine is None or not any(map(is_partitioned, model.parameters())) or not _is_plain(trainer, model):
+        with _stock_states():
+            run()
+        return
+    ranks = ranks_of(model)
+    wanted: list[WantedSave] = []
+    reason = ""
+    with ranks.step("Trainer.save_model") as step:
+        state = NotGathered() if ranks.rank == 0 else None
+        try:
+            with consolidates_to(engine, state), noted_saves() as wanted:
+                run()
+        except LookedIntoError as error:
+            reason = str(error)
+        others = [type(save.model).__name__ for save in wanted if save.model is not model]
+        if others and not reason:
+            reason = f"a {others[0]} is saved that is not the model which is trained"
+        saves = [(save.folder, save.kwargs) for save in wanted]
+        try:
+            json.dumps(saves)
+        except TypeError as error:
+            saves, reason = [], reason or f"save_pretrained has an argument that cannot be sent to other ranks: {error}"
+        step.payload = reason, saves
+    reason, saves = step.payloads[0]
+    if reason:
+        if ranks.rank == 0:
+            warnings.warn(f"Trainer.save_model is left to stock ZeRO-3: {reason}", stacklevel=4)
+        with _stock_states():
+            run()
+        return
+    for folder, kwargs in saves:
+        _save(WantedSave(model, folder, kwargs))
+
+
+def _save(save: WantedSave) -> None:
+    save_model(save.model, save.folder, **{"max_shard_size": default_shard_size(), **save.kwargs})
+
+
+def _is_plain(trainer: Any, model: Any) -> bool:
+    arguments = trainer.args
+    quantized = getattr(model, "hf_quantizer", None) is not None and not hasattr(model, "peft_config")
+    as_safetensors = getattr(arguments, "save_safetensors", True)
+    return is_saved_by_itself(model) and as_safetensors and not arguments.push_to_hub and not quantized
+
+
+def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool | None:
+    """Do what `engine.save_16bit_model` does, whatever the ds_config allows; return None for what is left to stock.
+
+    The file is one of `torch.save`, with the keys of the module and no conversion turned back, as it is in stock.
+
+    Collective: all ranks, as that is.
+    """
+    model = unwrapped(engine)
+    if not any(map(is_partitioned, model.parameters())):
+        return None
+    name, without_frozen = str(given["save_filename"]), bool(given["exclude_frozen_parameters"])
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
+        state = symbolic_state(model, sources, None)
+        kept = {key: value for key, value in state.items() if not (without_frozen and key in frozen)}
+        return [recorded(scratch, kept, scratch / name, {}, is_zip=True)], []
+
+    save_described(model, given["save_dir"], describe, f"save_16bit_model {name} {without_frozen}")
+    return True
+
+
+def save_of_accelerator(accelerator: Any, ordinary: Callable[..., None], given: Mapping[str, Any]) -> bool:
+    """Do what `Accelerator.save_model` does, without gathering; return False for what is left to it.
+
+    Collective: all ranks, as that is under ZeRO-3.
+    """
+    model, folder = unwrapped(given["model"]), given["save_directory"]
+    if not any(map(is_partitioned, model.parameters())) or os.path.isfile(folder):
+        return False
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
+        return describe_save(ordinary, accelerator, {**given, "model": model}, scratch, sources), []
+
+    options = {key: value for key, value in given.items() if key not in ("model", "save_directory")}
+    save_described(model, folder, describe, f"Accelerator.save_model {sorted(options.items())}")
+    return True
+
+
+def state_of_accelerator(engine: Any) -> NotGathered | None:
+    """Return what `Accelerator.get_state_dict` gives where stock refuses: a state for `save_pretrained` on all ranks.
+
+    None where the call is to go on: the ds_config allows to gather, Trainer asks, or nothing is partitioned.
+    """
+    model = unwrapped(engine)
+    if engine is model or _IN_STOCK.get() or not any(map(is_partitioned, model.parameters())) or may_gather(engine):
+        return None
+    return NotGathered()
+
+
+def save_of_state(save: WantedSave) -> None:
+    """Do what `save_pretrained` does with the state of `state_of_accelerator`. Collective: all ranks.
+
+    Raises:
+        RankError: not all ranks have come within the limit of `LOWMEM_LOAD_SILENCE_S`, or one failed.
+    """
+    demand = "save_pretrained with the state of get_state_dict has to be called on all ranks, not by the main one alone"
+    with ranks_of(save.model).step("save_pretrained", demand=demand):
+        pass  # all have come
+    _save(save)
+
+
+def refuse_empty(model: Any) -> None:
+    """Raise where `save_pretrained` would write parameters of shape [0]: partitioned ones, of which nothing is whole.
+
+    Raises:
+        UnsupportedError: names the first one.
+    """
+    adapters_only = saves_adapters_only(model)
+    for name, parameter in model.named_parameters():
+        is_saved = parameter.requires_grad or not adapters_only
+        if is_saved and parameter.numel() == 0 and is_partitioned(parameter) and whole_numel(parameter):
+            raise UnsupportedError(
+                f"{name}: is partitioned by ZeRO-3, and save_pretrained would write it with shape [0]; call "
+                "lowmem_load.save_model(model, folder) on all ranks"
+            )

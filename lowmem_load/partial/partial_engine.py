@@ -1,0 +1,358 @@
+"""The engine of partial ZeRO-3: trains chosen modules under ZeRO-3 and keeps the rest replicated on all ranks.
+
+For models of which not every rank runs all parts in every step (encoders of several modalities before one language
+model): ZeRO-3's collectives would not match across ranks there. Here they cover only what all ranks run alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Settings
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.ds.engine import PartitionedPart, scheduler_of
+from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.partial.partial_checkpoint import Outside, find_checkpoint, load_replicated, save_replicated
+from lowmem_load.partial.replicated import (
+    Average,
+    PartialOptimizer,
+    ReplicatedPart,
+    SplitOptimizer,
+    broadcast,
+    follow,
+    options_of,
+)
+from lowmem_load.targets.partition_choice import mark
+
+
+class PartialEngine(nn.Module):
+    """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize`.
+
+    What is not defined here (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) is answered by the
+    ZeRO-3 engine of the partitioned part, whose counters are those of both.
+
+    Attributes:
+        module: the whole model.
+        optimizer: see `PartialOptimizer`.
+        lr_scheduler: steps with the engine; None without one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: dict[str, nn.Module],
+        settings: Settings,
+        split: SplitOptimizer | None,
+        *,
+        cast: bool,
+        average: Average,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        derive = None if split is None else functools.partial(_derived, split)
+        with DistributedInterface().step("making the ZeRO-3 engine"):
+            part = PartitionedPart(model, chosen, settings.ds_config, derive)
+        mark(chosen.values())
+        self._part, self._split = part, split
+        self.lr_scheduler: Any = None
+        try:
+            self._add_replicated(chosen, settings.dtype if cast else None, average)
+        except BaseException:
+            part.destroy()
+            raise
+
+    def _add_replicated(
+        self,
+        chosen: Mapping[str, nn.Module],
+        dtype: torch.dtype | None,
+        average: Average,
+    ) -> None:
+        """Prepare what is not partitioned for training, cast to `dtype` if one is given."""
+        part, split = self._part, self._split
+        self._outside = Outside(self.module, chosen)
+        distributed = DistributedInterface()
+        with distributed.step("moving what is not partitioned"):  # a rank that fails must not be waited for below
+            self._outside.move_to(part.engine.device, dtype)
+        with distributed.step("giving all ranks the values of rank 0"):
+            broadcast([*self._outside.parameters.values(), *self._outside.buffers.values()])
+        trained = {name: p for name, p in self._outside.parameters.items() if p.requires_grad}
+        if split is not None:
+            held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
+            trained = {name: p for name, p in trained.items() if id(p) in held}
+        self._replicated = ReplicatedPart(trained, part.engine.device, average=average)
+        if trained and split is not None:
+            masters = {id(p): self._replicated.masters[name] for name, p in trained.items()}
+            self._replicated.optimizer = split.derive(masters)
+        elif trained:
+            self._replicated.optimizer = part.optimizer_over(list(self._replicated.masters.values()))
+        self.optimizer = PartialOptimizer(part, self._replicated, self._leader)
+
+    @property
+    def zero3(self) -> Any:
+        """The `DeepSpeedEngine` of the partitioned part; not a child of this module, whose model has all of it."""
+        return self._part.engine
+
+    @property
+    def _leader(self) -> torch.optim.Optimizer:
+        """The optimizer whose groups say the learning rates of both parts."""
+        if self._split is not None:
+            return self._split.optimizer
+        if self._part.frozen and self._replicated.optimizer is not None:
+            return self._replicated.optimizer
+        return self._part.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "_part" not in self.__dict__:
+                raise
+            return getattr(self.zero3, name)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward. Collective: all ranks.
+
+        Raises:
+            ConfigError: a parameter that was frozen when the engine was made is to be trained now.
+        """
+        thawed = [name for name, parameter in self._outside.frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise ConfigError(
+                f"{listed(thawed)} did not require a gradient when this engine was made, so it would not be "
+                "trained; call destroy(), then initialize again"
+            )
+        self._replicated.end_micro_batch()  # for those who call loss.backward() by themselves
+        return self._part.forward(args, kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
+        """Accumulate the gradients of `loss`, as `DeepSpeedEngine.backward`. Collective: all ranks."""
+        result = self._part.backward(loss, **kwargs)
+        self._replicated.end_micro_batch()
+        return result
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the accumulation boundary update both parts; else only count. Collective: all ranks."""
+        if not self._part.is_boundary():
+            self.zero3.step()
+            return
+        if self._split is not None:
+            self._split.sync()
+        factor = self._part.step(self._replicated.reduce(self.zero3.gradient_accumulation_steps()))
+        for parameter in self._outside.parameters.values():
+            parameter.grad = None  # of those that no optimizer holds; the others' are in the replicated part
+        if factor is None:
+            self._replicated.clear()
+            return
+        if self._leader is self._part.optimizer and self._replicated.optimizer is not None:
+            follow(self._leader, self._replicated.optimizer)
+        self._replicated.step(factor)
+        if self._split is not None:
+            self._split.optimizer.step()  # with no gradient anywhere: this tells schedulers that it stepped
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  torch's signature
+        """Do what `DeepSpeedEngine.zero_grad` does: what was accumulated for this step stays. Local."""
+        self.zero3.zero_grad()
+
+    def train(self, mode: bool = True) -> PartialEngine:
+        """Put the model and the ZeRO-3 engine into train or eval mode."""
+        super().train(mode)
+        self.zero3.train(mode)
+        return self
+
+    def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None = None) -> None:
+        """Have a scheduler step with the engine: one on the engine's learning rates, a maker of one, or a section's.
+
+        Raises:
+            ConfigError: the section names no scheduler.
+        """
+        if lr_scheduler is None:
+            lr_scheduler = scheduler_of(section, self._leader)
+        elif not hasattr(lr_scheduler, "step"):
+            lr_scheduler = lr_scheduler(self._leader)
+        self.lr_scheduler = lr_scheduler
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group of `optimizer`."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def destroy(self) -> None:
+        """Remove all hooks from the model and free what the ZeRO-3 engine holds."""
+        self._replicated.destroy()
+        self._part.destroy()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as `DeepSpeedEngine.save_checkpoint` does, the replicated part in one file more. Collective: all ranks.
+
+        A run resumes from it on as many ranks.
+        """
+        save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
+        distributed = DistributedInterface()
+        writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
+        with distributed.step("saving", name=str(save_dir)):
+            if writes:  # before DeepSpeed names this checkpoint the latest
+                save_replicated(os.path.join(save_dir, tag), self._replicated_state(exclude_frozen_parameters))
+        return bool(
+            self.zero3.save_checkpoint(
+                save_dir,
+                tag,
+                dict(client_state or {}),
+                save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) where there is nothing.
+
+        On as many ranks as have saved; `lowmem_load.load_checkpoint` does so on any.
+
+        `load_module_only` leaves optimizers, schedulers and step counts as they are. It is also for a model that trains
+        parameters that were frozen when it was saved; DeepSpeed cannot do the reverse.
+
+        Collective: all ranks.
+
+        Raises:
+            CheckpointError: the folder lacks the replicated part.
+            ConfigError: it is of other parameters.
+            RankError: only some ranks find a checkpoint.
+        """
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        with DistributedInterface().step("finding", name=str(load_dir)):
+            folder, without = find_checkpoint(os.fspath(load_dir), tag), load_module_only or not load_optimizer_states
+            if folder is not None and without and folder != find_checkpoint(os.fspath(load_dir), None):
+                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
+                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
+                )
+        return self.load_checkpoint_by(self.zero3.load_checkpoint, load_dir, tag, *flags)
+
+    def load_checkpoint_by(
+        self,
+        load_zero3: Callable[..., tuple[str | None, Any]],
+        load_dir: str | os.PathLike[str],
+        tag: str | None,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+    ) -> tuple[str | None, Any]:
+        """Load a checkpoint as `load_checkpoint` does; `load_zero3`, called as it, fills the ZeRO-3 engine."""
+        load_dir = os.fspath(load_dir)
+        load_optimizer_states = load_optimizer_states and not load_module_only
+        distributed = DistributedInterface()
+        with distributed.step("checking", name=str(load_dir)) as step:  # all of it, before anything is changed
+            folder = find_checkpoint(load_dir, tag)
+            step.digest = "no checkpoint" if folder is None else os.path.basename(folder)
+            state = None if folder is None else load_replicated(folder)
+            if state is not None:
+                self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)
+        if state is None:
+            return None, None
+        path, client_state = load_zero3(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
+            load_module_only=load_module_only,
+        )
+        with distributed.step("loading", name=str(load_dir)):
+            self._outside.load(state)
+            if load_optimizer_states:
+                self._replicated.load_state_dict(state["whole"])
+                for group, options in zip(self._leader.param_groups, state["groups"], strict=True):
+                    group.update(options)
+            else:
+                self._replicated.refresh_masters()
+            if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
+                self.lr_scheduler.load_state_dict(state["schedule"])
+        return path, client_state
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Return the model's full state dict in host memory on rank 0, None on the others. Collective: all ranks."""
+        gathered = self._part.consolidated(exclude_frozen_parameters)
+        if gathered is None:
+            return None
+        gathered_as = {
+            id(p): name for name, p in self.module.named_parameters() if name not in self._outside.parameters
+        }
+        everything = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            source = gathered_as.get(id(value), name)  # a module of the chosen part may have names outside of it too
+            if source in gathered:
+                everything[name] = gathered[source]
+            elif id(value) not in gathered_as and (not exclude_frozen_parameters or name not in self._outside.frozen):
+                everything[name] = value.detach().to("cpu", copy=True)
+        return everything
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Answer under the name by which accelerate asks a DeepSpeed engine."""
+        return self.consolidated_state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write `consolidated_state_dict` as one torch file, on rank 0. Collective: all ranks."""
+        state = self.consolidated_state_dict(exclude_frozen_parameters)
+        with DistributedInterface().step("saving", name=str(save_dir)):
+            if state is not None:
+                os.makedirs(save_dir, exist_ok=True)
+                torch.save(state, os.path.join(save_dir, save_filename))
+        return True
+
+    def module_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Refuse: the ZeRO-3 engine would answer for its part alone, with empty tensors."""
+        raise UnsupportedError("module_state_dict has no whole parameters under ZeRO-3; call consolidated_state_dict()")
+
+    def _replicated_state(self, exclude_frozen: bool) -> dict[str, Any]:
+        return {
+            **self._outside.state(exclude_frozen=exclude_frozen),
+            "whole": self._replicated.state_dict(),
+            "groups": [options_of(group) for group in self._leader.param_groups],
+            "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+        }
+
+    def _check_state(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
+        """Raise ConfigError where a checkpoint's state of the replicated part would not be loaded as it is to be."""
+        self._outside.check(state, strict=strict)
+        if optimizer:
+            self._replicated.check_state(state["whole"])
+            if len(state["groups"]) != len(self._leader.param_groups):
+                raise ConfigError(
+                    f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one "
+                    f"{len(self._leader.param_groups)}"
+                )
+
+
+def _derived(split: SplitOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    derived = split.derive({id(parameter): parameter for parameter in parameters})
+    assert derived is not None  # `initialize` has seen to it that the user's optimizer holds some of them
+    return derived

@@ -1,0 +1,137 @@
+"""First stage: a model whose parameters are expressions. Reads headers, and what transformers must know at once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Settings
+from lowmem_load.ds.zero_init import refuse_partitioned
+from lowmem_load.errors import ConfigError
+from lowmem_load.hf import loader
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.read_whole import read_whole
+from lowmem_load.planning.expression import Expression, numel
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, hull
+from lowmem_load.symbolic.context import Context, Keeps, Once, by_itself
+from lowmem_load.symbolic.initialise import Initialiser
+from lowmem_load.targets.make_target import TargetMaker
+from lowmem_load.targets.target import Layout, Target
+
+
+@dataclass(slots=True)
+class Described:
+    """A model whose parameters are expressions.
+
+    Attributes:
+        name: what is loaded.
+        model: with symbolic parameters and buffers.
+        info: transformers' loading info.
+        settings: resolved for this model.
+        target: where its parameters go.
+        files: of the checkpoint that were opened.
+        read_to_describe: see `LoadPlan`.
+        seconds: that it took.
+    """
+
+    name: str
+    model: nn.Module
+    info: dict[str, Any]
+    settings: Settings
+    target: Target
+    files: tuple[PlannedFile, ...]
+    read_to_describe: tuple[tuple[str, int], ...]
+    seconds: float
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the files."""
+        return [file.path for file in self.files]
+
+
+def describe(
+    call: loader.Call,
+    settings: Settings,
+    make_target: TargetMaker,
+    executor: Executor,
+    *,
+    holds_values: bool,
+    once: Once = by_itself,
+) -> Described:
+    """Run a `from_pretrained` on symbolic tensors. Local; reads headers, and what transformers must know at once.
+
+    Args:
+        call: the `from_pretrained`.
+        settings: what the load goes by.
+        make_target: makes the model's target.
+        executor: has the files of the checkpoint open, and reads what transformers must know at once.
+        holds_values: whether missing parameters are initialised, or only noted.
+        once: how what all ranks of a node need is found out.
+    """
+    start = time.perf_counter()
+    reads = _Reads(executor)
+    prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
+
+    def settled(model: nn.Module) -> tuple[nn.Module, Settings, Target]:
+        """Return a model with its settings and target: the one that is loaded, or one that its `__init__` loads."""
+        if id(model) not in prepared:
+            resolved = settings.for_model(getattr(model, "config", None))
+            prepared[id(model)] = model, resolved, make_target(resolved, model)
+        return prepared[id(model)]
+
+    def keeps_of(model: nn.Module) -> Keeps:
+        try:
+            layout, known = settled(model)[2].layout, {id(each): name for name, each in model.named_parameters()}
+        except ConfigError:  # of a model that another one's __init__ loads, and to which the settings need not fit
+            return lambda parameter: FlatRange(0, parameter.numel())
+        return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
+
+    initialiser = Initialiser(reads.now, None if holds_values else reads.note)
+    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once)
+    model, info = call.describe(context, is_cut_up=settings.stage == 3)
+    files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
+    _, resolved, target = settled(model)
+    seconds = time.perf_counter() - start
+    return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), seconds)
+
+
+class _Reads:
+    """Reads what must be known while a model is described.
+
+    Attributes:
+        nbytes: that were read, or would be, by reason.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.nbytes: dict[str, int] = {}
+        self._executor = executor
+
+    def now(self, expression: Expression, reason: str) -> torch.Tensor:
+        """See `ReadNow`."""
+        before = self._executor.stats.read_bytes
+        whole = read_whole(self._executor, expression)
+        self._count(reason, self._executor.stats.read_bytes - before)
+        return whole
+
+    def note(self, expression: Expression, reason: str) -> torch.Tensor:
+        """Count what `now` would read; return a meta tensor in its place."""
+        planner = Planner()
+        fill = planner.plan_fill(reason, expression, FlatRange(0, numel(expression)))
+        self._count(reason, planner.costs([fill]).read_bytes)
+        return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
+
+    def _count(self, reason: str, nbytes: int) -> None:
+        if nbytes > 0:
+            self.nbytes[reason] = self.nbytes.get(reason, 0) + nbytes
+
+
+def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
+    """Return the smallest flat range of a parameter that holds all regions of it that this rank has."""
+    hulls = [hull(region, tuple(parameter.shape)) for region in layout.regions]
+    return FlatRange(min(part.start for part in hulls), max(part.end for part in hulls))

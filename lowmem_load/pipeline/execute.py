@@ -1,0 +1,135 @@
+"""Third stage: memory is made and filled as the plan says. Nothing is planned any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf import loader
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.shared_reads import SharedReads
+from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.planning.cooperative import Shared
+from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
+from lowmem_load.symbolic.missing import forget
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.targets.target import Target
+
+
+def execute(
+    planned: Planned,
+    target: Target,
+    executor: Executor,
+    sample: Callable[[], None] = lambda: None,
+    sharing: SharedReads | None = None,
+) -> Shared | None:
+    """Fill the described model: every symbolic parameter and buffer becomes one that holds its values.
+
+    Args:
+        planned: is used up; what a missing parameter was initialised with goes with it.
+        target: makes the memory; prepared.
+        executor: fills it.
+        sample: called after each parameter.
+        sharing: what reads together with the other ranks of the node, where some of the plan is to be.
+
+    Returns:
+        What came of reading together; None where there was none.
+    """
+    plan = planned.plan
+    executor.expect(plan.files)
+    for buffer in plan.buffers:
+        _fill_buffer(buffer, planned, target, executor)
+    uses = [plan.values_of(part.fills) for part in plan.targets]
+    last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    restores: list[Callable[[], None]] = []
+    for position, part in enumerate(plan.targets):
+        parameter = planned.parameters.pop(part.name)
+        made, memory = target.make(part, parameter, executor.finish)
+        _check_dtypes(part, (made, *memory))
+        for destination, tensor in zip(part.destinations, memory, strict=True):
+            if destination.fill is not None:
+                fill, memory_of = destination.fill, tensor[: destination.fill.numel]
+                if sharing is not None:
+                    fill = sharing.take(fill, memory_of, planned.material)
+                executor.fill(fill, memory_of, plan.values, planned.material)
+        copies += _copies(part, memory)
+        if isinstance(parameter, QuantizedTensor):
+            restores.append(_restore(part, parameter, made, planned, target, executor))
+        for number in uses[position]:
+            if last_use[number] == position:
+                planned.material.tensors.pop(number, None)
+        loader.copy_marks(parameter, made)
+        for module, name in planned.places.pop(part.name):
+            setattr(module, name, made)
+        if isinstance(parameter, SymbolicTensor):
+            forget(parameter)
+        sample()
+    shared = None if sharing is None else sharing.run(executor, plan.values, planned.material)
+    executor.finish()
+    executor.check_unchanged()
+    for source, copy in copies:
+        copy.copy_(source)
+    for restore in restores:
+        restore()
+    target.finish()
+    return shared
+
+
+def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what is copied within a target, as source and copy."""
+    for destination, tensor in zip(part.destinations, memory, strict=True):
+        if destination.copied_from is not None:
+            number, first = destination.copied_from
+            yield memory[number].narrow(0, first, destination.region.numel), tensor[: destination.region.numel]
+
+
+def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise UnsupportedError unless what was made has the planned dtype: functions of torch can be replaced."""
+    found = {tensor.dtype for tensor in tensors} - {plan.dtype}
+    if found:
+        raise UnsupportedError(
+            f"{plan.name}: was made as {', '.join(map(str, found))}, though {plan.dtype} was asked for: somebody has "
+            "replaced functions of torch that make tensors; load outside of that"
+        )
+
+
+def _restore(
+    part: TargetPlan,
+    parameter: QuantizedTensor,
+    made: nn.Parameter,
+    planned: Planned,
+    target: Target,
+    executor: Executor,
+) -> Callable[[], None]:
+    """Start reading what goes with packed values; return what makes a quantized parameter of both once it is there."""
+    read: dict[str, torch.Tensor] = {}
+    for companion in part.companions:
+        if companion.fill is not None:
+            flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
+            executor.fill(companion.fill, flat, planned.plan.values, planned.material)
+            read[companion.name] = flat.view(companion.shape)
+    restore = parameter.quantized.restore  # not the described parameter, which may hold values
+    return lambda: restore(part.name, made, read, target.device)
+
+
+def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor: Executor) -> None:
+    before = planned.buffers.pop(buffer.names[0])
+    after = before
+    if buffer.fill is not None:
+        flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
+        executor.fill(buffer.fill, flat, planned.plan.values, planned.material)
+        after = flat.view(buffer.shape)
+    elif before.device.type == "cpu" and target.device.type != "cpu":
+        flat = torch.empty(before.numel(), dtype=buffer.dtype, device=target.device)
+        executor.move(before, flat)
+        after = flat.view(buffer.shape)
+    elif not before.is_meta:
+        after = before.to(device=target.device, dtype=buffer.dtype)
+    if after is not before:
+        for module, name in planned.places.pop(buffer.names[0]):
+            setattr(module, name, after)

@@ -1,0 +1,310 @@
+"""The stages in order, and the agreement of the ranks between them: describe, plan, agree, execute, agree, report."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Settings
+from lowmem_load.distributed import environment
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.node_cache import NodeCache
+from lowmem_load.distributed.processes import Progress, computing
+from lowmem_load.ds import zero_init
+from lowmem_load.errors import (
+    NotStreamedWarning,
+    UnsupportedError,
+    spelled,
+)
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.hf import loader, names
+from lowmem_load.hf.hub import commit_in
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.mounts import read_cost
+from lowmem_load.io.shared_reads import SharedReads
+from lowmem_load.io.source import LocalFile, Opener
+from lowmem_load.phases import progress_bar
+from lowmem_load.pipeline.agree_on_checksums import agree_on_checksums
+from lowmem_load.pipeline.describe import Described, describe
+from lowmem_load.pipeline.disk_space import DiskUse, check_room, disk_uses
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.make_plan import Planned, make_plan
+from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened
+from lowmem_load.pipeline.share_reads import LITTLE_SPARED, shared_reads, shares_reads
+from lowmem_load.pipeline.streamable import (
+    check_around,
+    check_described,
+    is_left_alone,
+    may_work_in_stock,
+    refuse_device_map,
+)
+from lowmem_load.pipeline.torch_defaults import on_host, random_state_of
+from lowmem_load.quantities import share
+from lowmem_load.report import LoadReport, OnLoad, Overlap
+from lowmem_load.report_files import write_report
+from lowmem_load.targets.make_target import TargetMaker
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 4
+"""Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
+
+SAMPLE_S = 5e-3
+"""Between two looks at the memory in use: in so short a time little is filled, and a look takes 10 to 60 us."""
+
+REPORT_ATTRIBUTE = "lowmem_load_report"
+"""Where a model keeps its `LoadReport`; `load_report(model)` finds it."""
+
+LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
+"""Where a model that was left to stock ZeRO-3 keeps the reason, text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Loads models for one set of settings on one group of ranks.
+
+    Attributes:
+        settings: what the load goes by; resolved for each model.
+        ranks: that load together.
+        make_target: makes each model's target.
+        progress: see `lowmem_load.load_model`.
+        verify: see `lowmem_load.load_model`.
+        on_load: called with the report of a load that is done.
+        is_lenient: whether what cannot be streamed is left to transformers, with a warning; see [Note: left to stock].
+        open_source: opens files of the checkpoint.
+
+    [Note: left to stock] That a load cannot be streamed shows while it is described or planned, on all ranks alike, or
+    else it is an error. Nothing is allocated or read then, and no random number is drawn that is not put back, so that
+    transformers can begin it anew.
+    """
+
+    settings: Settings
+    ranks: RankGroup
+    make_target: TargetMaker
+    progress: bool | None = None
+    verify: bool = False
+    on_load: OnLoad | None = None
+    is_lenient: bool = False
+    open_source: Opener = LocalFile
+
+    def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
+        with self.ranks.session(f"the load of {call.name}"):
+            random_state = torch.get_rng_state()
+            try:
+                return self._load(call) or call.run()
+            except _NotStreamedError as error:
+                reason = str(error)
+            torch.set_rng_state(random_state)
+            return self._leave(call, reason)
+
+    def _leave(self, call: loader.Call, reason: str) -> tuple[nn.Module, dict[str, Any]]:
+        """Let transformers do a load, saying why."""
+        warnings.warn(
+            f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}",
+            NotStreamedWarning,
+            stacklevel=8,  # the caller of from_pretrained
+        )
+        model, info = call.run()
+        setattr(model, LEFT_ATTRIBUTE, reason)
+        return model, info
+
+    def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
+        """Return the model and the loading info; None where this is one of the loads that transformers does itself."""
+        report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
+        with contextlib.ExitStack() as stack:
+            cache = stack.enter_context(NodeCache(self.ranks))
+            left_alone, payloads = self._check_call(call, cache)
+            if left_alone:
+                return None
+            nodes = cache.meet([offer for offer, _ in payloads])
+            around = stack.enter_context(zero_init.set_aside())
+            stack.enter_context(on_host())
+            stack.enter_context(random_state_of(base64.b64decode(payloads[0][1]) or None))
+            executor = stack.enter_context(self._executor())
+            with self._streamable():
+                described = self._describe(call, executor, cache, report)
+                planned, views, offers = self._plan(described, around, report)
+            with self._streamable(made=True):
+                self._prepare(described, planned, report)
+            report.take_plan(planned.plan, described.settings.ds_config)
+            self._check_files(described, executor, views, report)
+            together, why_alone = shared_reads(self.ranks, nodes, offers, planned)
+            self._execute(planned, described, executor, together, report)
+            if together is not None and report.shared is None:
+                why_alone = LITTLE_SPARED
+            if why_alone:
+                report.notes.append(f"no reads were shared with other ranks: {why_alone}")
+            if executor.sources.num_retries:
+                report.notes.append(f"{executor.sources.num_retries} reads again after a fault of the storage")
+            report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
+            if executor.spans is not None:
+                report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
+        if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
+            report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
+            if report.rank == 0:
+                warnings.warn(f"{call.name}: {report.notes[-1]}", stacklevel=4)
+        setattr(described.model, REPORT_ATTRIBUTE, report)
+        logger.info("%s", report.summary())
+        write_report(report)
+        if self.on_load is not None:
+            self.on_load(report)
+        return described.model, described.info
+
+    @contextlib.contextmanager
+    def _streamable(self, *, made: bool = False) -> Iterator[None]:
+        """Tell errors that mean that a load cannot be streamed from others, where such a load is not an error.
+
+        Args:
+            made: whether DeepSpeed may have made something by now, unless it was a setting that was refused.
+        """
+        try:
+            yield
+        except Exception as error:
+            may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
+            if not self.is_lenient or self.verify or not may_work:
+                raise
+            raise _NotStreamedError(spelled(error, names.MAX_TOLD)) from error
+
+    def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
+        """Return whether transformers does this load by itself, which ranks that differ would wait for each other in.
+
+        And of each rank what the others have to know: its offer for the node's cache, and rank 0's random state.
+        """
+        with self.ranks.step("checking the call", name=call.name) as step:
+            refuse_device_map(call, self.settings)
+            left_alone = is_left_alone(call, self.settings)
+            if left_alone and self.verify:
+                raise UnsupportedError(
+                    f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
+                    "lowmem_load.verify_checkpoint before it"
+                )
+            streamed = "a verified load" if self.verify else "a streamed load"
+            else_ = ", or else left to stock" if self.is_lenient else ""
+            step.digest = "an ordinary load" if left_alone else streamed + else_
+            state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
+            step.payload = cache.offer, base64.b64encode(state).decode()
+        return left_alone, step.payloads
+
+    def _describe(self, call: loader.Call, executor: Executor, cache: NodeCache, report: LoadReport) -> Described:
+        computed = computing()
+
+        def progress() -> Progress:
+            return Progress(computed().amount + executor.stats.read_bytes, "")
+
+        # From the Hub files may come for hours, and on others' ranks first.
+        describing = self.ranks.step(
+            "describing the model", name=call.name, progress=progress if _is_local(call) else None
+        )
+        with describing as step, report.phase("describe"), cache.stage():
+            described = describe(*(call, self.settings, self.make_target, executor), holds_values=True, once=cache.once)
+            info = sorted(described.info.items())
+            topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
+            # What is computed with equal weights may differ: the base of rotary embeddings, say.
+            commits = sorted({commit_in(file.path) for file in described.files} - {""})
+            of_commits = "".join(f", commit {commit}" for commit in commits)
+            configuration = fingerprint([_config_text(described.model)])
+            step.digest = f"{fingerprint(topics)}, configuration {configuration}{of_commits}"
+        return described
+
+    def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, list[Opened], list[bool]]:
+        """Return the plan; and of each rank the files that it planned against, and whether it has reads to share."""
+        # Not in one with describing: a rank that still does would hear of another's failure here, and stop, instead of
+        # finding out the same, by which all leave the load to stock.
+        planning = self.ranks.step("planning", name=described.name, progress=computing())
+        with planning as step, report.phase("plan"):
+            check_described(described)
+            if described.settings.stage == 3:
+                check_around(around, described)
+            can_share = _can_share(described.settings, self.open_source) and self.ranks.hears_of_failures
+            cost, shares = read_cost(described.paths), can_share and shares_reads()
+            planned = make_plan(described, self.ranks.rank, cost, shares)
+            step.digest = planned.plan.fingerprint
+            step.payload = opened(described.files), bool(planned.shared)
+        return planned, [(view, seed) for (view, seed), _ in step.payloads], [offers for _, offers in step.payloads]
+
+    def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
+        # By itself: DeepSpeed may make groups here, which all ranks must do or none.
+        with self.ranks.step("preparing", name=described.name) as step, report.phase("plan"):
+            described.target.prepare(described.model)
+            step.payload = disk_uses(described.target.files(planned.plan.targets))
+        check_room(described.name, [[DiskUse(*use) for use in uses] for uses in step.payloads])
+
+    def _check_files(
+        self, described: Described, executor: Executor, seen: Sequence[Opened], report: LoadReport
+    ) -> None:
+        name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
+        with report.phase("compare"):
+            views = agree_on_bytes(self.ranks, name, files, sources, seen, num_threads=num_threads)
+        if self.verify:
+            with report.phase("verify"):
+                agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
+
+    def _execute(
+        self,
+        planned: Planned,
+        described: Described,
+        executor: Executor,
+        together: SharedReads | None,
+        report: LoadReport,
+    ) -> None:
+        needed_bytes = planned.plan.needed_bytes
+        num_made, next_sample_s = 0, 0.0
+
+        def progress() -> Progress:
+            read_bytes = executor.stats.read_bytes
+            read = f"{share(read_bytes, needed_bytes)} read"
+            detail = f"{num_made} parameters made, {read}, last from {executor.stats.path or 'no file'}"
+            return Progress(read_bytes + num_made + (together.waited if together is not None else 0), detail)
+
+        def on_parameter() -> None:
+            nonlocal num_made, next_sample_s
+            num_made += 1
+            self.ranks.check()
+            if (now_s := time.perf_counter()) >= next_sample_s:
+                report.sample_memory()
+                next_sample_s = now_s + SAMPLE_S
+
+        def on_bytes(num_bytes: int) -> None:
+            update(num_bytes)
+            self.ranks.check()
+
+        reading = self.ranks.step("reading", name=described.name, progress=progress)
+        bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
+        with reading, report.phase("read"), bar as update:
+            executor.on_bytes = on_bytes
+            report.shared = execute(planned, described.target, executor, on_parameter, together)
+
+    def _executor(self) -> Executor:
+        cores = environment.cores(environment.local_world_size(self.ranks.world_size))
+        return Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source)
+
+
+class _NotStreamedError(Exception):
+    """Ends a load that is left to transformers."""
+
+
+def _is_local(call: loader.Call) -> bool:
+    """Return whether nothing can come from the Hub: not even the base model of an adapter."""
+    folder = os.path.join(call.name, call.kwargs.get("subfolder") or "")
+    return os.path.isdir(call.name) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
+
+
+def _config_text(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    return "" if config is None else names.config_text(config)
+
+
+def _can_share(settings: Settings, open_source: Opener) -> bool:
+    """Return whether ranks may read together: into memory that stays, from files."""
+    return settings.offload_device != "nvme" and open_source is LocalFile

@@ -1,0 +1,282 @@
+"""Second stage: a proved plan of every parameter and buffer of a described model, for one rank. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.pipeline.describe import Described
+from lowmem_load.planning.cooperative import reads_of, shared_steps
+from lowmem_load.planning.expression import (
+    IN_MEMORY,
+    Cast,
+    Computed,
+    Elementwise,
+    Expression,
+    Held,
+    Leaf,
+    Source,
+    cast,
+    held,
+    leaves,
+    numel,
+)
+from lowmem_load.planning.load_plan import (
+    BufferPlan,
+    CompanionPlan,
+    Destination,
+    LoadPlan,
+    SlowPath,
+    TargetPlan,
+)
+from lowmem_load.planning.planner import Material, Planner
+from lowmem_load.planning.ranges import FlatRange, Region
+from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
+from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
+from lowmem_load.symbolic.missing import initialised_part
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.targets.target import Layout
+
+Place = tuple[nn.Module, str]
+"""A module, and the name of one of its own parameters or buffers."""
+
+
+@dataclass(slots=True)
+class Planned:
+    """A plan, and what of the described model it is about.
+
+    Attributes:
+        plan: see `LoadPlan`.
+        material: what the plan's steps refer to by number.
+        parameters: the described parameters, by the first of their names.
+        places: all places of each parameter and buffer, by the first of its names.
+        buffers: the described buffers, by the first of their names.
+        shared: the steps whose reads are done together with the other ranks of the node, if these have such, too.
+    """
+
+    plan: LoadPlan
+    material: Material
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: tuple[Step, ...] = ()
+
+
+def make_plan(
+    described: Described,
+    rank: int,
+    cost: ReadCost | None = None,
+    shares_reads: bool = True,
+) -> Planned:
+    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
+
+    Args:
+        described: the model.
+        rank: whose plan it is.
+        cost: of reading; the default of `ReadCost`.
+        shares_reads: whether the ranks of a node may read together.
+    """
+    start, cost = time.perf_counter(), cost or ReadCost()
+    planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
+    model, target = described.model, described.target
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters, places, names_of = _distinct(modules, model.named_parameters(remove_duplicate=False))
+    targets = [
+        _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
+        for name, parameter in parameters.items()
+    ]
+    targets.sort(key=lambda plan: plan.place)
+    buffers, buffer_places, buffer_names = _distinct(modules, model.named_buffers(remove_duplicate=False))
+    on_host = target.device.type == "cpu"
+    fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
+    buffer_plans = [
+        _plan_buffer(planner, buffer_names[name], buffer, keeps_fp32=id(buffer) in fp32, on_host=on_host)
+        for name, buffer in buffers.items()
+    ]
+    costs = planner.costs(fill for plan in targets for fill in plan.fills)
+    costs = costs.plus(planner.costs(plan.fill for plan in buffer_plans if plan.fill is not None))
+    load_plan = LoadPlan(
+        name=described.name,
+        rank=rank,
+        world_size=described.settings.world_size,
+        targets=tuple(targets),
+        buffers=tuple(buffer_plans),
+        values=tuple(planner.values),
+        files=described.files,
+        read_to_describe=described.read_to_describe,
+        missing_keys=tuple(sorted(described.info["missing_keys"])),
+        unexpected_keys=tuple(sorted(described.info["unexpected_keys"])),
+        mismatched_keys=tuple(described.info["mismatched_keys"]),
+        costs=costs,
+        read_cost=cost,
+        seconds={"describe": described.seconds, "plan": time.perf_counter() - start},
+    )
+    shared = shared_steps(load_plan) if shares_reads else ()
+    shareable_bytes = sum(read.read_bytes for step in shared for read in reads_of(step))
+    load_plan = replace(load_plan, shareable_bytes=shareable_bytes)
+    return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers, shared)
+
+
+def _distinct(
+    modules: Mapping[str, nn.Module], named: Iterable[tuple[str, Any]]
+) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
+    """Return the distinct parameters (or buffers) by their first names, with all places and all names of each."""
+    first: dict[int, str] = {}
+    tensors: dict[str, Any] = {}
+    places: dict[str, list[Place]] = {}
+    all_names: dict[str, list[str]] = {}
+    for name, tensor in named:
+        prefix, _, last = name.rpartition(".")
+        key = first.setdefault(id(tensor), name)
+        tensors.setdefault(key, tensor)
+        places.setdefault(key, []).append((modules[prefix], last))
+        all_names.setdefault(key, []).append(name)
+    return tensors, places, all_names
+
+
+def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:
+    name, expression = names_[0], _described(names_[0], parameter)
+    is_recast = expression.dtype != layout.dtype
+    found = leaves(expression)
+    whole = fingerprint([_line(parameter, found), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
+    if is_recast and isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
+        expression = expression.part
+    stored = cast(expression, layout.dtype)
+    destinations = tuple(_destinations(planner, name, stored, layout))
+    fills = [destination.fill for destination in destinations if destination.fill is not None]
+    slow_paths = tuple(_slow_paths(name, parameter, found, fills))
+    return TargetPlan(
+        names=tuple(names_),
+        shape=tuple(parameter.shape),
+        dtype=layout.dtype,
+        kind=layout.kind,
+        destinations=destinations,
+        is_recast=is_recast,
+        is_uninitialised=any(isinstance(leaf, Computed) and leaf.operation == UNINITIALISED for leaf in found),
+        slow_paths=slow_paths,
+        fingerprint=whole,
+        companions=tuple(_companions(planner, name, parameter)),
+    )
+
+
+def _destinations(planner: Planner, name: str, stored: Expression, layout: Layout) -> Iterator[Destination]:
+    """Yield the plan of each piece of memory; what another one holds too is made once, and copied."""
+    for number, (region, size) in enumerate(zip(layout.regions, layout.numels, strict=True)):
+        copied_from = _holder(layout.regions, number)
+        fill = None
+        if copied_from is None:
+            fill = planner.plan_fill(name, stored, region, on_host=layout.on_host)
+        yield Destination(region, size, layout.on_host, fill, copied_from)
+
+
+def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:
+    """Return which other region holds all of this one, and from which of its elements on; of equal ones the first."""
+    this = regions[number]
+    for other_number, other in enumerate(regions):
+        is_copied = other.numel > this.numel or (other.numel == this.numel and other_number < number)
+        if not (is_copied and this.numel and isinstance(this, FlatRange) and isinstance(other, FlatRange)):
+            continue
+        if other.start <= this.start and this.end <= other.end:
+            return other_number, this.start - other.start
+    return None
+
+
+def _companions(planner: Planner, name: str, parameter: nn.Parameter) -> Iterator[CompanionPlan]:
+    """Yield the plans of what goes with the packed values of a quantized parameter."""
+    if not isinstance(parameter, QuantizedTensor):
+        return
+    for key, companion in parameter.quantized.companions.items():
+        fill = None
+        if companion.expression is not None:
+            whole = FlatRange(0, numel(companion.expression))
+            fill = planner.plan_fill(f"{name}.{key}", companion.expression, whole)
+        yield CompanionPlan(key, companion.shape, companion.dtype, fill)
+
+
+def _described(name: str, parameter: torch.Tensor) -> Expression:
+    if isinstance(parameter, SymbolicTensor):
+        expression = initialised_part(parameter) or parameter.expression
+        if expression.dtype != parameter.dtype:
+            raise UnsupportedError(
+                f"{name}: came out as {parameter.dtype}, though what it is made of is {expression.dtype}: somebody has "
+                "replaced functions of torch that make tensors; load outside of that"
+            )
+        return expression
+    if parameter.is_meta:
+        raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initialising it")
+    return held(parameter)
+
+
+def _plan_buffer(
+    planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
+) -> BufferPlan:
+    """Plan a buffer whole, as an ordinary load holds it.
+
+    One that is kept in fp32 is read in fp32: upcasting it later would not give back what a cast took.
+    """
+    dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
+    whole = held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.expression
+    if isinstance(buffer, SymbolicTensor):
+        expression = whole
+        while keeps_fp32 and isinstance(expression, Cast):
+            expression = expression.part
+        whole_range = FlatRange(0, numel(expression))
+        fill = planner.plan_fill(names_[0], cast(expression, dtype), whole_range, on_host=on_host)
+    fills = [] if fill is None else [fill]
+    found = leaves(whole)
+    slow_paths = tuple(_slow_paths(names_[0], buffer, found, fills))
+    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, found)]))
+
+
+def _slow_paths(name: str, parameter: torch.Tensor, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
+    """Yield why, and at what cost, a parameter is not read straight into its partition."""
+    for leaf in found:
+        if isinstance(leaf, Held) and leaf.origin == INITIALISED:
+            nbytes = parameter.numel() * parameter.dtype.itemsize
+            yield SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes)
+        elif isinstance(leaf, Held) and leaf.origin != IN_MEMORY:
+            yield SlowPath(name, f"made of {leaf.origin}", leaf.flat.numel() * leaf.dtype.itemsize)
+        elif isinstance(leaf, Computed) and leaf.operation != UNINITIALISED:
+            nbytes = sum(numel(part) * part.dtype.itemsize for part in leaf.inputs)
+            yield SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes)
+    gathered = [over for fill in fills for step in fill.steps if (over := _gathered_bytes(step)) is not None]
+    if gathered:
+        yield SlowPath(name, "gathered from scattered bytes", sum(gathered))
+
+
+def _gathered_bytes(step: object) -> int | None:
+    """Return the bytes that are read beyond those needed by a read of scattered elements.
+
+    None for one that takes runs as they lie.
+    """
+    if not isinstance(step, Read) or step.is_direct:
+        return None
+    over = step.read_bytes - step.needed_bytes_each * step.num_reads
+    has_runs = any(axis.source == axis.destination == 1 for axis in (*step.outer, *step.nest.axes))
+    return over if over > 0 or not has_runs else None
+
+
+def _line(tensor: torch.Tensor, found: Sequence[Leaf]) -> str:
+    """Describe all of a tensor, given its leaves: ranks that differ here hold different files or arguments."""
+    parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
+    if isinstance(tensor, QuantizedTensor):
+        parts.append(tensor.quantized.method)
+        beside = [each.expression for each in tensor.quantized.companions.values() if each.expression is not None]
+        found = [*found, *(leaf for part in beside for leaf in leaves(part))]
+    for leaf in found:
+        parts.append(type(leaf).__name__)
+        if isinstance(leaf, Source):
+            parts.append(f"{leaf.path.rpartition('/')[2]} {leaf.name} {leaf.start} {leaf.shape} {leaf.dtype}")
+        elif isinstance(leaf, Held):
+            parts.append(leaf.origin)
+        elif isinstance(leaf, Computed | Elementwise):
+            parts.append(leaf.operation)
+    return "; ".join(parts)

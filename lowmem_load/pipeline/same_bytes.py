@@ -1,0 +1,125 @@
+"""Between planning and reading: all ranks prove that they read the same bytes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.processes import Progress, machine
+from lowmem_load.distributed.verdict import spell_ranks
+from lowmem_load.errors import CheckpointError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.io.checksums import name_of_blob
+from lowmem_load.io.open_sources import OpenSources
+from lowmem_load.io.sample import sample_digests
+from lowmem_load.planning.load_plan import PlannedFile, in_common_order
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What ranks that opened the very same files found. The lists are by file, in one order for all views.
+
+    Attributes:
+        ranks: ascending.
+        digests: of the sample of each file.
+        blobs: by which the cache of the Hub names each file, which is a digest of all its bytes; None elsewhere.
+        paths: of the files.
+    """
+
+    ranks: Sequence[int]
+    digests: Sequence[str]
+    blobs: Sequence[str | None]
+    paths: Sequence[str]
+
+
+Opened = tuple[str, int]
+"""What is equal for those ranks that have opened the very same files; and a random number, of which rank 0's counts."""
+
+
+def opened(files: Sequence[PlannedFile]) -> Opened:
+    """Return what the other ranks have to know of the files that this one has planned against."""
+    ordered = in_common_order(files)
+    return fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)]), secrets.randbits(64)
+
+
+def agree_on_bytes(
+    ranks: RankGroup,
+    name: str,
+    files: Sequence[PlannedFile],
+    sources: OpenSources,
+    seen: Sequence[Opened],
+    *,
+    num_threads: int,
+) -> list[str]:
+    """Raise on all ranks unless their files hold the same bytes; see [Note: the sample] in `io/sample.py`.
+
+    Ranks of one machine that opened the very same files count as one, and one machine needs no sample.
+
+    Collective: nothing where all have opened the very same files, and else one step.
+
+    Args:
+        ranks: that load together, and have agreed on names, sizes and headers of the files.
+        name: what is loaded.
+        files: that were planned against.
+        sources: which their headers were read from.
+        seen: `opened(files)` of each rank, by rank.
+        num_threads: files read at a time.
+
+    Returns:
+        By rank, what is equal for those that opened the very same files.
+
+    Raises:
+        CheckpointError: names the first file that differs, and which ranks hold which.
+        RankError: a rank cannot read its files.
+    """
+    seen_by = [theirs for theirs, _ in seen]
+    first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
+    if len(first_of) == 1:
+        return seen_by
+    ordered, sampled_blocks = in_common_order(files), [0]
+
+    def on_block() -> None:
+        sampled_blocks[0] += 1
+        ranks.check()
+
+    def progress() -> Progress:
+        return Progress(sampled_blocks[0], f"{sampled_blocks[0]} blocks compared")
+
+    blobs, paths = [name_of_blob(file.path) for file in ordered], [file.path for file in ordered]
+    with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
+        digests: list[str] = []
+        if first_of[seen_by[ranks.rank]] == ranks.rank:
+            digests = sample_digests(ordered, seen[0][1], sources, on_block, num_threads=num_threads)
+        step.payload = digests, blobs, paths
+    compare(
+        [
+            View([rank for rank, other in enumerate(seen_by) if other == theirs], *step.payloads[first])
+            for theirs, first in first_of.items()
+        ]
+    )
+    return seen_by
+
+
+def compare(views: Sequence[View]) -> None:
+    """Raise CheckpointError, which names the first file that differs and who holds what, unless all hold the same."""
+    for number, path in enumerate(views[0].paths):
+        sampled: dict[str, list[View]] = {}
+        named: dict[str, list[View]] = {}
+        for view in views:
+            sampled.setdefault(view.digests[number], []).append(view)
+            blob = view.blobs[number]
+            if blob is not None:
+                named.setdefault(blob, []).append(view)
+        held = max(sampled, named, key=len)
+        if len(held) > 1:
+            groups = [
+                f"rank(s) {spell_ranks(sorted(rank for view in alike for rank in view.ranks))}: "
+                f"{alike[0].paths[number]}"
+                for alike in held.values()
+            ]
+            raise CheckpointError(
+                f"{path.rpartition('/')[2]}: the ranks hold {len(held)} different files of this name, so the "
+                f"model would be a mixture: {'; '.join(groups)}. Give all ranks the same checkpoint and revision"
+            )

@@ -1,0 +1,172 @@
+"""Compares files with what is known of them. In a plain process: `verify_checkpoint`; a load does it on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.hf.names import cached_folder
+from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
+from lowmem_load.io.source import ByteSource, LocalFile
+
+MAX_THREADS = 4
+"""Files that `verify_checkpoint` hashes at a time, if there are as many cores: more compete for one disk."""
+
+CHUNK_BYTES = 1 << 20
+"""Read at a time: is still in the cache of the core when it is hashed. hashlib lets other threads run meanwhile."""
+
+FILES_SHOWN = 10
+"""Files that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """What was found of one file.
+
+    Attributes:
+        path: of the file.
+        nbytes: its size.
+        algorithm: "sha256", or "git's sha1" for small files of the Hub.
+        expected: digest that it should have, hex; None if nothing is known of it.
+        found: digest that it has, hex.
+        origin: where `expected` is written.
+    """
+
+    path: str
+    nbytes: int
+    algorithm: str
+    expected: str | None
+    found: str
+    origin: str | None
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether there was something to compare with, and it is equal."""
+        return self.expected == self.found
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong; None if nothing is, or nothing is known."""
+        if self.expected is not None and not self.is_proven:
+            return f"{self.path}: its {self.algorithm} is {self.found}, expected {self.expected} (from {self.origin})"
+        return None
+
+
+def verify_checkpoint(
+    name: str | os.PathLike[str],
+    *,
+    subfolder: str = "",
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> tuple[FileCheck, ...]:
+    """Compare the files of a checkpoint with what is known of them here: nothing is fetched.
+
+    Known are the SHA-256 of weights, and git's SHA-1 of small files, that the Hub gave when they were downloaded (to
+    its cache or a local folder), and what `sha256sum` wrote to SHA256SUMS or `*.sha256` in the folder. Files of weights
+    of which nothing is known are hashed and returned all the same, with `expected` None: look at `is_proven`.
+
+    Local: a plain process, without ranks.
+    Memory: 1 MiB for each of at most 4 threads.
+
+    Args:
+        name: a local folder, or a Hub id that is in the cache.
+        subfolder: of it, whose files are meant. Files in folders below are not looked at.
+        revision: of a Hub id; None for its main branch.
+        cache_dir: of the Hub; None for the usual one.
+
+    Returns:
+        Every file of weights, and every other file of which something is known, by name.
+
+    Raises:
+        CheckpointError: names the files that differ; or there are no weights, or a file cannot be read.
+    """
+    folder = os.path.join(name, subfolder)
+    if not os.path.isdir(name):
+        folder = cached_folder(os.fspath(name), subfolder, revision, cache_dir)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder}: no such folder")
+    paths = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
+    known = checksums_of(path for path in paths if os.path.isfile(path))
+    chosen = {path: checksum for path, checksum in known.items() if checksum is not None or _is_weights(path)}
+    if not any(map(_is_weights, chosen)):
+        raise CheckpointError(f"{folder}: holds no weights: no safetensors files, no pytorch_model*.bin")
+    checks = check_files(
+        chosen.items(), lambda path: closing(LocalFile(path)), num_threads=min(MAX_THREADS, os.cpu_count() or 1)
+    )
+    refuse([check.problem for check in checks])
+    return tuple(checks)
+
+
+def check_files(
+    files: Iterable[tuple[str, Checksum | None]],
+    reading: Callable[[str], AbstractContextManager[ByteSource]],
+    *,
+    num_threads: int,
+    on_bytes: Callable[[int], object] = int,
+) -> list[FileCheck]:
+    """Return what is found of files, in their order.
+
+    `reading` opens a file for as long as it is read. `on_bytes` is told how many bytes were hashed, from any thread.
+
+    Raises:
+        CheckpointError: one cannot be read, or changed meanwhile.
+    """
+
+    def check(file: tuple[str, Checksum | None]) -> FileCheck:
+        path, known = file
+        algorithm = SHA256 if known is None else known.algorithm
+        digest, origin = (None, None) if known is None else (known.digest, known.origin)
+        with reading(path) as source:
+            found = hash_source(source, algorithm, on_bytes)
+            return FileCheck(path, source.nbytes, algorithm, digest, found, origin)
+
+    with ThreadPoolExecutor(num_threads, "lowmem_load-hash") as pool:
+        return list(pool.map(check, files))
+
+
+def hash_source(source: ByteSource, algorithm: str, on_bytes: Callable[[int], object] = int) -> str:
+    """Return the digest of all bytes of a source, hex.
+
+    Memory: 1 MiB.
+
+    `GIT` stands for the name that git gives to a file of these bytes. `on_bytes` is told how many bytes were hashed.
+
+    Raises:
+        CheckpointError: it cannot be read, or changed meanwhile.
+    """
+    before = source.version
+    found = (
+        hashlib.sha256() if algorithm == SHA256 else hashlib.sha1(b"blob %d\0" % source.nbytes, usedforsecurity=False)
+    )
+    chunk = memoryview(bytearray(min(CHUNK_BYTES, source.nbytes)))
+    for offset in range(0, source.nbytes, CHUNK_BYTES):
+        part = chunk[: source.nbytes - offset]
+        source.read_into(offset, part)
+        found.update(part)
+        on_bytes(part.nbytes)
+    if source.version != before:
+        raise CheckpointError(f"{source.path}: was replaced or written to while it was hashed; try again")
+    return found.hexdigest()
+
+
+def refuse(problems: Sequence[str | None]) -> None:
+    """Raise CheckpointError if there is any problem."""
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        shown = "\n".join(found[:FILES_SHOWN]) + ("\n..." if len(found) > FILES_SHOWN else "")
+        raise CheckpointError(
+            f"{len(found)} file(s) are not what they should be; download or copy them again, or correct the checksum "
+            f"if the file was changed on purpose:\n{shown}"
+        )
+
+
+def _is_weights(path: str) -> bool:
+    name = os.path.basename(path)
+    return name.endswith(".safetensors") or (
+        name.startswith(("pytorch_model", "adapter_model")) and name.endswith(".bin")
+    )

@@ -1,1 +1,0 @@
-"""Ways in for training pipelines: the model engine, its arguments, and `install`."""

@@ -1,1 +1,0 @@
-"""The process group, and agreement among its ranks."""

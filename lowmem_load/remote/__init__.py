@@ -1,1 +1,0 @@
-"""Checkpoints on the Hub, of which only what is asked for is fetched."""

@@ -1,0 +1,216 @@
+"""load_checkpoint: open, plan, agree, read, agree. How it finds what it reads: `layout.py`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.processes import Progress
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.io.executor import Executor
+from lowmem_load.phases import progress_bar
+from lowmem_load.quantities import share
+from lowmem_load.resume.open_checkpoint import open_checkpoint
+from lowmem_load.resume.resume_plan import Part, Plan, Wanted, make_plan
+from lowmem_load.resume.zero_checkpoint import Checkpoint, find_folder
+from lowmem_load.resume.zero_layout import FP32
+from lowmem_load.saving.save import ranks_of
+
+if TYPE_CHECKING:
+    from lowmem_load.ds.engine_states import Zero3State
+
+NUM_THREADS = 4
+"""Reads in flight at most, on each rank."""
+
+
+def load_checkpoint(
+    engine: Any,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    *,
+    trusted: bool = False,
+    progress: bool | None = None,
+) -> tuple[str | None, dict[str, Any]]:
+    """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
+
+    Takes the place of `engine.load_checkpoint`, whose arguments and result it has. Each rank reads the bytes of its own
+    partitions from the files of all ranks that have saved; nothing is converted first. Takes what was saved under ZeRO
+    stages 1, 2 and 3, also with the optimizer on nvme, and universal checkpoints (`ds_to_universal`).
+    All is checked before anything is changed; an engine of which a read failed afterwards cannot be run until a
+    checkpoint is loaded again.
+
+    Args:
+        engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
+        load_dir: that `save_checkpoint` was given, on a file system that all ranks share.
+        tag: of the checkpoint; None for the one that the file `latest` names.
+        load_module_strict: whether the checkpoint must have each parameter of the module, and no others. If not, those
+            that it lacks stay as they are, with the optimizer's state for them at zero.
+        load_optimizer_states: whether to load moments, hyperparameters and loss scale. The fp32 weights always are.
+        load_lr_scheduler_states: whether to load the state of the lr scheduler, if the engine has one.
+        load_module_only: weights and buffers only; counters and schedulers stay too.
+        trusted: let Python unpickle the model states where the client state holds objects that only their own code can
+            make. That runs code from the file.
+        progress: True shows a progress bar on rank 0, False none, None a long one when stderr is a terminal.
+
+    Returns:
+        Folder of the tag, and what `save_checkpoint` was given as client_state, with DeepSpeed's version and
+        configuration; each rank its own where as many ranks resume as have saved under stage 3, else that of rank 0.
+        (None, {}) if there is no file `latest`.
+
+    Collective: all ranks. No weight crosses the network but those that DeepSpeed keeps whole between steps.
+    Memory: the optimizer's moments, where it has not stepped yet; 16 MiB for each reading thread where values are cast.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, malformed, truncated, of another model, or holds objects.
+        ConfigError: it goes with another optimizer.
+        UnsupportedError: not an engine of plain ZeRO-3, or a checkpoint of another kind of parallelism.
+        RankError: another rank failed; the same error is raised on every rank.
+    """
+    from lowmem_load.partial.partial_engine import PartialEngine
+
+    flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+    if isinstance(engine, PartialEngine):
+        load_zero3 = functools.partial(_load_zero3, engine.zero3, trusted, progress)
+        return engine.load_checkpoint_by(load_zero3, load_dir, tag, *flags)
+    return _load_zero3(engine, trusted, progress, load_dir, tag, *flags)
+
+
+def _load_zero3(
+    engine: Any,
+    trusted: bool,
+    progress: bool | None,
+    load_dir: str | os.PathLike[str],
+    tag: str | None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+) -> tuple[str | None, dict[str, Any]]:
+    """Do what `load_checkpoint` does, with an engine of ZeRO-3; the last arguments are those of its own method."""
+    wanted = Wanted(
+        os.fspath(load_dir),
+        tag,
+        strict=load_module_strict,
+        optimizer=load_optimizer_states and not load_module_only,
+        scheduler=load_lr_scheduler_states and not load_module_only,
+        counters=not load_module_only,
+        trusted=trusted,
+    )
+    return _load(engine, wanted, progress)
+
+
+def _load(engine: Any, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
+    from lowmem_load.ds.engine_states import Zero3State, has_scheduler, mark_unusable, mark_usable, wants_universal
+
+    ranks = ranks_of(getattr(engine, "module", engine))
+    with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, _cores())) as executor:
+        with ranks.step("opening the checkpoint", name=wanted.folder) as step:
+            state = Zero3State(engine)
+            latest = ("latest_universal",) if wants_universal(engine) else ("latest", "latest_universal")
+            folder = find_folder(wanted.folder, wanted.tag, latest)
+            if folder is None:
+                step.digest = "none"
+            else:
+                checkpoint = open_checkpoint(folder, executor)
+                plan = make_plan(
+                    checkpoint, state, wanted, _own_rank(checkpoint, ranks), has_scheduler=has_scheduler(engine)
+                )
+                step.digest = _digest(checkpoint, state, wanted)
+        if folder is None:
+            return None, {}
+        mark_unusable(engine)
+        _fill(ranks, plan, state, executor, wanted.folder, progress)
+        with ranks.step("setting what is not tensors", name=wanted.folder):
+            _set_rest(engine, checkpoint, state, plan, wanted)
+        state.finish()
+        mark_usable(engine)
+    return folder, plan.client_state
+
+
+def _own_rank(checkpoint: Checkpoint, ranks: RankGroup) -> int:
+    """Return whose model states a rank takes: its own, where as many ranks have saved theirs."""
+    return ranks.rank if len(checkpoint.states) == ranks.world_size else 0
+
+
+def _digest(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> str:
+    lines = [f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in checkpoint.files]
+    lines += [f"{one.name} {one.shape}" for group in state.sub_groups for one in group]
+    return fingerprint([*lines, repr(wanted)])
+
+
+# -- filling ---------------------------------------------------------------------------------------------------------
+
+
+def _fill(
+    ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, name: str, progress: bool | None
+) -> None:
+    done = 0
+
+    def told() -> Progress:
+        return Progress(done, f"{share(done, plan.total_bytes)} read")
+
+    with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update:
+
+        def on_bytes(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            update(num_bytes)
+
+        executor.on_bytes = on_bytes
+        with ranks.step("reading the checkpoint", name=name, progress=told):
+            state.prepare()
+            for number, parts in enumerate(plan.sub_groups):
+                with state.memory(number, plan.moments) as (master, moments):
+                    _fill_parts(parts, {FP32: master, **moments}, plan, executor)
+                ranks.check()
+            for part in plan.frozen:
+                with state.frozen_memory(part.held) as memory:
+                    _fill_parts([part], {FP32: memory}, plan, executor)
+            for buffer, fill in plan.buffers.items():
+                flat = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
+                executor.fill(fill, flat, plan.planner.values, plan.planner.material)
+                executor.finish()
+                state.buffers[buffer].detach().copy_(flat.view(state.buffers[buffer].shape))
+            executor.check_unchanged()
+
+
+def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:
+    for part in parts:
+        if part.fill is None and part.key == FP32:
+            continue
+        mine = memory[part.key].narrow(0, part.held.first, part.held.numel)
+        numel = part.held.mine.numel
+        if part.fill is None:
+            mine.zero_()
+            continue
+        mine[numel:].zero_()  # padding, which DeepSpeed steps as well
+        executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.material)
+    executor.finish()
+
+
+def _set_rest(engine: Any, checkpoint: Checkpoint, state: Zero3State, plan: Plan, wanted: Wanted) -> None:
+    from lowmem_load.ds.engine_states import set_scheduler
+
+    if wanted.optimizer:
+        for number, scalars in enumerate(plan.scalars):
+            state.set_scalars(number, scalars)
+        state.set_groups(plan.param_groups)
+        name, attributes = checkpoint.loss_scaler
+        state.set_loss_scale(name, attributes, overflow=bool(checkpoint.optimizer.get("overflow")))
+    if plan.scheduler is not None:
+        set_scheduler(engine, plan.scheduler)
+    if wanted.counters:
+        state.set_counters(checkpoint.counters, checkpoint.world_size)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

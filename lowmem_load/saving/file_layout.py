@@ -1,0 +1,126 @@
+"""What lies where in the files of a save: headers and offsets.
+
+A file is laid out as safetensors itself does it (0.8.0, `safetensors/src/tensor.rs`, `prepare`): tensors with the
+widest dtypes first, those of one dtype by name, so that all are aligned; the header is padded with spaces to 8 bytes.
+
+What lies where in a file of `torch.save` is found out by having torch write one without data.
+`torch.serialization.skip_data` leaves out the bytes of storages: a sparse file of a few KiB on the disk. All that is
+no tensor is taken from it. The zip has a checksum of each storage, which is that of nothing then; torch does not look
+at these (it builds its zip reader without that check), other tools that unpack such a file do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
+from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.planning.expression import Expression, Shape, Source
+
+_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items() if code not in PACKED}
+_ORDER = {code: number for number, code in enumerate(BITS)}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One safetensors file.
+
+    Attributes:
+        name: its path in the folder, with "/".
+        header: its first bytes.
+        nbytes: of all of it.
+        starts: first byte of the data of each tensor, absolute in the file, by name; in the order in which they lie.
+        others: what else is no data of a tensor, by its first byte.
+    """
+
+    name: str
+    header: bytes
+    nbytes: int
+    starts: Mapping[str, int]
+    others: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
+    """Return the layout of a file that holds these tensors.
+
+    Raises:
+        UnsupportedError: safetensors has no such dtype.
+    """
+    for key, (dtype, _) in tensors.items():
+        if dtype not in _CODES:
+            raise UnsupportedError(f"{name}: {key} is of {dtype}, which a safetensors file cannot hold")
+    ordered = sorted(tensors, key=lambda key: (-_width(tensors[key][0]), -_rank(tensors[key][0]), key.encode()))
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    end = 0
+    for key in ordered:
+        dtype, shape = tensors[key]
+        offsets[key], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offsets[key], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    return FileLayout(name, header, len(header) + end, {key: len(header) + start for key, start in offsets.items()})
+
+
+def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> FileLayout:
+    """Return the layout of the file in which `torch.save` puts an `OrderedDict` of these tensors.
+
+    `name` is a path with "/", whose stem torch puts into the file. Two names of the same expression are one tensor
+    there.
+
+    Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
+    """
+    path = scratch / Path(name).name
+    made: dict[int, torch.Tensor] = {}
+    with FakeTensorMode():
+        for part in tensors.values():
+            if id(part) not in made:
+                made[id(part)] = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(OrderedDict((key, made[id(part)]) for key, part in tensors.items()), path)
+    file = LocalFile(str(path))
+    try:
+        described = TorchZip().describe(file)
+        starts: dict[str, int] = {}
+        for key in tensors:
+            found = described.expression(key)
+            assert isinstance(found, Source)  # of a contiguous tensor
+            starts[key] = found.start
+        nbytes = {key: math.prod(part.shape) * part.dtype.itemsize for key, part in tensors.items()}
+        ends = sorted({(starts[key], starts[key] + nbytes[key]) for key in tensors})
+        others, at = {}, 0
+        for start, end in [*ends, (file.nbytes, file.nbytes)]:
+            if start > at:
+                others[at] = read_bytes(file, at, start - at)
+            at = end
+        return FileLayout(name, others.pop(0), file.nbytes, starts, others)
+    finally:
+        file.close()
+        path.unlink()
+
+
+def digest_of(files: Iterable[FileLayout]) -> str:
+    """Return a fingerprint of names, sizes and headers: of all that decides what lies where."""
+    return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.others.items())}" for file in files)
+
+
+def _width(dtype: torch.dtype) -> int:
+    return BITS[_CODES[dtype]]
+
+
+def _rank(dtype: torch.dtype) -> int:
+    return _ORDER[_CODES[dtype]]

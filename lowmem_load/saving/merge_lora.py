@@ -1,0 +1,96 @@
+"""This rank's elements of weights into which adapters are merged while they are saved. See `hf/merging.py`.
+
+Of adapters that go in row by row each rank has all, which are small, and of the weight its own elements, a block of
+rows at a time. Every other weight is gathered, one at a time, by all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lowmem_load.hf.merging import FEW_ROWS, Merge
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.saving.local_shards import Holding
+
+BLOCK_BYTES = 8 << 20
+"""Of a block of rows in float32. Merging it takes a few times as much."""
+
+
+class RowBlock(NamedTuple):
+    """Rows to merge, end exclusive; those from `lower` to `upper` are computed for it."""
+
+    start: int
+    end: int
+    lower: int
+    upper: int
+
+
+def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[RowBlock]:
+    """Yield the rows that have any of these elements, some at a time, but computed with at least `FEW_ROWS`."""
+    size = max(FEW_ROWS, BLOCK_BYTES // (width * torch.float32.itemsize))
+    start, last = mine.start // width, -(-mine.end // width)
+    while start < last:
+        end = min(last, start + size)
+        lower = max(0, min(start, end - FEW_ROWS))
+        yield RowBlock(start, end, lower, min(num_rows, max(end, lower + FEW_ROWS)))
+        start = end
+
+
+def merged_pieces(
+    merge: Merge, holding: Holding, adapters: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield this rank's elements of a weight, merged, in pieces: flat memory, and which element its first one is.
+
+    `adapters` has the parameters of the adapters, whole, by `id`.
+    """
+    num_rows, width = holding.source.shape
+    mine, device = holding.mine, next(iter(adapters.values())).device
+    with holding.memory() as (memory, first):
+        for block in row_blocks(mine, num_rows, width):
+            origin = block.lower * width
+            start, end = max(mine.start, block.start * width), min(mine.end, block.end * width)
+            rows = torch.zeros((block.upper - block.lower, width), dtype=memory.dtype, device=device)
+            rows.view(-1)[start - origin : end - origin] = memory[start - first : end - first]
+            merged = merge.run_on_rows(rows, block.lower, adapters)
+            yield merged.reshape(-1)[start - origin : end - origin], start
+
+
+def whole_adapters(merges: Iterable[Merge]) -> dict[int, torch.Tensor]:
+    """Return the parameters of all adapters, whole, by `id`: copies of those that are partitioned. Collective."""
+    parameters = [parameter for merge in merges for parameter in merge.adapters()]
+    with _gathered(parameters):
+        return {id(parameter): parameter.detach().clone() for parameter in parameters}
+
+
+def digest_of_values(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a digest of the bytes of tensors. Ranks that hold different adapters would write a mixture of models."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def merged_whole(merge: Merge, holdings: Sequence[Holding]) -> list[torch.Tensor]:
+    """Return the merged weights, whole and flat, on ranks that write any of their elements; else nothing. Collective.
+
+    Memory: that of the weights three times, or as often as PEFT takes it.
+    """
+    with _gathered([*merge.parameters, *merge.adapters()]):
+        if not any(holding.mine.numel for holding in holdings):
+            return []
+        merged = merge.run({id(parameter): parameter.detach().clone() for parameter in merge.parameters})
+        return [tensor.reshape(-1) for tensor in merged]
+
+
+def _gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    if "deepspeed" not in sys.modules:
+        return contextlib.nullcontext()
+    from lowmem_load.ds.parameters import gathered
+
+    return gathered(parameters)

@@ -1,1 +1,0 @@
-"""What a ds_config asks for: read once, resolved once, passed down."""

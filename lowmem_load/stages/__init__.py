@@ -1,1 +1,0 @@
-"""The stages of a load, in order: describe, plan, agree, execute, agree, report."""

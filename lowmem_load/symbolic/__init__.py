@@ -1,0 +1,1 @@
+"""Tensors that stand for expressions, and how a model is described with them."""
