@@ -1,6 +1,6 @@
 """A directive for Sphinx that writes out the docstrings of public names: `.. public:: load_model`.
 
-A class that users get but do not import stands there with its module: `.. public:: saving.report.SaveReport`.
+A class that users get but do not import stands there with its folder: `.. public:: saving.SaveReport`.
 
 It reads the source and imports nothing of it, so that the site is built without torch.
 """
@@ -34,10 +34,16 @@ def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def _defined(file: Path) -> set[str]:
+    return {node.name for node in _parsed(file).body if isinstance(node, Definition)}
+
+
 def module_of(name: str) -> Path:
-    """Return the file that defines a name: its module if it has one, else where the package imports it from."""
+    """Return the file that defines a name: in the folder that it names, else where the package imports it from."""
     if "." in name:
-        return PACKAGE.joinpath(*name.split(".")[:-1]).with_suffix(".py")
+        folder, _, own = name.partition(".")
+        files = sorted((PACKAGE / folder).glob("*.py"))
+        return next((file for file in files if own in _defined(file)), PACKAGE / folder)
     for node in ast.walk(_parsed(PACKAGE / "__init__.py")):
         if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
             return PACKAGE.parent.joinpath(*node.module.split(".")).with_suffix(".py")
@@ -46,7 +52,7 @@ def module_of(name: str) -> Path:
 
 def definition_of(name: str) -> Definition:
     """Return the function or class that a public name stands for."""
-    for node in _parsed(module_of(name)).body:
+    for node in _parsed(module_of(name)).body if module_of(name).is_file() else []:
         if isinstance(node, Definition) and node.name == name.rpartition(".")[2]:
             return node
     raise LookupError(f"{module_of(name)} defines no {name}")
@@ -54,14 +60,16 @@ def definition_of(name: str) -> Definition:
 
 def described(name: str) -> Iterator[str]:
     """Yield a public name with its docstring as reStructuredText, of a class with its public methods."""
-    node = definition_of(name)
+    node, full = definition_of(name), f"lowmem_load.{name}"
+    if "." in name:
+        full = ".".join(module_of(name).relative_to(PACKAGE.parent).with_suffix("").parts) + f".{node.name}"
     if isinstance(node, ast.FunctionDef):
-        yield from _entry("function", f"lowmem_load.{name}", _signature(node), node)
+        yield from _entry("function", full, _signature(node), node)
         return
     methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
     made = next((_signature(member, bound=True) for member in methods if member.name == "__init__"), "")
     kind = "exception" if name.endswith(("Error", "Warning")) else "class"
-    yield from _entry(kind, f"lowmem_load.{name}", made.partition(" -> ")[0], node)
+    yield from _entry(kind, full, made.partition(" -> ")[0], node)
     for member in methods:
         if not member.name.startswith("_"):
             yield from ("   " + line for line in _member(member))

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "lowmem_load"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 OF_TODAY = [document for document in DOCUMENTS if document.name != "CHANGELOG.md"]  # which names what is gone, too
 README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 REFERENCE = ROOT / "docs" / "reference"
 
 # A path ends in a slash or in the name of a file of ours; it may lie in the package or in the repository.
@@ -49,7 +50,7 @@ def _missing_paths(text: str) -> list[str]:
 
 
 def _layout() -> str:
-    return _text(README).split("\n## Layout\n")[1]
+    return _text(ARCHITECTURE).split("\n## Folders\n")[1].split("\n## ")[0]
 
 
 def _anchors(document: Path) -> set[str]:
@@ -130,9 +131,7 @@ def test_the_first_script_is_the_example() -> None:
     assert _text(ROOT / "examples" / "first_load.py") in scripts
 
 
-@pytest.mark.parametrize(
-    "document", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("document", [ROOT / "CONTRIBUTING.md", ARCHITECTURE], ids=lambda path: path.name)
 def test_paths_exist(document: Path) -> None:
     assert len(list(_paths(_text(document)))) > 10
     assert _missing_paths(_text(document)) == []
