@@ -11,11 +11,11 @@ import torch
 
 from lowmem_load.errors import PlanError
 from lowmem_load.planning.copies import Copy, plan_copies
-from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Slice, Source, numel
+from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, concat, numel, slice_dim
 from lowmem_load.planning.load_plan import ComputedValue, Costs, HeldValue, Value
 from lowmem_load.planning.nest import Nest, extent
 from lowmem_load.planning.proof import prove_coverage
-from lowmem_load.planning.ranges import FlatRange, Rectangle, Region
+from lowmem_load.planning.ranges import FlatRange, Grid, Region
 from lowmem_load.planning.reads import (
     BLOCK_NUMEL,
     Apply,
@@ -61,7 +61,7 @@ class Planner:
     def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
         """Plan the memory that holds `region` of `expression`, and prove that every element is filled once.
 
-        `region` has the elements that the memory holds; a rectangle is laid out row-major.
+        `region` has the elements that the memory holds; a grid is laid out row-major.
 
         Raises:
             PlanError: the region leaves the expression, needs more than `MAX_COPIES` copies, is not covered exactly
@@ -193,12 +193,15 @@ def _piece_bytes(dtype: torch.dtype, inputs: Sequence[torch.dtype]) -> int:
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:
     """Return the expression and the flat range of it that are the elements of `region` in order."""
-    if isinstance(region, Rectangle):
-        sizes = zip(region.starts, region.sizes, expression.shape, strict=True)
-        if any(start < 0 or size < 0 or start + size > extent for start, size, extent in sizes):
+    if isinstance(region, Grid):
+        dims = zip(region.runs, expression.shape, strict=True)
+        if any(not 0 <= start <= end <= size for runs, size in dims for start, end in runs):
             raise PlanError(f"{name}: {region} of a tensor of shape {expression.shape}")
-        part = Slice(expression, region.starts, (1,) * len(region.sizes), region.sizes, expression.dtype)
-        return part, FlatRange(0, region.numel)
+        if region.numel:
+            for dim, runs in enumerate(region.runs):
+                parts = [slice_dim(expression, dim, start, 1, end - start) for start, end in runs]
+                expression = parts[0] if len(parts) == 1 else concat(parts, dim)
+        return expression, FlatRange(0, region.numel)
     if not 0 <= region.start <= region.end <= numel(expression):
         raise PlanError(f"{name}: elements [{region.start}, {region.end}) of {numel(expression)}")
     return expression, region

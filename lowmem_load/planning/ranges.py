@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds: flat ranges and rectangles, and the partition that ZeRO-3 cuts. Pure."""
+"""Which elements of a tensor a rank holds: flat ranges and grids, and the partition that ZeRO-3 cuts. Pure."""
 
 from __future__ import annotations
 
@@ -20,20 +20,27 @@ class FlatRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """Elements `starts[d] <= i < starts[d] + sizes[d]` along each dim `d`, as a row-major tensor of shape `sizes`."""
+class Grid:
+    """Elements whose index along each dim `d` lies in one of `runs[d]`, as a row-major tensor of shape `sizes`.
 
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
+    A run is `[start, end)`. The runs of a dim do not overlap, and come in the order in which memory holds them.
+    """
+
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Indices along each dim."""
+        return tuple(sum(end - start for start, end in dim) for dim in self.runs)
 
     @property
     def numel(self) -> int:
-        """Elements in the rectangle."""
+        """Elements in the grid."""
         return math.prod(self.sizes)
 
 
-Region = FlatRange | Rectangle
-"""What one piece of memory holds of a tensor: a ZeRO-3 partition is a flat range, DTensor's shard a rectangle."""
+Region = FlatRange | Grid
+"""What one piece of memory holds of a tensor: a ZeRO-3 partition is a flat range, the shard of a DTensor is a grid."""
 
 
 def hull(region: Region, shape: tuple[int, ...]) -> FlatRange:
@@ -43,8 +50,9 @@ def hull(region: Region, shape: tuple[int, ...]) -> FlatRange:
     if not region.numel:
         return FlatRange(0, 0)
     first = last = 0
-    for start, size, extent in zip(region.starts, region.sizes, shape, strict=True):
-        first, last = first * extent + start, last * extent + start + size - 1
+    for runs, extent in zip(region.runs, shape, strict=True):
+        indices = [index for start, end in runs if start < end for index in (start, end - 1)]
+        first, last = first * extent + min(indices), last * extent + max(indices)
     return FlatRange(first, last + 1)
 
 

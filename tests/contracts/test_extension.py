@@ -23,7 +23,7 @@ from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.load import Load
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan, TargetPlan
-from lowmem_load.planning.ranges import FlatRange, Rectangle
+from lowmem_load.planning.ranges import FlatRange, Grid
 from lowmem_load.targets.make_target import target_maker
 from lowmem_load.targets.target import Layout, Target
 from tests import builders
@@ -121,7 +121,7 @@ class ColumnShards:
         *rows, columns = parameter.shape
         size = -(-columns // self._world_size)
         first = min(self._rank * size, columns)
-        band = Rectangle((*(0 for _ in rows), first), (*rows, min(size, columns - first)))
+        band = Grid((*(((0, row),) for row in rows), ((first, min(first + size, columns)),)))
         return Layout("column_shard", parameter.dtype, (band,), (band.numel,), on_host=True)
 
     def fp32_buffers(self, _: nn.Module, /) -> list[torch.Tensor]:
@@ -138,7 +138,7 @@ class ColumnShards:
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         (destination,) = plan.destinations
         region = destination.region
-        band = torch.empty(region.sizes if isinstance(region, Rectangle) else region.numel, dtype=plan.dtype)
+        band = torch.empty(region.sizes if isinstance(region, Grid) else region.numel, dtype=plan.dtype)
         return nn.Parameter(band, parameter.requires_grad), [band.view(-1)]
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression, permute
 from lowmem_load.planning.load_plan import TargetPlan
-from lowmem_load.planning.ranges import FlatRange, Rectangle
+from lowmem_load.planning.ranges import FlatRange, Grid
 from lowmem_load.targets.target import Layout, Target
 from lowmem_load.targets.whole_target import Whole
 from tests.contracts.test_formats import TestSafetensors as SafetensorsTests
@@ -208,7 +208,7 @@ class Gappy(Halves):
 
 class Beyond(Halves):
     def layout(self, _: str, parameter: torch.Tensor) -> Layout:
-        region = Rectangle((0,) * parameter.dim(), tuple(size + 1 for size in parameter.shape))
+        region = Grid(tuple(((0, size + 1),) for size in parameter.shape))
         return Layout("cut", parameter.dtype, (region,), (region.numel,), on_host=True)
 
 

@@ -84,7 +84,7 @@ class TargetContract(abc.ABC):
                     counts = torch.zeros(parameter.shape, dtype=torch.int64)
                     for layout in layouts:
                         held_once = torch.zeros_like(counts)
-                        _view(held_once, layout.regions[number]).add_(1)
+                        held_once.view(-1)[_elements(held_once.shape, layout.regions[number])] += 1
                         counts += held_once
                     distinct = set(counts.reshape(-1).tolist())
                     where = (name, f"{world_size} ranks", f"region {number}")
@@ -107,7 +107,7 @@ class TargetContract(abc.ABC):
                     for layout in layouts:
                         region = layout.regions[number]
                         piece = _filled(name, values, layout, number)
-                        _view(whole, region).copy_(piece.view(_view(whole, region).shape))
+                        whole.view(-1)[_elements(whole.shape, region)] = piece
                     assert torch.equal(whole, values.to(layouts[0].dtype)), (name, world_size)
 
     def test_memory_is_made_as_planned(self) -> None:
@@ -169,13 +169,15 @@ def _values(parameter: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def _view(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the elements of `region` as a view."""
+def _elements(shape: torch.Size, region: Region) -> torch.Tensor:
+    """Return the flat indices of the elements of `region`, in the order in which memory holds them."""
+    indices = torch.arange(shape.numel())
     if isinstance(region, FlatRange):
-        return whole.view(-1)[region.start : region.end]
-    for dim, (start, size) in enumerate(zip(region.starts, region.sizes, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
+        return indices[region.start : region.end]
+    indices = indices.view(shape)
+    for dim, runs in enumerate(region.runs):
+        indices = torch.cat([indices.narrow(dim, start, end - start) for start, end in runs], dim)
+    return indices.reshape(-1)
 
 
 def _filled(name: str, values: torch.Tensor, layout: Layout, number: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from lowmem_load.planning.load_plan import (
     HeldValue,
 )
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, Rectangle, partition_range
+from lowmem_load.planning.ranges import FlatRange, Grid, partition_range
 from lowmem_load.planning.reads import Apply, Move, Read, ReadLimits
 from tests.kits.memory import MemorySource
 from tests.unit.test_copies import expressions, value_of
@@ -51,6 +51,11 @@ def flipped(part: ex.Expression) -> ex.Computed:
 # -- regions ---------------------------------------------------------------------------------------------------------
 
 
+def rectangle(starts: tuple[int, ...], sizes: tuple[int, ...]) -> Grid:
+    """Returns a grid with one run along each dim."""
+    return Grid(tuple(((start, start + size),) for start, size in zip(starts, sizes, strict=True)))
+
+
 @pytest.mark.parametrize(
     ("starts", "sizes"),
     [((0, 0), (24, 30)), ((3, 10), (5, 10)), ((0, 29), (24, 1)), ((23, 0), (1, 30)), ((4, 4), (0, 3))],
@@ -61,23 +66,33 @@ def test_a_rectangle_is_filled_row_by_row(
 ) -> None:
     planner, expression = Planner(), of(SOURCE)
     whole = filled(planner, planner.plan_fill("w", expression, FlatRange(0, 720))).view(24, 30)
-    fill = planner.plan_fill("w", expression, Rectangle(starts, sizes))
+    fill = planner.plan_fill("w", expression, rectangle(starts, sizes))
     expected = whole[starts[0] : starts[0] + sizes[0], starts[1] : starts[1] + sizes[1]]
     assert torch.equal(filled(planner, fill), expected.reshape(-1))
+
+
+@pytest.mark.parametrize("of", [lambda part: part, doubled, flipped, lambda part: ex.cast(part, torch.bfloat16)])
+def test_the_runs_of_a_grid_follow_each_other(of: Callable[[ex.Expression], ex.Expression]) -> None:
+    planner, expression = Planner(), of(SOURCE)
+    whole = filled(planner, planner.plan_fill("w", expression, FlatRange(0, 720))).view(24, 30)
+    rows, columns = ((6, 12), (18, 23)), ((25, 30), (0, 5), (9, 10))
+    fill = planner.plan_fill("w", expression, Grid((rows, columns)))
+    picked = whole[[*range(6, 12), *range(18, 23)]][:, [*range(25, 30), *range(5), 9]]
+    assert torch.equal(filled(planner, fill), picked.reshape(-1))
 
 
 @pytest.mark.parametrize(
     ("region", "message"),
     [
-        (Rectangle((0, 20), (24, 11)), r"w: Rectangle\(.*\) of a tensor of shape \(24, 30\)"),
-        (Rectangle((-1, 0), (2, 2)), "of a tensor of shape"),
-        (Rectangle((0, 0), (-1, 2)), "of a tensor of shape"),
+        (rectangle((0, 20), (24, 11)), r"w: Grid\(.*\) of a tensor of shape \(24, 30\)"),
+        (rectangle((-1, 0), (2, 2)), "of a tensor of shape"),
+        (rectangle((0, 0), (-1, 2)), "of a tensor of shape"),
         (FlatRange(700, 721), r"w: elements \[700, 721\) of 720"),
         (FlatRange(-1, 5), r"w: elements \[-1, 5\) of 720"),
         (FlatRange(5, 4), r"w: elements \[5, 4\) of 720"),
     ],
 )
-def test_a_region_outside_of_the_tensor_is_refused(region: FlatRange | Rectangle, message: str) -> None:
+def test_a_region_outside_of_the_tensor_is_refused(region: FlatRange | Grid, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Planner().plan_fill("w", SOURCE, region)
 
@@ -91,9 +106,9 @@ def test_what_would_take_too_many_copies_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "region", [Rectangle((0, 3), (2, 3)), Rectangle((2, 0), (3, 1)), FlatRange(9, 11), FlatRange(19, 21)]
+    "region", [rectangle((0, 3), (2, 3)), rectangle((2, 0), (3, 1)), FlatRange(9, 11), FlatRange(19, 21)]
 )
-def test_a_value_that_is_not_kept_whole_must_be_kept_where_it_is_needed(region: FlatRange | Rectangle) -> None:
+def test_a_value_that_is_not_kept_whole_must_be_kept_where_it_is_needed(region: FlatRange | Grid) -> None:
     kept = ex.Held(torch.arange(10, 20), 10, (5, 6), torch.int64, "initialised here")
     with pytest.raises(
         PlanError, match=r"w: elements \[.*\) of a value that is initialised here are needed, \[10, 20\) are in memory"
@@ -101,14 +116,14 @@ def test_a_value_that_is_not_kept_whole_must_be_kept_where_it_is_needed(region: 
         Planner().plan_fill("w", kept, region)
 
 
-@pytest.mark.parametrize("region", [Rectangle((2, 0), (1, 6)), Rectangle((1, 4), (2, 2)), FlatRange(10, 20)])
-def test_a_value_is_moved_from_what_is_kept(region: FlatRange | Rectangle) -> None:
+@pytest.mark.parametrize("region", [rectangle((2, 0), (1, 6)), rectangle((1, 4), (2, 2)), FlatRange(10, 20)])
+def test_a_value_is_moved_from_what_is_kept(region: FlatRange | Grid) -> None:
     kept, planner = ex.Held(torch.arange(10, 20), 10, (5, 6), torch.int64), Planner()
     found = filled(planner, planner.plan_fill("w", kept, region))
     whole = torch.arange(30).view(5, 6)
-    if isinstance(region, Rectangle):
-        (row, column), (rows, columns) = region.starts, region.sizes
-        assert torch.equal(found, whole[row : row + rows, column : column + columns].reshape(-1))
+    if isinstance(region, Grid):
+        ((first_row, last_row),), ((first, last),) = region.runs
+        assert torch.equal(found, whole[first_row:last_row, first:last].reshape(-1))
     else:
         assert torch.equal(found, whole.view(-1)[region.start : region.end])
 
