@@ -55,7 +55,7 @@ def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
             return [os.path.join(where, single)]
         if index in there:
             path = os.path.join(where, index)
-            check_index(path, folder, subfolder)
+            check_index(path)
             return [os.path.join(where, file) for file in sorted(set(read_json(path)["weight_map"].values()))]
     loose = sorted(file for file in there if file.endswith(".safetensors"))  # a variant, or a part that is named freely
     if not loose:

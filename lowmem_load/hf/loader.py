@@ -323,7 +323,7 @@ def _checked_indexes(once: Once, *, keeps_names: bool) -> Replacement:
 
     def checked(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
         def find() -> tuple[list[str], dict[str, Any]]:
-            check_index(index, name if os.path.isdir(name) else None, kwargs.get("subfolder") or "")
+            check_index(index)
             files, metadata = ordinary(name, index, *args, **kwargs)
             return files, {key: value for key, value in metadata.items() if key not in unused}
 
