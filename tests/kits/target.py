@@ -107,7 +107,7 @@ class TargetContract(abc.ABC):
                     for layout in layouts:
                         region = layout.regions[number]
                         piece = _filled(name, values, layout, number)
-                        whole.view(-1)[_elements(whole.shape, region)] = piece
+                        whole.view(-1)[_elements(whole.shape, region)] = piece.to(whole.dtype)
                     assert torch.equal(whole, values.to(layouts[0].dtype)), (name, world_size)
 
     def test_memory_is_made_as_planned(self) -> None:
