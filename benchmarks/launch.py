@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import RankResult, Spec
-from lowmem_load.cli.bench_launch import GroupError, run_ranks
+from lowmem_load.cli.bench import GroupError, run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import MIB, show_table
-from lowmem_load.cli.bench_memory import MemorySampler
+from lowmem_load.cli.bench_memory import PeakMemory
 from tests.ranks import run_ranks
 
 MATRIX = ("2:1", "2:4", "4:3", "3:2")
@@ -35,12 +35,12 @@ def bytes_read() -> int:
 def measured(call: Callable[[], object]) -> dict[str, float]:
     """Return what a call takes: seconds, and MiB of memory and of reads."""
     before = bytes_read()
-    with MemorySampler() as sampler:
+    with PeakMemory() as sampler:
         start = time.perf_counter()
         call()
         seconds = time.perf_counter() - start
     read = bytes_read() - before
-    return {"seconds": seconds, "peak_mib": sampler.use().peak / MIB, "read_mib": read / MIB}
+    return {"seconds": seconds, "peak_mib": sampler.peak_bytes / MIB, "read_mib": read / MIB}
 
 
 def make_engine(world_size: int, params: float, is_universal: bool) -> Any:

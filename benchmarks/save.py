@@ -27,9 +27,9 @@ from typing import Any
 from benchmarks.checkpoint import checkpoint_of
 from benchmarks.collectives import CollectiveCounter
 from benchmarks.launch import REPOSITORY, run_processes
+from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
 from benchmarks.results import MIB, show_table
-from lowmem_load.cli.bench_memory import MemorySampler
 
 METHODS = ("stock", "lowmem", "floor")
 TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))
@@ -118,7 +118,7 @@ def _run_rank(spec: Spec) -> list[Result]:
                 SAVERS[method](engine, folder, spec.max_shard_size)
                 seconds = time.perf_counter() - start
             collectives.active = False
-            use = memory.use()
+            use = memory.use
             dist.barrier()
             digests = {}
             if os.environ["RANK"] == "0":

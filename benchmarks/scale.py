@@ -106,7 +106,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     import transformers
 
     import lowmem_load
-    from lowmem_load.cli.bench_memory import MemorySampler
+    from lowmem_load.cli.bench_memory import PeakMemory
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
     keywords: dict[str, Any] = keywords_of(row.model)
@@ -114,7 +114,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     if is_loaded:
         be_rank(*row[1:])
     elapsed, time.perf_counter = time.perf_counter, time.process_time  # phases are measured by it
-    with MemorySampler() as sampler:
+    with PeakMemory() as sampler:
         if is_loaded:
             seconds = dict(lowmem_load.load_report(lowmem_load.load_model(folder, DS_CONFIG, **keywords)).seconds)
         else:
@@ -126,7 +126,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     figures = {name: getattr(plan, name) for name in ("partition_bytes", "needed_bytes", "read_bytes", "num_reads")}
     return {
         "seconds": {name: seconds.get(name) for name in ("describe", "plan", "read")},
-        "over_bytes": sampler.use().peak - (plan.partition_bytes if is_loaded else 0),
+        "over_bytes": sampler.peak_bytes - (plan.partition_bytes if is_loaded else 0),
         **figures,
     }
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from benchmarks.collectives import CollectiveCounter, NetworkUse
 from benchmarks.floors import have_memory_backed
+from benchmarks.memory import MemorySampler, MemoryUse
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
-from lowmem_load.cli.bench_memory import MemorySampler, MemoryUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         phases_s=loaded.phases_s,
-        memory=sampler.use(),
+        memory=sampler.use,
         partition_bytes=partition_bytes(loaded),
         hbm_peak_bytes=torch.cuda.max_memory_allocated() - hbm_start if on_gpu else None,
         needed_bytes=loaded.needed_bytes,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.frameworks import stand_ins
 
 if TYPE_CHECKING:
-    from lowmem_load.cli.bench_memory import MemorySampler
+    from lowmem_load.cli.bench_memory import PeakMemory
 
 FOLDER = "FRAMEWORKS_RANKS"
 """The variable that names the folder for `rank<N>.json`; see `compare.RankResult`."""
@@ -69,12 +69,12 @@ class _Seen:
     """What this rank has seen; written when it ends."""
 
     def __init__(self) -> None:
-        self._sampler: MemorySampler | None = None
+        self._sampler: PeakMemory | None = None
         self._load_bytes: int | None = None
         self._losses: list[float] = []
 
     def watch_loads(self, module: ModuleType) -> None:
-        """Start to sample memory in the first `from_pretrained`."""
+        """Start to measure memory in the first `from_pretrained`."""
         ordinary = module.PreTrainedModel.__dict__["from_pretrained"].__func__
 
         @functools.wraps(ordinary)
@@ -82,10 +82,10 @@ class _Seen:
             if self._sampler is None:
                 import torch
 
-                from lowmem_load.cli.bench_memory import MemorySampler
+                from lowmem_load.cli.bench_memory import PeakMemory
 
                 torch.manual_seed(0)  # axolotl seeds after it has made adapters: they differ from run to run
-                self._sampler = MemorySampler()
+                self._sampler = PeakMemory()
                 self._sampler.__enter__()
                 atexit.register(self._write)
             return ordinary(cls, *args, **kwargs)
@@ -115,7 +115,7 @@ class _Seen:
         """Note the most memory until the first engine is made, or until the end where none is."""
         if self._sampler is not None and self._load_bytes is None:
             self._sampler.__exit__()
-            self._load_bytes = self._sampler.use().peak
+            self._load_bytes = self._sampler.peak_bytes
 
     def _write(self) -> None:
         self._end_load()

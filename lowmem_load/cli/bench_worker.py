@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lowmem_load.api.load_model import load_model
-from lowmem_load.cli.bench_memory import MemorySampler
+from lowmem_load.cli.bench import FLOOR, STOCK, STREAMED
+from lowmem_load.cli.bench_memory import PeakMemory
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import names
@@ -23,10 +24,8 @@ from lowmem_load.io.source import LocalFile
 from lowmem_load.report import device_memory
 from lowmem_load.saving.model_digest import model_digest
 
-STOCK, STREAMED, FLOOR = "stock", "lowmem_load", "floor"
-
-PIECE_BYTES = 64 << 20
-"""That the floor reads at a time, into fresh memory."""
+CHUNK_BYTES = 64 << 20
+"""Bytes of one read of the floor."""
 
 
 def load_stock(spec: Mapping[str, Any]) -> Any:
@@ -37,19 +36,19 @@ def load_stock(spec: Mapping[str, Any]) -> Any:
 
 
 def load_streamed(spec: Mapping[str, Any]) -> Any:
-    """Load straight into partitions."""
+    """Load by lowmem_load."""
     return load_model(spec["folder"], spec["ds_config"])
 
 
 def read_floor(spec: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Read this rank's share of the bytes of all files into fresh memory: one thread, no model."""
+    """Read this rank's share of the bytes of all files into fresh memory, in one thread."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     memory = []
     for path in spec["files"]:
         with closing(LocalFile(path)) as file:
             start, end = file.nbytes * rank // world_size, file.nbytes * (rank + 1) // world_size
-            for at in range(start, end, PIECE_BYTES):
-                memory.append(torch.empty(min(PIECE_BYTES, end - at), dtype=torch.uint8))
+            for at in range(start, end, CHUNK_BYTES):
+                memory.append(torch.empty(min(CHUNK_BYTES, end - at), dtype=torch.uint8))
                 file.read_into(at, memory[-1].numpy().data)
     return memory
 
@@ -62,26 +61,30 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def measure(spec: Mapping[str, Any], ranks: DistributedInterface) -> dict[str, Any]:
-    """Load, and measure that; then digest the model. Collective.
+    """Load and measure it, then compute the digest of the model. Collective.
 
     Returns:
-        Seconds of the load; peaks above its start of resident host memory, as the kernel keeps it (mapped files count),
-        and of accelerator memory (0 on the CPU); the digest of the model, "" of the floor.
+        Seconds of the load; peaks above its start, of resident host memory (mapped files count) and of accelerator
+        memory (0 on the CPU); the digest of the model, "" for the floor.
     """
-    import lowmem_load.ds.partition  # noqa: F401  imported before the clock starts, as it is for stock
+    import lowmem_load.ds.partition  # noqa: F401  import DeepSpeed before the clock starts, for every method
 
     names.model_class(None, names.model_config(spec["folder"], {}), False)
     ranks.barrier()
     device_before = device_memory().allocated_bytes
-    with MemorySampler() as sampler:
+    with PeakMemory() as memory:
         start = time.perf_counter()
         loaded = METHODS[spec["method"]](spec)
         seconds = time.perf_counter() - start
     device_peak_bytes = max(0, device_memory().peak_bytes - device_before)
     digest = "" if spec["method"] == FLOOR else fingerprint(map(str, sorted(model_digest(loaded).items())))
     ranks.barrier()
-    peak_bytes = sampler.use().peak
-    return {"seconds": seconds, "peak_bytes": peak_bytes, "device_peak_bytes": device_peak_bytes, "digest": digest}
+    return {
+        "seconds": seconds,
+        "peak_bytes": memory.peak_bytes,
+        "device_peak_bytes": device_peak_bytes,
+        "digest": digest,
+    }
 
 
 def main() -> None:
@@ -91,7 +94,7 @@ def main() -> None:
     Path(spec["out"], f"rank{ranks.rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all is written; threads of gloo and DeepSpeed now and then abort a process that unwinds normally
+    os._exit(0)  # threads of gloo and DeepSpeed sometimes abort a process that exits normally
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What subcommands share: arguments and options, exit codes, and the answer on stdout, as JSON or as tables."""
+"""What subcommands share: options, exit codes, and the answer on stdout as JSON or as tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,24 +14,26 @@ import typer
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, LowMemLoadError, UnsupportedError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Group, RenderableType
+    from rich.text import Text
 
 YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
-"""Exit codes: done, and the answer is yes; the answer is no, or something was found; arguments or ds_config that cannot
-be used; a checkpoint that cannot; a combination or release that is not supported; any other error of ours."""
+"""Exit codes: done, and the answer is yes; the answer is no, or something was found; unusable arguments or ds_config;
+an unusable checkpoint; an unsupported combination or release; any other error."""
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A local folder, or a Hub id.", show_default=False)]
-Subfolder = Annotated[str, typer.Option(help="Of the folder or the Hub id, that holds the weights.")]
-Revision = Annotated[str | None, typer.Option(help="Of a Hub id: a branch, tag or commit.")]
-AutoClass = Annotated[
-    str | None, typer.Option(help="A class of transformers; by default the one that the checkpoint's config names.")
-]
+PIPE_WIDTH = 160
+"""Columns of tables that do not go to a terminal."""
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A local folder or a Hub id.", show_default=False)]
+Subfolder = Annotated[str, typer.Option(help="Subfolder that holds the weights.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+AutoClass = Annotated[str | None, typer.Option(help="A class of transformers; the checkpoint's own by default.")]
 TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with the checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def exit_code(error: LowMemLoadError) -> int:
-    """Return the exit code that an error ends a command with."""
+    """Return the exit code for an error that ends a command."""
     if isinstance(error, ConfigError):
         return USAGE
     if isinstance(error, CheckpointError):
@@ -41,22 +43,66 @@ def exit_code(error: LowMemLoadError) -> int:
 
 @contextlib.contextmanager
 def working() -> Iterator[None]:
-    """Inside, what libraries print goes to stderr, and transformers says little: stdout is for the answer."""
+    """Send what libraries print inside the block to stderr, and quieten transformers: stdout is for the answer."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
-def print_json(value: Any) -> None:
-    """Print a value as indented JSON."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
-
-
-def print_all(parts: Sequence[RenderableType]) -> None:
-    """Print tables and lines one below the other. What is piped is as wide as it needs to be."""
+def answer(as_json: bool, value: Any, tables: Callable[[], Sequence[RenderableType]]) -> None:
+    """Print the answer of a command: `value` as JSON, or the tables and lines one below the other."""
+    if as_json:
+        sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+        return
     from rich.console import Console
 
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    console = Console(highlight=False, soft_wrap=False, width=wide)
-    for part in parts:
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    console = Console(highlight=False, soft_wrap=False, width=width)
+    for part in tables():
         console.print(part, markup=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
+    """Return a table below a title; "" for no title. Columns named in `right` are flush right and never wrapped."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        is_right = column in right
+        made.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
+    for row in rows:
+        made.add_row(*map(_text, row))
+    return _titled(title, made)
+
+
+def facts(title: str, values: Mapping[str, str]) -> Group:
+    """Return a table of names and values without headings. Empty values are left out."""
+    from rich.table import Table
+
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in values.items():
+        if value:
+            made.add_row(_text(name), _text(value))
+    return _titled(title, made)
+
+
+def _titled(title: str, made: RenderableType) -> Group:
+    """Put the title on a line of its own: rich would wrap it to the width of the table."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(_printable(title), style="bold"), made) if title else Group(made)
+
+
+def _text(cell: str) -> Text:
+    from rich.text import Text
+
+    return Text(_printable(cell))
+
+
+def _printable(text: str) -> str:
+    """Escape the characters that control a terminal: names in file headers are untrusted."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)

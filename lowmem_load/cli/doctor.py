@@ -1,4 +1,4 @@
-"""What of a machine decides whether models load and train on it, and what to do about it: all that `doctor` says."""
+"""`lowmem-load doctor`: check whether models load and train on this machine, and say what to do."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ import platform
 import resource
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from packaging.version import Version
 
+from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.distributed.environment import LAUNCHER_NAMES, alone, launched
 from lowmem_load.errors import ConfigError
-from lowmem_load.io.mounts import mount_of
 from lowmem_load.quantities import size
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-"""Levels: as it should be; worth knowing; something will fail, or wrongly run, unless it is mended."""
+"""Levels of findings. A problem makes a run fail or go wrong unless it is mended."""
 
 NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "safetensors", "huggingface_hub")
 
 MIN_SHARED_BYTES = 1 << 30
-"""Of /dev/shm: what ranks that read together, DataLoader's workers and NCCL share lies there."""
+"""Free bytes of /dev/shm. Ranks that read together, DataLoader's workers and NCCL share memory there."""
 
 MIN_BLOCK_BYTES = 128 << 10
-"""Below this a network file system answers each read in many small messages."""
+"""Block size in bytes below which a network file system answers each read in many small messages."""
 
 PINNED_BYTES = 1 << 20
-"""Of the block that is pinned to see whether that works."""
+"""Bytes of the trial of pinned memory."""
 
 PROC, SYS = Path("/proc"), Path("/sys")
 
@@ -42,10 +44,10 @@ class Finding:
     """One finding.
 
     Attributes:
-        area: what it is about: "versions", "storage".
+        area: the subject, such as "versions" or "storage".
         level: `OK`, `NOTE` or `PROBLEM`.
-        found: in words.
-        advice: what to do; "" where nothing need be done.
+        found: the finding in words.
+        advice: what to do; "" for nothing.
     """
 
     area: str
@@ -54,8 +56,41 @@ class Finding:
     advice: str = ""
 
 
+def doctor(
+    folder: Annotated[
+        str | None, typer.Argument(help="Folder of checkpoints: check its file system.", show_default=False)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only notes and problems.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check this machine and say what to do.
+
+    Exits with 1 if there is a problem.
+
+    Checks releases against the tested ones, host memory and its limits, the file system of FOLDER, the launcher's
+    variables, devices, pinned memory and DeepSpeed's compiled ops. Run it where the job will run.
+
+    \b
+    lowmem-load doctor /models/Llama-3.1-8B
+    srun --nodes 2 --ntasks-per-node 1 lowmem-load doctor /models --quiet
+    """
+    with working():
+        findings = list(check_all(folder))
+    num_problems = sum(finding.level == PROBLEM for finding in findings)
+    shown = [finding for finding in findings if not (quiet and finding.level == OK)]
+    rows = [(each.level, each.area, each.found, each.advice) for each in shown]
+    summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problems."
+    answer(
+        as_json,
+        [asdict(finding) for finding in findings],
+        lambda: [table("", ("", "about", "found", "what to do"), rows), summary],
+    )
+    if num_problems:
+        raise typer.Exit(NO)
+
+
 def check_all(folder: str | None) -> Iterator[Finding]:
-    """Yield what all checks find."""
+    """Yield the findings of all checks."""
     yield from check_versions(installed(), tested())
     yield from check_memory()
     yield check_storage(folder)
@@ -64,7 +99,7 @@ def check_all(folder: str | None) -> Iterator[Finding]:
 
 
 def installed() -> dict[str, str]:
-    """Return the installed releases by package; those that are not installed are left out."""
+    """Return the installed release of each package; absent packages are left out."""
     found = {"python": platform.python_version()}
     for package in NEEDED:
         try:
@@ -75,33 +110,33 @@ def installed() -> dict[str, str]:
 
 
 def tested() -> list[Mapping[str, str]]:
-    """Return the releases of each environment that was tested."""
+    """Return the releases of each tested environment."""
     content = json.loads(files("lowmem_load").joinpath("tested.json").read_text(encoding="utf-8"))
     return [each["versions"] for each in content["environments"]]
 
 
 def check_versions(found: Mapping[str, str], known: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """Yield what is to be said of the releases that are `found`, beside those that are `known` to work."""
+    """Compare the releases `found` here with those of the environments `known` to work."""
     for package in ("python", *NEEDED):
         releases = sorted({Version(Version(each[package]).public) for each in known if package in each})
         if package not in found:
             yield Finding("versions", PROBLEM, f"{package} is not installed", f"pip install {package}")
         elif releases:
-            yield _of_package(package, Version(Version(found[package]).public), releases[0], releases[-1])
+            yield _check_version(package, Version(Version(found[package]).public), releases[0], releases[-1])
 
 
-def _of_package(package: str, release: Version, first: Version, last: Version) -> Finding:
-    said = f"{package} {release}, tested {first} to {last}"
+def _check_version(package: str, release: Version, first: Version, last: Version) -> Finding:
+    found = f"{package} {release}, tested {first} to {last}"
     if release.release[:2] < first.release[:2]:
-        return Finding("versions", PROBLEM, said, f"pip install '{package}>={first}'" * (package != "python"))
+        return Finding("versions", PROBLEM, found, f"pip install '{package}>={first}'" * (package != "python"))
     if release.release[:2] > last.release[:2]:
         advice = "newer than what was tested: watch the first run, or install a tested one"
-        return Finding("versions", NOTE, said, advice)
-    return Finding("versions", OK, said)
+        return Finding("versions", NOTE, found, advice)
+    return Finding("versions", OK, found)
 
 
 def check_memory() -> Iterator[Finding]:
-    """Yield what is to be said of host memory and its limits. What cannot be found out here is left out."""
+    """Check host memory and its limits. What this system does not tell is left out."""
     fields = {line.split(":")[0]: line.split()[1] for line in _text(PROC / "meminfo").splitlines() if ":" in line}
     if "MemAvailable" in fields:
         free, total = (int(fields[name]) << 10 for name in ("MemAvailable", "MemTotal"))
@@ -136,11 +171,13 @@ def _text(path: Path) -> str:
 
 
 def check_storage(folder: str | None) -> Finding:
-    """Return what is to be said of the file system that the folder lies on, if one is given."""
+    """Check the file system of the folder."""
     if folder is None:
         return Finding("storage", NOTE, "no folder of checkpoints was named", "lowmem-load doctor /models")
     if not os.path.isdir(folder):
         return Finding("storage", PROBLEM, f"{folder}: no such folder", "name a folder that holds checkpoints")
+    from lowmem_load.io.mounts import mount_of  # imports torch
+
     mount = mount_of(folder)
     if mount is None or not mount.is_network:
         return Finding("storage", OK, f"{folder}: {'file system not known' if mount is None else mount.kind}")
@@ -153,15 +190,15 @@ def check_storage(folder: str | None) -> Finding:
 
 
 def check_launcher() -> Iterator[Finding]:
-    """Yield whether the launcher's variables are complete (none at all is a lone process), and which others are set."""
-    there = [name for name in LAUNCHER_NAMES if os.environ.get(name)]
+    """Check that the launcher's variables are complete (none means a single process), and list ours."""
+    is_launched = any(os.environ.get(name) for name in LAUNCHER_NAMES)
     try:
-        launched(None, None) if there else alone(None, None)
+        launched(None, None) if is_launched else alone(None, None)
     except ConfigError as error:
         advice = "start with torchrun, deepspeed or accelerate launch, or unset them"
         yield Finding("launcher", PROBLEM, str(error), advice)
     else:
-        rank = f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}" if there else ""
+        rank = f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}" if is_launched else ""
         yield Finding("launcher", OK, rank or "none: this would be a process of its own")
     ours = sorted(name for name in os.environ if name.startswith("LOWMEM_LOAD_") or name == "DS_ACCELERATOR")
     if ours:
@@ -169,11 +206,11 @@ def check_launcher() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Yield what is to be said of accelerators, pinned memory and DeepSpeed's ops."""
+    """Check accelerators, pinned memory and DeepSpeed's ops."""
     try:
         import torch
     except ImportError:
-        return  # said where versions are
+        return  # check_versions reports it
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
         yield Finding("devices", OK, f"{torch.accelerator.device_count()} devices of type {device}")

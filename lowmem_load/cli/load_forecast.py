@@ -1,6 +1,6 @@
-"""What a load takes on one rank and on one node, and what stock ZeRO-3 would take, read off plans. Pure.
+"""What a load needs on one rank and on one node, and what stock ZeRO-3 needs. Pure.
 
-Peaks are above what the process holds when the load begins, as `LoadReport` measures them.
+Peaks are above the memory that the process holds when the load begins, as in `LoadReport`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import Apply, Read, ReadLimits, Step
 
 OVERHEAD_BYTES = 16 << 20
-"""Of a load, besides what its plan says: threads, page tables, objects of DeepSpeed and the model. Measured by
-`make bench`: 14 to 15 MiB for a model of 1.5 billion parameters on 1, 2 and 4 ranks."""
+"""Bytes of a load beside its plan: threads, page tables, objects of DeepSpeed and the model. `make bench` measured 14
+to 15 MiB for a model of 1.5 billion parameters on 1, 2 and 4 ranks."""
 
 COLLECTIVE_FACTOR = 3
-"""How often stock ZeRO-3 sends every byte of the model through collectives: each parameter is broadcast when it is
-made, gathered, and broadcast with its values. `make bench` measured 3.0 times the model's bytes.
+"""How often stock ZeRO-3 sends each byte of the model: it broadcasts each parameter when it creates it, gathers it, and
+broadcasts its values. `make bench` measured 3.0.
 Source: transformers 5.23 `integrations/deepspeed.py`, deepspeed 0.19.8 `runtime/zero/partition_parameters.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankNeeds:
-    """What a load takes on one rank. Bytes.
+    """What a load needs on one rank, in bytes.
 
     Attributes:
-        partition_bytes: of the partitions, padding included.
-        whole_bytes: of what every rank holds whole: parameters beside the partitions, buffers, scales.
-        host_bytes: held of host memory when the load is done.
-        host_peak_bytes, device_peak_bytes: the most that is held during it.
-        host_beside_bytes, device_beside_bytes: of these peaks, all but partitions: what no world size changes.
-        swap_bytes: of host memory through which parameters pass that are offloaded to nvme, also in training.
+        partition_bytes: the partitions, padding included.
+        whole_bytes: what every rank holds in full: replicated parameters, buffers, scales.
+        host_bytes: host memory held when the load is done.
+        host_peak_bytes, device_peak_bytes: peaks during the load.
+        host_beside_bytes, device_beside_bytes: these peaks without the partitions, which no world size changes.
+        swap_bytes: host buffers for parameters offloaded to nvme, also needed in training.
         needed_bytes, read_bytes, num_reads: see `LoadPlan`.
-        slow_ways: parameters, and the bytes beyond theirs, by why they are not read straight to where they stay.
+        slow_ways: number of parameters and extra bytes, by the reason for not reading them straight into place.
     """
 
     partition_bytes: int
@@ -56,15 +56,49 @@ class RankNeeds:
     slow_ways: Mapping[str, tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class NodeReads:
+    """What the ranks of one node read together, in bytes. A file system that reads whole blocks counts whole blocks.
+
+    Attributes:
+        num_ranks: ranks of the node that take part.
+        wanted_bytes: the shared reads without the rest of their blocks.
+        alone_bytes: what the ranks would read if each read alone.
+        shared_bytes: what they read together instead.
+    """
+
+    num_ranks: int
+    wanted_bytes: int
+    alone_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StockNeeds:
+    """What stock ZeRO-3 needs at least for the same load, in bytes.
+
+    Attributes:
+        read_bytes: rank 0 reads all files; the other ranks read nothing.
+        host_peak_bytes: rank 0 maps all files, beside its partitions if these are on the host.
+        whole_parameter_bytes: every rank holds the largest parameter in full.
+        collective_bytes: each rank receives or sends.
+    """
+
+    read_bytes: int
+    host_peak_bytes: int
+    whole_parameter_bytes: int
+    collective_bytes: int
+
+
 def rank_needs(plan: LoadPlan, settings: Settings, *, is_host: bool) -> RankNeeds:
-    """Return what a load takes.
+    """Return what a load needs on the rank of a plan.
 
     Args:
-        plan: of the rank.
+        plan: the plan of the rank.
         settings: resolved for the model.
         is_host: whether the accelerator is the CPU.
     """
-    held = {True: 0, False: 0}  # on the host, on the device
+    held = {True: 0, False: 0}  # by whether it is on the host
     for target in plan.targets:
         for destination in target.destinations:
             held[destination.on_host] += destination.numel * target.dtype.itemsize
@@ -72,9 +106,9 @@ def rank_needs(plan: LoadPlan, settings: Settings, *, is_host: bool) -> RankNeed
     held[is_host] += beside
     partition_bytes, swap = plan.partition_bytes, 0
     if settings.offload_device == "nvme":
-        partition_bytes, swap = 0, swap_bytes(settings)
+        partition_bytes, swap = 0, _swap_bytes(settings)
         held[True] += swap - plan.partition_bytes
-    host_passing, device_passing = _passing(plan, on_device=held[False] > 0)
+    host_passing, device_passing = _passing_bytes(plan, on_device=held[False] > 0)
     host_peak = held[True] + plan.planning_bytes + OVERHEAD_BYTES + host_passing
     device_peak = held[False] + device_passing
     in_host = is_host or settings.offload_device == "cpu"
@@ -94,14 +128,14 @@ def rank_needs(plan: LoadPlan, settings: Settings, *, is_host: bool) -> RankNeed
     )
 
 
-def swap_bytes(settings: Settings) -> int:
-    """Return the bytes of the buffers of the swapper. Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`."""
+def _swap_bytes(settings: Settings) -> int:
+    """Return the bytes of the swapper's buffers. Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`."""
     offload = settings.ds_config["zero_optimization"]["offload_param"]
     return int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 1e8)) * settings.dtype.itemsize
 
 
-def _passing(plan: LoadPlan, *, on_device: bool) -> tuple[int, int]:
-    """Return the bytes of host and device memory through which bytes go on their way, on a rank with enough cores."""
+def _passing_bytes(plan: LoadPlan, *, on_device: bool) -> tuple[int, int]:
+    """Return the bytes of the host and device buffers that reads pass through, with a core for every thread."""
     steps = [step for target in plan.targets for fill in target.fills for step in fill.steps]
     host = plan.largest_temporary_bytes * (MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1)
     if not on_device:
@@ -112,7 +146,7 @@ def _passing(plan: LoadPlan, *, on_device: bool) -> tuple[int, int]:
 
 
 def _changes(step: Step) -> bool:
-    """Return whether a step does more on a device than to copy elements in the order in which they lie."""
+    """Return whether a step on a device does more than copy elements in their order."""
     if isinstance(step, Read):
         return bool(step.nest.casts) or any(axis.source != axis.destination for axis in (*step.outer, *step.nest.axes))
     return isinstance(step, Apply)
@@ -126,25 +160,8 @@ def _slow_ways(plan: LoadPlan) -> dict[str, tuple[int, int]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReads:
-    """What the ranks of one node read together. Bytes; of a file system that reads whole blocks, those of the blocks.
-
-    Attributes:
-        num_ranks: of the node, that take part.
-        wanted_bytes: of the reads that they do together, without what else is in their blocks.
-        alone_bytes: that they would read for these if each read alone.
-        shared_bytes: that they read for these instead.
-    """
-
-    num_ranks: int
-    wanted_bytes: int
-    alone_bytes: int
-    shared_bytes: int
-
-
 def node_reads(plans: Sequence[LoadPlan]) -> NodeReads | None:
-    """Return what the ranks of one node, of these plans, will read together; None where each reads alone."""
+    """Return what the ranks of one node read together, given their plans; None if each reads alone."""
     chosen = [shared_steps(plan) for plan in plans]
     ranges = [wanted(read for step in steps for read in reads_of(step)) for steps in chosen if steps]
     if len(ranges) < 2:
@@ -157,29 +174,12 @@ def node_reads(plans: Sequence[LoadPlan]) -> NodeReads | None:
     return NodeReads(found.num_ranks, found.wanted_bytes, alone_bytes, found.touched_bytes(block_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class StockNeeds:
-    """What stock ZeRO-3 takes for the same load, at least. Bytes.
-
-    Attributes:
-        read_bytes: that rank 0 reads: all files. The other ranks read nothing.
-        host_peak_bytes: of rank 0: all files, mapped, beside its partition where that is on the host.
-        whole_parameter_bytes: that every rank holds besides, of the largest parameter, whole.
-        collective_bytes: that each rank receives or sends.
-    """
-
-    read_bytes: int
-    host_peak_bytes: int
-    whole_parameter_bytes: int
-    collective_bytes: int
-
-
 def stock_needs(plan: LoadPlan, *, held_on_host_bytes: int) -> StockNeeds:
-    """Return what stock takes for a planned load.
+    """Return what stock ZeRO-3 needs for a planned load.
 
     Args:
-        plan: of any rank.
-        held_on_host_bytes: of a rank when the load is done.
+        plan: the plan of any rank.
+        held_on_host_bytes: host memory that a rank holds when the load is done.
     """
     file_bytes = sum(file.nbytes for file in plan.files)
     sizes = [target.numel * target.dtype.itemsize for target in plan.targets]

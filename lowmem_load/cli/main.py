@@ -1,4 +1,4 @@
-"""The command `lowmem-load`. What a subcommand needs besides the standard library it imports when it runs."""
+"""The command `lowmem-load`. Each subcommand imports heavy modules when it runs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load.cli.files_command import consolidate, verify
-from lowmem_load.cli.inspect_command import inspect
-from lowmem_load.cli.machine_command import bench, doctor
+from lowmem_load.cli.bench import bench
+from lowmem_load.cli.doctor import doctor
+from lowmem_load.cli.file_commands import consolidate, inspect, report, verify
 from lowmem_load.cli.plan_command import plan
-from lowmem_load.cli.report_command import report
 from lowmem_load.integrations.startup_environment import switched_on
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
-"""Exit codes of `run` that shells use for the same."""
+"""Exit codes of `run`, as in shells."""
 
 app = typer.Typer(
     name="lowmem-load",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # help as plain text: rich takes longer to import than all else here
+    rich_markup_mode=None,  # plain help text: rich is slow to import
 )
 
 
@@ -29,32 +28,34 @@ app = typer.Typer(
 def lowmem_load() -> None:
     """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions.
 
-    Exit codes: 0 done, and the answer is yes; 1 the answer is no (does not fit, differs, something was found);
-    2 arguments or a ds_config that cannot be used; 3 a checkpoint that cannot be used; 4 not supported; 5 another
-    error; 130 interrupted. `run` has that of its command.
+    Exit codes: 0 done, and the answer is yes; 1 the answer is no (does not fit, differs, found a problem); 2 unusable
+    arguments or ds_config; 3 unusable checkpoint; 4 not supported; 5 another error; 130 interrupted. `run` has the
+    exit code of its command.
     """
 
 
-# Options behind the name of the command that is run are that command's.
+# Options after the command's name belong to that command.
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="What to run, with its arguments.", show_default=False)
+        list[str], typer.Argument(metavar="COMMAND...", help="Command to run, with its arguments.", show_default=False)
     ],
     strict: Annotated[
-        bool, typer.Option("--strict", help="A load that cannot be streamed is an error, not left to stock ZeRO-3.")
+        bool, typer.Option("--strict", help="Fail if a load cannot be streamed, instead of leaving it to stock.")
     ] = False,
 ) -> None:
     """Run a launcher or a script with lowmem_load switched on.
 
-    In it, and in every process that it starts.
+    Every process that it starts is switched on too.
 
-    As `lowmem_load.install()` at the top of the training script would: models load straight into partitions while
+    This is like `lowmem_load.install()` at the top of the training script: models load straight into partitions while
     ZeRO-3 is active in transformers. Nothing else changes.
+
+    \b
 
     lowmem-load run -- llamafactory-cli train config.yaml
     """
-    # The launcher takes the place of this process, so that signals and the exit code are its own.
+    # Replace this process, so that signals and the exit code are the command's own.
     try:
         os.execvpe(command[0], command, switched_on(os.environ, strict=strict))
     except OSError as error:

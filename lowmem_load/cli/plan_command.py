@@ -1,4 +1,4 @@
-"""`lowmem-load plan`: what a job will need, before it is started."""
+"""`lowmem-load plan`: what a job will need."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lowmem_load.cli.common import (
     Revision,
     Subfolder,
     TrustRemoteCode,
-    print_all,
-    print_json,
+    answer,
+    facts,
+    table,
     working,
 )
-from lowmem_load.cli.tables import facts, table
 from lowmem_load.quantities import count, duration, parse_size, size
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 DsConfig = Annotated[Path, typer.Option(help="JSON file.", exists=True, dir_okay=False, show_default=False)]
 WorldSize = Annotated[int, typer.Option(min=1, help="Ranks of the job.", show_default=False)]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on a node; by default 8, or all.")]
-HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB: for the verdict.")]
-DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB: for the verdict.")]
-ReadRate = Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes a second that a node reads, such as 2GB/s.")]
-Dequantize = Annotated[bool, typer.Option(help="Load a checkpoint in fp8 or mxfp4 dequantized.")]
-Accelerator = Annotated[str, typer.Option(help="Of the job; cpu for one on the host.", envvar="DS_ACCELERATOR")]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks of a node; 8 by default, or all if fewer.")]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory of a node, such as 512GiB.")]
+DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, such as 80GiB.")]
+ReadRate = Annotated[str | None, typer.Option(metavar="SIZE", help="Read rate of a node, such as 2GB/s.")]
+Dequantize = Annotated[bool, typer.Option(help="Dequantize a checkpoint in fp8 or mxfp4.")]
+Accelerator = Annotated[str, typer.Option(help="Accelerator of the job; cpu for host memory.", envvar="DS_ACCELERATOR")]
 
 
 def plan(
@@ -56,9 +56,9 @@ def plan(
 ) -> None:
     """Show what a job reads and needs, and whether it fits.
 
-    Loading and training, beside stock ZeRO-3. Reads headers only, also of models on the Hub.
+    Covers loading and training, and compares with stock ZeRO-3. Reads headers only, also of models on the Hub.
 
-    Sizes take GB (10**9) and GiB (2**30). Exits with 1 if the job does not fit.
+    Sizes are in GB (10**9) or GiB (2**30). Exits with 1 if the job does not fit.
 
     \b
     lowmem-load plan /models/Llama-3.1-70B --ds-config ds_z3.json --world-size 16 \\
@@ -67,10 +67,9 @@ def plan(
     """
     host_bytes, device_bytes = _bytes(host_memory, "--host-memory"), _bytes(device_memory, "--device-memory")
     bytes_per_s = _bytes(read_rate, "--read-rate")
-    os.environ["DS_ACCELERATOR"] = "cpu"  # this process needs none; the job's is in the plan
+    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
     with working():
-        from lowmem_load.cli.job_forecast import forecast
-        from lowmem_load.cli.training_forecast import Limits
+        from lowmem_load.cli.job_forecast import Limits, forecast
         from lowmem_load.io.hub_checkpoint import open_checkpoint
 
         with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
@@ -87,12 +86,13 @@ def plan(
                 auto_class=auto_class,
                 trust_remote_code=trust_remote_code,
             )
-    if as_json:
-        print_json({**asdict(found), "fits": found.verdict.fits})
-    else:
-        columns = ("a rank", "needed", "stock, at least", "there is", " ")
-        rows = [*_load_rows(found), *_need_rows(found)]
-        print_all([facts(found.name, _head(found)), table("", columns, rows, right=columns[1:4]), _verdict(found)])
+    columns = ("a rank", "needed", "stock, at least", "there is", " ")
+    rows = [*_load_rows(found), *_need_rows(found)]
+    answer(
+        as_json,
+        {**asdict(found), "fits": found.verdict.fits},
+        lambda: [facts(found.name, _head(found)), table("", columns, rows, right=columns[1:4]), _verdict(found)],
+    )
     if not found.verdict.fits:
         raise typer.Exit(NO)
 
@@ -126,7 +126,7 @@ def _head(found: Forecast) -> dict[str, str]:
 
 
 def _load_rows(found: Forecast) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield what a rank reads and holds, and what stock takes for the same."""
+    """Yield what a rank reads and holds, beside what stock needs."""
     rank, stock = found.rank, found.stock
     figures = (
         ("partition", rank.partition_bytes, 0),

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.cli import bench_compare as compare_module
-from lowmem_load.cli.bench_compare import Row, compare, equal_weights
-from lowmem_load.cli.bench_launch import GroupError, run_ranks
-from lowmem_load.cli.bench_memory import MemorySampler
-from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, read_floor
+from benchmarks.memory import MemorySampler
+from lowmem_load.cli import bench
+from lowmem_load.cli.bench import FLOOR, STOCK, STREAMED, GroupError, Row, compare, equal_weights, run_ranks
+from lowmem_load.cli.bench_worker import read_floor
 from lowmem_load.cli.main import app
 from lowmem_load.errors import CheckpointError
 from tests.builders import tiny_llama
@@ -38,7 +37,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             for rank in range(world_size)
         ]
 
-    monkeypatch.setattr(compare_module, "run_ranks", run)
+    monkeypatch.setattr(bench, "run_ranks", run)
     return specs
 
 
@@ -63,7 +62,7 @@ def test_what_has_no_room_is_left_out(
 ) -> None:
     folder = tiny_llama(tmp_path)
     nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    monkeypatch.setattr(compare_module, "available_bytes", lambda: nbytes)
+    monkeypatch.setattr(bench, "available_bytes", lambda: nbytes)
     rows = compared(folder)
     assert rows[STOCK].skipped.startswith("would take") and not rows[FLOOR].skipped
     assert [spec["method"] for spec in ran] == [STREAMED, FLOOR]
@@ -77,7 +76,7 @@ def test_weights_are_compared() -> None:
 def test_the_floor_is_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(range(251)))
     (tmp_path / "b").write_bytes(b"xyz")
-    monkeypatch.setattr("lowmem_load.cli.bench_worker.PIECE_BYTES", 100)
+    monkeypatch.setattr("lowmem_load.cli.bench_worker.CHUNK_BYTES", 100)
     monkeypatch.setenv("WORLD_SIZE", "3")
     read = {}
     for rank in range(3):
@@ -115,7 +114,7 @@ def test_memory_is_counted_above_the_start() -> None:
         held[:: mmap.PAGESIZE] = b"x" * len(held[:: mmap.PAGESIZE])
         time.sleep(0.1)
         del held
-    use = sampler.use()
+    use = sampler.use
     for peak in (use.peak, use.peak_anon):  # the kernel counts pages of a thread in batches
         assert 63 << 20 <= peak < 96 << 20
     assert use.peak_file < 16 << 20

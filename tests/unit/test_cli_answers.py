@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 
 import lowmem_load
 from lowmem_load.cli import common
-from lowmem_load.cli.common import print_all
+from lowmem_load.cli.common import facts, table
 from lowmem_load.cli.main import app
 from lowmem_load.cli.start import main
-from lowmem_load.cli.tables import facts, table
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
 from lowmem_load.quantities import size
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
@@ -174,14 +173,20 @@ def test_figures_are_whole_in_narrow_terminals(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "34")
     row = ("a.long.name.of.a.tensor", "52.3 KiB", "of two words")
-    print_all([table("Title", ("name", "held", "about"), [row], right=("held",)), facts("", {"name": "it is so"})])
+    common.answer(
+        False,
+        None,
+        lambda: [table("Title", ("name", "held", "about"), [row], right=("held",)), facts("", {"name": "it is so"})],
+    )
     shown = capsys.readouterr().out
     assert "52.3 KiB" in shown and "it is so" in shown and max(map(len, shown.splitlines())) <= 34
     assert "a.long.name.of.a.tensor" in "".join(line[:13].strip() for line in shown.splitlines())
 
 
 def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    print_all([table("t\x1b[2J", ("name",), [("a\x1b[31mb",)]), facts("", {"x\x07": "y\u202e"})])
+    common.answer(
+        False, None, lambda: [table("t\x1b[2J", ("name",), [("a\x1b[31mb",)]), facts("", {"x\x07": "y\u202e"})]
+    )
     shown = capsys.readouterr().out
     assert "t\\x1b[2J" in shown and "a\\x1b[31mb" in shown and "x\\x07" in shown and "y\\u202e" in shown
 

@@ -11,8 +11,8 @@ import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
 from lowmem_load.api.plan_model import plan_ranks
+from lowmem_load.cli.job_forecast import Limits, Model, Setup, judge, model_of, needs_of, training_needs
 from lowmem_load.cli.load_forecast import OVERHEAD_BYTES, RankNeeds, node_reads, rank_needs, stock_needs
-from lowmem_load.cli.training_forecast import Limits, Model, Setup, judge, model_of, needs_of, training_needs
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.phases import Memory
 from lowmem_load.planning import expression as ex

@@ -12,8 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_load.cli.checkpoint_contents import Inspection, inspect_checkpoint
-from lowmem_load.cli.file_contents import weight_files
+from lowmem_load.cli.checkpoint_contents import Inspection, inspect_checkpoint, weight_files
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.hub_checkpoint import open_checkpoint
 from tests import builders

@@ -1,0 +1,221 @@
+"""`lowmem-load inspect`, `verify`, `consolidate` and `report`: questions about files that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowmem_load.cli.common import (
+    NO,
+    AutoClass,
+    Json,
+    Name,
+    Revision,
+    Subfolder,
+    TrustRemoteCode,
+    answer,
+    facts,
+    table,
+    working,
+)
+from lowmem_load.errors import ConfigError
+from lowmem_load.quantities import count, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lowmem_load.cli.checkpoint_contents import Inspection
+    from lowmem_load.report_files import Joined, Rank
+
+DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+MAX_RANKS = 8
+"""Ranks in the table of a report. --json has all."""
+
+
+def inspect(
+    name: Name,
+    subfolder: Subfolder = "",
+    revision: Revision = None,
+    auto_class: AutoClass = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint holds and what loading does to it.
+
+    Reads headers only, also of models on the Hub. --json lists all files and stored tensors.
+
+    \b
+    lowmem-load inspect /models/Llama-3.1-8B
+    lowmem-load inspect deepseek-ai/DeepSeek-V3 --json
+    """
+    with working():
+        from lowmem_load.cli.checkpoint_contents import inspect_checkpoint
+        from lowmem_load.io.hub_checkpoint import open_checkpoint
+
+        with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
+            found = inspect_checkpoint(checkpoint, subfolder, auto_class, trust_remote_code=trust_remote_code)
+    rows = [(each.kind, f"{each.num_parameters:,}", size(each.nbytes), each.example) for each in found.conversions]
+    columns = ("done on load", "parameters", "size", "example")
+    answer(
+        as_json,
+        {**asdict(found), "by_dtype": found.by_dtype},
+        lambda: [
+            facts(found.name, _contents(found)),
+            *([table("", columns, rows, right=columns[1:3])] if rows else []),
+        ],
+    )
+
+
+def _contents(found: Inspection) -> dict[str, str]:
+    stored = ", ".join(f"{dtype}: {number:,} of {size(nbytes)}" for dtype, (number, nbytes) in found.by_dtype.items())
+    return {
+        "commit": found.revision or "",
+        "architecture": ", ".join(found.architectures) + (f" ({found.model_type})" if found.model_type else ""),
+        "parameters": count(found.num_elements) if found.num_elements else "",
+        "dtype of the config": found.dtype,
+        "quantization": found.quantization or "none",
+        "adapter of": found.base_of_adapter or "",
+        "stored": f"{size(sum(found.files.values()))} in {len(found.files)} files; tensors: {stored}",
+        "tied": _first_names([" = ".join(names) for names in found.tied]),
+        "missing": _first_names(found.missing_keys),
+        "unexpected": _first_names(found.unexpected_keys),
+        "of other shape": _first_names(found.mismatched_keys),
+        "values read to describe": ", ".join(f"{reason} {size(nbytes)}" for reason, nbytes in found.read_to_describe),
+        "not described": found.not_described or "",
+    }
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return f"{len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
+
+
+def verify(
+    name: Name,
+    subfolder: Subfolder = "",
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the files of a checkpoint with their checksums.
+
+    Nothing is downloaded.
+
+    Checksums come from the Hub's download records and from SHA256SUMS or *.sha256 beside the files. Exits with 1 if a
+    weight file has no known checksum, and with 3 if one differs.
+
+    \b
+    lowmem-load verify /models/Llama-3.1-8B
+    lowmem-load verify meta-llama/Llama-3.1-8B      (the copy in the Hub's cache)
+    """
+    with working():
+        from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
+
+        checks = verify_checkpoint(name, subfolder=subfolder, revision=revision)
+    rows = [
+        (
+            check.path.rpartition("/")[2],
+            size(check.nbytes),
+            check.algorithm,
+            check.found[:16],
+            "as expected" if check.is_proven else "nothing to compare with",
+            check.origin or "",
+        )
+        for check in checks
+    ]
+    columns = ("file", "size", "algorithm", "digest", "result", "known from")
+    answer(
+        as_json,
+        [{**asdict(check), "is_proven": check.is_proven} for check in checks],
+        lambda: [table(name, columns, rows, right=("size",))],
+    )
+    if not all(check.is_proven for check in checks):
+        raise typer.Exit(NO)
+
+
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder that save_checkpoint wrote to.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint; from its file `latest` by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: fp32, bf16, fp16 or fp64.")] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    processes: Annotated[int, typer.Option(min=1, help="Processes that copy at the same time.")] = 1,
+    config: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the model; the checkpoint's own config.json by default.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a DeepSpeed ZeRO checkpoint into a Hugging Face folder.
+
+    Reads what DeepSpeed's save_checkpoint wrote. Needs no GPU and no ranks.
+
+    \b
+    lowmem-load consolidate out/checkpoint-500 out/model --dtype bf16 --config meta-llama/Llama-3.1-8B
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    with working():
+        import torch
+
+        from lowmem_load.resume.consolidate import consolidate as make
+
+        report = make(
+            *(checkpoint, output),
+            tag=tag,
+            dtype=getattr(torch, DTYPES[dtype]),
+            max_shard_size=max_shard_size,
+            processes=processes,
+            config=config,
+        )
+    answer(as_json, asdict(report), lambda: [str(report)])
+
+
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(help="Reports of ranks, or folders of reports.", exists=True, show_default=False)
+    ],
+    as_json: Json = False,
+) -> None:
+    """Join the reports of ranks: which rank was slow, and in which phase.
+
+    Every rank writes one file for each load if LOWMEM_LOAD_REPORT_DIR names a folder.
+
+    \b
+    LOWMEM_LOAD_REPORT_DIR=reports torchrun --nproc-per-node 8 train.py
+    lowmem-load report reports
+    """
+    with working():
+        from lowmem_load.report_files import join, read_reports
+
+        loads = join(read_reports(files))
+    answer(as_json, [asdict(load) for load in loads], lambda: list(map(_load_table, loads)))
+
+
+def _load_table(load: Joined) -> RenderableType:
+    phases = list(dict.fromkeys(phase for rank in load.ranks for phase in rank.seconds))
+    middle = replace(
+        load.ranks[0],
+        seconds={phase: median(rank.seconds.get(phase, 0.0) for rank in load.ranks) for phase in phases},
+        read_bytes=round(median(rank.read_bytes for rank in load.ranks)),
+        num_reads=round(median(rank.num_reads for rank in load.ranks)),
+        peak_bytes=round(median(rank.peak_bytes for rank in load.ranks)),
+    )
+    rows = [(str(rank.rank), rank.host, *_figures(rank, phases)) for rank in load.ranks[:MAX_RANKS]]
+    missing = ", ".join(map(str, load.missing_ranks[:MAX_RANKS])) + ", ..." * (len(load.missing_ranks) > MAX_RANKS)
+    title = f"{load.name}, load {load.load}: {len(load.ranks)} of {load.world_size} ranks, slowest reader first"
+    columns = ("rank", "host", *phases, "bytes read", "reads", "peak memory")
+    return table(
+        title + (f"; no report of {missing}" if missing else ""),
+        columns,
+        [*rows, ("median", "", *_figures(middle, phases))],
+        right=columns[2:],
+    )
+
+
+def _figures(rank: Rank, phases: Sequence[str]) -> tuple[str, ...]:
+    seconds = [f"{rank.seconds.get(phase, 0.0):.2f} s" for phase in phases]
+    return *seconds, size(rank.read_bytes), f"{rank.num_reads:,}", size(rank.peak_bytes)
