@@ -1,7 +1,4 @@
-"""Which target a model gets under which settings; under partial ZeRO-3 it is made of two others.
-
-The only place that knows the concrete ones.
-"""
+"""Chooses the target of a model by its settings. The only module that knows the concrete targets."""
 
 from __future__ import annotations
 
@@ -12,70 +9,94 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.planning.load_plan import TargetPlan
+from lowmem_load.planning.load_plan import REPLICATED, TargetPlan
+from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.targets.partition_choice import check_ties, choose, is_below
 from lowmem_load.targets.target import Layout, Target
-from lowmem_load.targets.whole_target import Whole
 from lowmem_load.targets.zero3 import Zero3
 
 TargetMaker = Callable[[Settings, nn.Module], Target]
-"""Makes the target of a model, whose parameters are there by name and shape, under resolved settings."""
+"""Makes the target of a model under resolved settings. The model's parameters need only names and shapes."""
 
 
 def target_maker(rank: int, device: torch.device, group: Any = None) -> TargetMaker:
-    """Return what makes targets for a rank.
+    """Return a function that makes targets for a rank.
 
-    For planning, the type of `device` is enough. Parameters are cut up among the ranks of `group`; None stands for all.
+    Args:
+        rank: of the partition group.
+        device: the accelerator; for planning its type is enough.
+        group: of torch.distributed among whose ranks parameters are partitioned; None for all ranks.
     """
 
     def make(settings: Settings, model: nn.Module) -> Target:
         if settings.stage < 3:
-            return Whole(torch.device("cpu"))
+            return Replicated(torch.device("cpu"))
         if settings.partition is None:
             return Zero3(settings, rank, device, group)
         chosen = tuple(choose(model, settings.partition, must_match=settings.must_match))
-        return Partial(chosen, Zero3(settings, rank, device, group, chosen), Whole(device))
+        return Partial(chosen, Zero3(settings, rank, device, group, chosen), Replicated(device))
 
     return make
 
 
-class Partial:
-    """Sends parameters to one of two targets, by name. A `Target`.
+class Replicated(Target):
+    """Every rank holds every parameter in full, as an ordinary load does: ZeRO stages 0 to 2."""
 
-    `chosen` are names of modules: [Note: chosen modules] in `targets/partition_choice.py`. `inside` is the target of
-    the parameters below them and of all buffers, `outside` that of the others.
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the base class's
+        """See `Target`."""
+        numel = parameter.numel()
+        return Layout(REPLICATED, parameter.dtype, (FlatRange(0, numel),), (numel,), self.device.type == "cpu")
+
+    def make(
+        self,
+        plan: TargetPlan,
+        parameter: nn.Parameter,
+        wait: Callable[[], None],  # noqa: ARG002  the base class's
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """See `Target`."""
+        values = torch.empty(plan.shape, dtype=plan.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=parameter.requires_grad), [values.view(-1)]
+
+
+class Partial(Target):
+    """Sends each parameter to one of two targets, by its name: partial ZeRO-3.
+
+    Args:
+        chosen: names of modules; see [Note: chosen modules] in `targets/partition_choice.py`.
+        inside: the target of the parameters of these modules, and of all buffers.
+        outside: the target of the other parameters.
     """
 
     def __init__(self, chosen: Collection[str], inside: Target, outside: Target) -> None:
         self._chosen, self._inside, self._outside = chosen, inside, outside
-
-    @property
-    def device(self) -> torch.device:
-        """Where buffers live."""
-        return self._inside.device
+        self.device = inside.device
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`."""
         return self._of(name).layout(name, parameter)
 
-    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+    def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
         """See `Target`."""
         return self._inside.fp32_buffers(model)
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, /) -> None:
         """See `Target`.
 
         Raises:
-            ConfigError: a parameter is shared by a chosen and another module.
+            ConfigError: a chosen and another module share a parameter.
         """
         check_ties(model, {name: model.get_submodule(name) for name in self._chosen})
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, /) -> None:
         """See `Target`."""
         self._inside.prepare(model)
         self._outside.prepare(model)
+        self.device = self._inside.device  # preparing gives it its index
 
-    def files(self, plans: Sequence[TargetPlan]) -> Mapping[str, int]:
+    def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
         """See `Target`."""
         inside = [plan for plan in plans if is_below(plan.name, self._chosen)]
         outside = [plan for plan in plans if not is_below(plan.name, self._chosen)]

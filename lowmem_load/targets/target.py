@@ -1,16 +1,18 @@
-"""What a target is: it says what a rank holds of each parameter, and makes the memory for it. A new one is one module.
+"""What a target is: it says what a rank holds of each parameter, and makes the memory for it.
 
-[Note: layout and memory] `layout` is pure: it is asked for any rank of any world, in processes that allocate nothing
-and import no engine. A flat range is a ZeRO-3 partition; a DTensor that is sharded along a dim, as FSDP2's, is a
-rectangle. Memory is made later, for one parameter at a time, by `make`, whose plan says how it will be filled. A save
-asks for the same layout and reads the memory instead of filling it.
+To add one, derive a class from `Target` in a module (or folder) of its own and choose it in `targets/make_target.py`.
+
+[Note: layout and memory] `layout` is pure: it is called for any rank of any world size, in processes that allocate
+nothing and import no engine. A ZeRO-3 partition is a flat range; a DTensor that is sharded along a dim, as FSDP2's are,
+is a rectangle. Memory is made later, one parameter at a time, by `make`; the plan says how it will be filled. A save
+uses the same layout, and reads the memory instead of filling it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,10 +26,10 @@ class Layout:
     """What one rank holds of one parameter.
 
     Attributes:
-        kind: what becomes of the parameter; `planning.load_plan.REPLICATED` for one that is whole on every rank.
-        dtype: in which it is stored.
+        kind: what becomes of the parameter; `planning.load_plan.REPLICATED` for one that every rank holds in full.
+        dtype: storage dtype.
         regions: elements of the parameter, one region for each piece of memory.
-        numels: elements that are allocated for each, padding behind the region included.
+        numels: elements to allocate for each region, padding included.
         on_host: whether the memory is host memory.
     """
 
@@ -38,48 +40,54 @@ class Layout:
     on_host: bool
 
 
-class Target(Protocol):
-    """Where the parameters of one model go on one rank."""
+class Target(ABC):
+    """Where the parameters of one model go on one rank.
 
-    @property
-    def device(self) -> torch.device:
-        """Where buffers live."""
+    Attributes:
+        device: where buffers live.
+    """
 
+    device: torch.device
+
+    @abstractmethod
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """Return what this rank holds of a parameter, given by name, shape and dtype. Pure."""
 
-    def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
-        """Return the buffers that are kept in fp32 whatever the model's dtype is."""
+    def fp32_buffers(self, _: nn.Module, /) -> list[torch.Tensor]:
+        """Return the buffers that stay in fp32 whatever the model's dtype is; by default none."""
+        return []
 
-    def check(self, model: nn.Module, /) -> None:
-        """Raise for what cannot be done with this model, as far as arithmetic tells. Pure.
+    def check(self, _: nn.Module, /) -> None:  # noqa: B027  most targets have nothing to check
+        """Raise if this target cannot hold the model. Pure.
 
         Raises:
             ConfigError: a setting contradicts the model.
         """
 
-    def prepare(self, model: nn.Module, /) -> None:
-        """Get ready to make memory for the parameters of `model`: once, after planning, before anything is read.
+    def prepare(self, _: nn.Module, /) -> None:  # noqa: B027  most targets have nothing to prepare
+        """Prepare to make memory for the parameters of the model: once, after planning, before any weight is read.
 
         Raises:
             ConfigError, UnsupportedError: a setting cannot be followed.
         """
 
-    def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
-        """Return what `make` and `finish` will write to files for these, in bytes, by folder. Prepared."""
+    def files(self, _: Sequence[TargetPlan], /) -> Mapping[str, int]:
+        """Return the bytes that `make` and `finish` will write to files, by folder. Called after `prepare`."""
+        return {}
 
+    @abstractmethod
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
-        """Return what replaces a described parameter, and flat memory for each destination of its plan, to be filled.
+        """Return the parameter that replaces a described one, and flat memory for each destination of its plan.
 
-        Padding is zeroed. `wait` returns when all memory made so far is filled; call it where that must be moved on
-        before there is room for more.
+        Padding is zeroed. `wait` returns once all memory made so far is filled. A target that must move that memory
+        before it can make more calls it first.
         """
 
-    def finish(self) -> None:
-        """Do what is left when all memory is filled.
+    def finish(self) -> None:  # noqa: B027  most targets have nothing to finish
+        """Finish after all memory is filled.
 
         Raises:
-            LowMemLoadError: it could not be brought to where it stays.
+            LowMemLoadError: the values cannot be moved to where they stay.
         """

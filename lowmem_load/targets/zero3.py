@@ -1,4 +1,4 @@
-"""The target of ZeRO-3 partitions. What a rank holds is arithmetic; DeepSpeed is imported when memory is made."""
+"""The target of ZeRO-3 partitions. The layout is arithmetic; DeepSpeed is imported only when memory is made."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from lowmem_load.errors import ConfigError, IncompatibleVersionError, Unsupporte
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
 from lowmem_load.targets.partition_choice import mark
-from lowmem_load.targets.target import Layout
+from lowmem_load.targets.target import Layout, Target
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
 
 KIND = "zero3"
-"""Of parameters that are cut up."""
+"""`Layout.kind` of partitioned parameters."""
 
 _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
-class Zero3:
-    """Every parameter a ZeRO-3 parameter in the dtype in which DeepSpeed will run. A `Target`.
+class Zero3(Target):
+    """Every parameter becomes a ZeRO-3 parameter, in the dtype in which DeepSpeed will run.
 
-    Parameters are cut up among the ranks of `group`, None for all. `modules` are the names of the topmost modules whose
-    parameters come here; "" is the model itself.
+    Args:
+        settings: resolved for the model.
+        rank: of the partition group.
+        device: the accelerator; for planning its type is enough.
+        group: of torch.distributed among whose ranks parameters are partitioned; None for all ranks.
+        modules: names of the topmost modules whose parameters come here; "" is the model itself.
 
     Raises:
-        ConfigError: DeepSpeed cannot cut up parameters among so many ranks as the settings say.
+        ConfigError: DeepSpeed cannot partition parameters among this number of ranks.
         UnsupportedError: names the setting that cannot be followed, and why.
     """
 
@@ -50,8 +54,8 @@ class Zero3:
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
 
-    def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the protocol's
-        """See `Target`. The second region, if there is one, is hpZ's secondary partition, shared within a node."""
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the base class's
+        """See `Target`. Under hpZ the second region is the secondary partition, which the ranks of a node share."""
         numel, stored = parameter.numel(), parameter.dtype
         world_size, secondary_size = self._world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
@@ -64,7 +68,7 @@ class Zero3:
         on_host = self.device.type == "cpu" or self._settings.offload_device != "none"
         return Layout(KIND, dtype, tuple(regions), tuple(numels), on_host)
 
-    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+    def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
         """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
         setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
         if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
@@ -73,11 +77,8 @@ class Zero3:
 
         return fp32_buffers(model, setting, self._settings.dtype)
 
-    def check(self, _: nn.Module) -> None:
-        """Do nothing: what depends on the settings alone was refused when this was made."""
-
-    def prepare(self, model: nn.Module) -> None:
-        """See `Target`. Needs DeepSpeed's `comm` and `LOCAL_RANK` (see `ranks.process_group`)."""
+    def prepare(self, model: nn.Module, /) -> None:
+        """See `Target`. Needs DeepSpeed's `comm` and `LOCAL_RANK`, which `DistributedInterface` sets up."""
         from lowmem_load.ds.partition import Partitioner
 
         partitioner = Partitioner(self._settings.ds_config, self._group)
@@ -91,8 +92,8 @@ class Zero3:
         self.device = partitioner.device
         mark(model.get_submodule(name) for name in self._modules)
 
-    def files(self, plans: Sequence[TargetPlan]) -> Mapping[str, int]:
-        """See `Target`: those of the swapper, under offload_param to nvme."""
+    def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
+        """See `Target`. Only the swapper of offload_param to nvme writes files."""
         assert self._partitioner is not None  # prepare comes first
         return self._partitioner.swap_files([plan.destinations[0].numel for plan in plans])
 
@@ -120,18 +121,18 @@ class Zero3:
         return made, tensors
 
     def finish(self) -> None:
-        """Write what lies in the swapper's buffers to its files."""
+        """Write the swapper's buffers to its files."""
         if self._partitioner is not None:
             self._partitioner.finish_swapping()
 
 
 def _names_fp32(module: nn.Module) -> bool:
-    own, cls = vars(module), type(module)  # what is neither, `nn.Module.__getattr__` looks for in vain
+    own, cls = vars(module), type(module)  # not getattr: nn.Module.__getattr__ is slow for absent names
     return any(own.get(name, getattr(cls, name, None)) for name in _FP32_NAMES)
 
 
 def _refuse(settings: Settings, group: Any) -> None:
-    """Raise for what DeepSpeed itself cannot do, and for what would have to be ignored."""
+    """Raise for settings that DeepSpeed itself refuses, and for those that would be ignored."""
     has_secondary = settings.secondary_size > 0
     if settings.ds_config.get("weight_quantization", {}).get("quantized_initialization"):
         raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")

@@ -17,8 +17,8 @@ from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression, permute
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
+from lowmem_load.targets.make_target import Replicated
 from lowmem_load.targets.target import Layout, Target
-from lowmem_load.targets.whole_target import Whole
 from tests.contracts.test_formats import TestSafetensors as SafetensorsTests
 from tests.kits.format import FormatContract
 from tests.kits.memory import MemorySource
@@ -172,7 +172,7 @@ def test_a_wrong_format_is_noticed(kind: type[CheckpointFormat], tests: list[str
 # -- targets ---------------------------------------------------------------------------------------------------------
 
 
-class Halves(Whole):
+class Halves(Replicated):
     """Cuts every parameter in halves, one after the other, for as many ranks as there are."""
 
     def __init__(self, rank: int, world_size: int) -> None:

@@ -10,9 +10,8 @@ import torch
 
 from lowmem_load import DistributedInterface
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.targets.make_target import Partial
+from lowmem_load.targets.make_target import Partial, Replicated
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole_target import Whole
 from lowmem_load.targets.zero3 import Zero3
 from tests.kits.target import TargetContract
 
@@ -53,9 +52,9 @@ class TestZero3WithSecondaryPartitions(TargetContract):
         return Zero3(settings(world_size, zero_hpz_partition_size=2), rank, CPU)
 
 
-class TestWhole(TargetContract):
+class TestReplicated(TargetContract):
     def target(self, *_: int) -> Target:
-        return Whole(CPU)
+        return Replicated(CPU)
 
 
 class TestPartial(TargetContract):
@@ -63,7 +62,7 @@ class TestPartial(TargetContract):
 
     def target(self, rank: int, world_size: int) -> Target:
         chosen = ("inside", "inside_too")
-        return Partial(chosen, Zero3(settings(world_size, bf16=True), rank, CPU, None, chosen), Whole(CPU))
+        return Partial(chosen, Zero3(settings(world_size, bf16=True), rank, CPU, None, chosen), Replicated(CPU))
 
     @pytest.mark.parametrize(
         ("name", "kind"),

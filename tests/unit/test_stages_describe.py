@@ -22,8 +22,8 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.missing import initialise_in, uninitialised
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.targets.make_target import Replicated
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole_target import Whole
 from lowmem_load.targets.zero3 import Zero3
 from tests.described import CPU, Build, Call, X, described, module, write_file
 
@@ -149,7 +149,7 @@ def test_each_model_gets_its_own_settings_and_target_once(file: Path) -> None:
 
     def make_target(settings: Settings, model: nn.Module) -> Target:
         asked.append((model, settings))
-        return Whole(CPU)
+        return Replicated(CPU)
 
     call: Any = Call(file, build)
     settings = read_settings(AUTO, world_size=1)
@@ -211,7 +211,7 @@ def test_a_model_that_another_loads_does_not_decide_its_settings(file: Path) -> 
 
     def make_target(_: Any, model: nn.Module) -> Target:
         seen.append(model)
-        return Whole(CPU)
+        return Replicated(CPU)
 
     found = described(file, build, make_target)
     assert seen[-1] is found.model

@@ -18,8 +18,8 @@ from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.missing import initialise_in, uninitialised
+from lowmem_load.targets.make_target import Replicated
 from lowmem_load.targets.target import Layout, Target
-from lowmem_load.targets.whole_target import Whole
 from tests.described import CPU, Build, X, Y, described, module, write_file
 
 META = torch.device("meta")
@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
     return write_file(tmp_path)
 
 
-class Noting(Whole):
+class Noting(Replicated):
     """Whole parameters; notes what it is asked."""
 
     def __init__(self, device: torch.device, calls: list[str]) -> None:
@@ -79,7 +79,7 @@ def prepared(file: Path, build: Build, target: Target) -> tuple[nn.Module, Plann
 
 
 def run(file: Path, build: Build, target: Target | None = None) -> tuple[nn.Module, Planned]:
-    target = target or Whole(CPU)
+    target = target or Replicated(CPU)
     model, planned = prepared(file, build, target)
     with Executor() as executor:
         execute(planned, target, executor)
@@ -171,17 +171,17 @@ def with_buffers(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
 
 
 def test_a_buffer_is_read_and_one_that_is_where_it_belongs_stays_the_same_object(file: Path) -> None:
-    model, planned = prepared(file, with_buffers, Whole(CPU))
+    model, planned = prepared(file, with_buffers, Replicated(CPU))
     before = model.get_buffer("held")
     with Executor() as executor:
-        execute(planned, Whole(CPU), executor)
+        execute(planned, Replicated(CPU), executor)
     assert torch.equal(model.get_buffer("read"), torch.arange(6.0, dtype=torch.float64))
     assert model.get_buffer("also_read") is model.get_buffer("read")
     assert model.get_buffer("held") is before
 
 
 def test_a_buffer_is_cast_to_the_dtype_of_its_plan(file: Path) -> None:
-    class KeepingFp32(Whole):
+    class KeepingFp32(Replicated):
         def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
             return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
@@ -220,7 +220,7 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
         context.initialiser.release()
         return module(weight=made)
 
-    class TwoPieces(Whole):
+    class TwoPieces(Replicated):
         def layout(self, name: str, parameter: torch.Tensor) -> Layout:
             return Layout("two", parameter.dtype, (FlatRange(0, 4), FlatRange(2, 10)), (4, 8), on_host=True)
 
@@ -249,7 +249,7 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
 def test_what_two_pieces_hold_is_read_once(
     file: Path, regions: tuple[FlatRange, FlatRange], numels: tuple[int, int], read_numel: int
 ) -> None:
-    class TwoPieces(Whole):
+    class TwoPieces(Replicated):
         def layout(self, name: str, parameter: torch.Tensor) -> Layout:
             return Layout("two", parameter.dtype, regions, numels, on_host=True)
 

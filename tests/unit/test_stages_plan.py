@@ -19,8 +19,8 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.missing import initialise_in, uninitialised
+from lowmem_load.targets.make_target import Replicated
 from lowmem_load.targets.target import Target
-from lowmem_load.targets.whole_target import Whole
 from tests.described import CPU, X, Y, described, module, of_rank, planned, write_file
 
 
@@ -200,7 +200,7 @@ def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
     assert norm.count == 3
 
 
-class KeepingFp32(Whole):
+class KeepingFp32(Replicated):
     def __init__(self, names: list[str]) -> None:
         super().__init__(CPU)
         self.names = names
