@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.loader import Call
@@ -62,10 +61,9 @@ def intercepted(handler: Handler, wanted: Callable[[], bool] = _always, *, every
     def from_config(ordinary: Callable[..., Any], cls: Any, /, config: Any, **kwargs: Any) -> Any:
         if _IS_LOADING.get() or not wanted():
             return ordinary(cls, config, **kwargs)
-        itself = functools.partial(ordinary, cls, config, **kwargs)
+        from_config = functools.partial(ordinary, cls, config, **kwargs)
         as_load = {"config": config, "state_dict": {}, **kwargs}
-        with load_lock(), _errors_only():  # that parameters are missing is no news here
-            model, _ = handled(Call(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, itself))
+        model, _ = handled(Call(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config))
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 
@@ -75,13 +73,3 @@ def intercepted(handler: Handler, wanted: Callable[[], bool] = _always, *, every
         everywhere=everywhere,
     ):
         yield
-
-
-@contextlib.contextmanager
-def _errors_only() -> Iterator[None]:
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import threading
@@ -85,6 +86,8 @@ from transformers.utils import logging as hf_logging  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
 
+ZERO_INIT_MESSAGE = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
+
 _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 """In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
 
@@ -94,7 +97,7 @@ _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 class Call:
     """One call of `from_pretrained` that somebody made, not yet run.
 
-    `instead` is what was called, where that is not `from_pretrained`; it returns the model.
+    Of a `from_config` it is the call that builds the same model from no files; `from_config` is what was called then.
     """
 
     def __init__(
@@ -103,16 +106,16 @@ class Call:
         cls: type,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        instead: Callable[[], Any] | None = None,
+        from_config: Callable[[], Any] | None = None,
     ) -> None:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         self.name = cls.__name__ if name is None else str(name)
         self.kwargs = kwargs
-        self._ordinary, self._cls, self._args, self._instead = ordinary, cls, args, instead
+        self._ordinary, self._cls, self._args, self._from_config = ordinary, cls, args, from_config
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """Run it as transformers would; return the model and the loading info."""
-        return self._run(self.kwargs) if self._instead is None else (self._instead(), {})
+        return self._run(self.kwargs) if self._from_config is None else (self._from_config(), {})
 
     def _run(self, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
         kwargs = {**kwargs, "output_loading_info": True}
@@ -148,7 +151,7 @@ class Call:
         ]
         with (
             ordinary_path(),
-            _quiet(),
+            _quiet(errors_only=self._from_config is not None),  # then all parameters are missing
             _modules_counted(self.name),
             described_quantizers(is_cut_up=is_cut_up),
             replaced(*replacements),
@@ -166,15 +169,31 @@ class Call:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide transformers' progress bar: it would show the naming of tensors as the loading of weights."""
-    enabled = hf_logging.is_progress_bar_enabled()
+def _quiet(*, errors_only: bool) -> Iterator[None]:
+    """Hide transformers' progress bar, which would show the naming of tensors as the loading of weights.
+
+    With `errors_only`, its warnings are hidden too.
+    """
+    shows_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    if errors_only:
+        hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if enabled:
+        if errors_only:
+            hf_logging.set_verbosity(verbosity)
+        if shows_bar:
             hf_logging.enable_progress_bar()
+
+
+def log_zero_init(model: nn.Module) -> None:
+    """Log what transformers logs when it builds a model under ZeRO-3: users and its own tests look for it.
+
+    Source: transformers 5.23 `modeling_utils.py`, `get_init_context`.
+    """
+    if getattr(model, "hf_quantizer", None) is None:
+        logging.getLogger(modeling_utils.__name__).info(ZERO_INIT_MESSAGE)
 
 
 class _RealData(TorchFunctionMode):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -112,6 +113,27 @@ def describe_save(
     if not files:
         raise UnsupportedError(f"{type(model).__name__}.save_pretrained wrote no safetensors file; save it with torch")
     return files
+
+
+@contextlib.contextmanager
+def logged_as(scratch: Path, folder: str) -> Iterator[None]:
+    """Inside, what transformers logs of files in `scratch` names the folder that the user gave."""
+
+    def rename(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if str(scratch) in message:
+            record.msg, record.args = message.replace(str(scratch), folder), ()
+        return True
+
+    known = logging.Logger.manager.loggerDict
+    loggers = [logging.getLogger(name) for name in list(known) if name.startswith("transformers.")]
+    for logger in loggers:
+        logger.addFilter(rename)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(rename)
 
 
 def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:

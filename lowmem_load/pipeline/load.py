@@ -137,6 +137,8 @@ class Load:
                 planned, views, offers = self._plan(described, around, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
+            if described.settings.stage == 3:  # not before: a load that is left to stock logs it by itself
+                loader.log_zero_init(described.model)
             report.take_plan(planned.plan, described.settings.ds_config)
             self._check_files(described, executor, views, report)
             together, why_alone = shared_reads(self.ranks, nodes, offers, planned)

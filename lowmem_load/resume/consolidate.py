@@ -81,7 +81,7 @@ def consolidate(
     if config is None and os.path.isfile(os.path.join(checkpoint_folder, "config.json")):
         config = checkpoint_folder
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name, Executor() as executor:
-        with report.phase("plan"):
+        with report.phase("plan"), saver.logged_as(Path(name), report.folder):
             found = find_folder(checkpoint_folder, tag, ("latest", "latest_universal"))
             if found is None:
                 raise CheckpointError(f"{checkpoint_folder}: no file 'latest' in it; name the tag")

@@ -173,8 +173,9 @@ class _Save:
         masters: bool,
         also: Sequence[Any],
     ) -> SaveReport:
-        with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name:
-            scratch = Path(name)
+        with contextlib.ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
+            stack.enter_context(saver.logged_as(scratch, self.folder))
             with self.ranks.step("planning the save", name=self.folder) as step, self.report.phase("plan"):
                 planned = self._plan(model, describe, scratch, masters)
                 told = fingerprint([os.path.realpath(self.folder), arguments])

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
 from lowmem_load import DistributedInterface, ModelEngine, install, load_model, load_report, streaming
@@ -239,6 +240,28 @@ def test_warnings_are_heard_after_loads_from_a_configuration(llama: str) -> None
     with intercept.intercepted(handler("any", calls), everywhere=True):
         assert in_threads(*[lambda: AutoModelForCausalLM.from_config(config)] * 4) == [None] * 4
     assert calls == ["any"] * 4
+
+
+def test_a_model_in_zero3_partitions_is_announced_once_as_stock_does(llama: str) -> None:
+    """Under ZeRO-3 transformers' own tests, and users, look for this line."""
+    config = LlamaConfig.from_pretrained(llama)
+    logger = hf_logging.get_logger("transformers.modeling_utils")
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_info()
+    try:
+        with streaming(STAGE_3):
+            for load in (
+                lambda: AutoModelForCausalLM.from_pretrained(llama),
+                lambda: AutoModelForCausalLM.from_config(config),
+            ):
+                with CaptureLogger(logger) as captured:
+                    load()
+                assert captured.out.count("Detected DeepSpeed ZeRO-3: activating zero.init() for this model") == 1
+        with streaming(STAGE_0), CaptureLogger(logger) as captured:
+            AutoModelForCausalLM.from_pretrained(llama)
+        assert "ZeRO-3" not in captured.out
+    finally:
+        hf_logging.set_verbosity(verbosity)
 
 
 # -- what is asked for -----------------------------------------------------------------------------------------------

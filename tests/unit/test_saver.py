@@ -1,0 +1,42 @@
+"""Which files a save would write, and what it says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging as hf_logging
+
+from lowmem_load import DistributedInterface, save_model
+from tests import builders
+
+
+@pytest.fixture(autouse=True)
+def lone_process() -> Iterator[None]:
+    yield
+    DistributedInterface().destroy()
+
+
+@pytest.mark.parametrize(
+    ("max_shard_size", "file"), [("5GB", "model.safetensors"), ("20KB", "model.safetensors.index.json")]
+)
+def test_what_transformers_logs_of_a_save_names_the_folder_that_the_user_gave(
+    checkpoints: Path, tmp_path: Path, max_shard_size: str, file: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(builders.tiny_llama(checkpoints))
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_info()
+    loggers = [hf_logging.get_logger(f"transformers.{name}") for name in ("modeling_utils", "configuration_utils")]
+    try:
+        with CaptureLogger(loggers[0]) as weights, CaptureLogger(loggers[1]) as configuration:
+            save_model(model, tmp_path / "saved", max_shard_size=max_shard_size)
+            loggers[0].info("afterwards")
+    finally:
+        hf_logging.set_verbosity(verbosity)
+    assert str(tmp_path / "saved" / file) in weights.out
+    assert f"Configuration saved in {tmp_path / 'saved' / 'config.json'}" in configuration.out
+    assert "lowmem_load-" not in weights.out + configuration.out
+    assert all(not logger.filters for logger in loggers)
