@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # typing's own would import typing, in every process of a
 if TYPE_CHECKING:
     from typing import Any
 
+    from lowmem_load.api.load_into import load_into
     from lowmem_load.api.load_model import load_model, load_report
     from lowmem_load.api.plan_model import plan
     from lowmem_load.api.streaming import streaming
@@ -54,6 +55,7 @@ __all__ = [
     "initialize",
     "install",
     "load_checkpoint",
+    "load_into",
     "load_model",
     "load_report",
     "model_digest",
@@ -71,6 +73,7 @@ _HOMES = {
     ),
     "pipeline.verify_checkpoint": ("verify_checkpoint",),
     "saving.model_digest": ("model_digest",),
+    "api.load_into": ("load_into",),
     "api.load_model": ("load_model", "load_report"),
     "api.plan_model": ("plan",),
     "api.streaming": ("streaming",),

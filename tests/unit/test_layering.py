@@ -20,6 +20,7 @@ formats
 symbolic
 ds hf
 distributed targets
+dtensor
 report
 report_files
 pipeline
@@ -41,7 +42,7 @@ ONLY = {
     "pickle": "distributed",
     "socket": "cli partial distributed",
     "subprocess": "cli",
-    "torch.distributed": "distributed",
+    "torch.distributed": "distributed dtensor",
     "transformers": "hf",
     ".ds_": "ds",
     "mmap.mmap": f"{FILES} symbolic pipeline",  # these two: memory without a file, and its type

@@ -1,0 +1,174 @@
+"""The target of `load_into`: the parameters and buffers of a model that its owner has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from lowmem_load.dtensor.shards import local_shard
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.planning.load_plan import TargetPlan
+from lowmem_load.planning.ranges import FlatRange, Grid
+from lowmem_load.targets.target import Layout, Target
+
+KIND = "sharded"
+"""Of parameters whose owner has sharded them."""
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Modules that torch.compile and activation checkpointing put around a module: no part of a checkpoint's names."""
+
+
+class ShardedModel:
+    """The tensors of a sharded model, by the names that a checkpoint gives them.
+
+    Args:
+        model: built by transformers; sharded, with memory for its shards.
+
+    Attributes:
+        parameters: by name; tied ones under each of their names.
+        buffers: by name.
+
+    Raises:
+        UnsupportedError: the model is wrapped by FSDP1, which has flat parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        flat = [name for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)]
+        if flat:
+            raise UnsupportedError(
+                f"{type(model).__name__}: module {flat[0] or 'itself'} is wrapped by FullyShardedDataParallel (FSDP1), "
+                "whose flat parameters have no placements; use torch.distributed.fsdp.fully_shard"
+            )
+        parameters, buffers = (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
+        self.parameters = {_plain(name): parameter for name, parameter in parameters}
+        self.buffers = {_plain(name): buffer for name, buffer in buffers}
+        self._shards = {
+            id(tensor): local_shard(name, tensor)
+            for name, tensor in chain(self.parameters.items(), self.buffers.items())
+        }
+
+    def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
+        """Return what this rank holds of one of the tensors, and its memory. See `local_shard`."""
+        return self._shards[id(tensor)]
+
+    def check_names(self, described: nn.Module) -> None:
+        """Raise unless a described model has the same parameters and buffers.
+
+        Raises:
+            CheckpointError: lists the names that one of the two lacks, and shapes that differ.
+        """
+        for kind, ours, theirs in (
+            ("parameters", self.parameters, dict(described.named_parameters(remove_duplicate=False))),
+            ("buffers", self.buffers, dict(described.named_buffers(remove_duplicate=False))),
+        ):
+            problems = {
+                f"{kind} that neither a file nor a rule fills": sorted(ours.keys() - theirs.keys()),
+                f"{kind} of the checkpoint that the model lacks": sorted(theirs.keys() - ours.keys()),
+                f"{kind} of other shapes": [
+                    f"{name} {tuple(ours[name].shape)} instead of {tuple(theirs[name].shape)}"
+                    for name in sorted(ours.keys() & theirs.keys())
+                    if ours[name].shape != theirs[name].shape
+                ],
+            }
+            found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
+            if found:
+                raise CheckpointError(
+                    f"{type(described).__name__}: the model and its checkpoint do not match. {'; '.join(found)}. Build "
+                    "the model from the configuration of the checkpoint; fill what you have added to it yourself"
+                )
+
+    def fill_buffers(self, described: nn.Module) -> None:
+        """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
+        for name, buffer in described.named_buffers(remove_duplicate=False):
+            source, (grid, memory) = buffer, self.shard(self.buffers[name])
+            for dim, runs in enumerate(grid.runs):
+                parts = [source.narrow(dim, start, end - start) for start, end in runs]
+                source = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            memory.copy_(source.reshape(-1))
+
+
+def plain_class(model: nn.Module) -> type:
+    """Return the class that a model had before `fully_shard` gave it one of its own."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+class Sharded(Target):
+    """Every parameter in the memory where its owner keeps this rank's shard. A `Target`.
+
+    Args:
+        sharded: the model to fill.
+        described: the same model, as it is described.
+    """
+
+    device = torch.device("cpu")  # buffers are read there; `ShardedModel.fill_buffers` moves them on
+
+    def __init__(self, sharded: ShardedModel, described: nn.Module) -> None:
+        self._sharded, self._described = sharded, described
+        self._names: dict[str, list[str]] = {}
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+        """See `Target`. Tied parameters have one region for each tensor that the sharded model has for them."""
+        is_unsettled = name in _tied_names(self._described) or name not in self._sharded.parameters
+        if is_unsettled and not self._names:  # before `check`: any part of it may be needed
+            numel = parameter.numel()
+            return Layout(KIND, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
+        tensors = list(self._tensors(self._names.get(name, [name])))
+        shards = [self._sharded.shard(tensor) for tensor in tensors]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise UnsupportedError(f"{name}: tied parameters have the dtypes {dtypes}; give them one dtype")
+        grids = tuple(grid for grid, _ in shards)
+        on_host = all(memory.device.type == "cpu" for _, memory in shards)
+        return Layout(KIND, dtypes.pop(), grids, tuple(grid.numel for grid in grids), on_host)
+
+    def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
+        """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
+        held = self._sharded.buffers
+        named = model.named_buffers(remove_duplicate=False)
+        return [buffer for name, buffer in named if name in held and held[name].dtype == torch.float32]
+
+    def check(self, model: nn.Module) -> None:
+        """See `Target`. From here on parameters are tied.
+
+        Raises:
+            CheckpointError: the sharded model has other parameters, buffers or shapes.
+        """
+        self._sharded.check_names(model)
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+
+    def make(
+        self,
+        plan: TargetPlan,
+        parameter: nn.Parameter,  # noqa: ARG002  the protocol's
+        wait: Callable[[], None],  # noqa: ARG002  the protocol's
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """Return the sharded model's parameter and its memory. See `Target`."""
+        tensors = list(self._tensors(plan.names))
+        return self._sharded.parameters[plan.name], [self._sharded.shard(tensor)[1] for tensor in tensors]
+
+    def _tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """Yield the distinct parameters of the sharded model that have these names."""
+        held = self._sharded.parameters
+        yield from {id(held[name]): held[name] for name in names if name in held}.values()
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Return names that transformers may tie later: targets and sources.
+
+    Source: transformers 5.23 `modeling_utils.py`, `PreTrainedModel.all_tied_weights_keys`; a list of targets in 4.x.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*tied.keys(), *tied.values()} if isinstance(tied, Mapping) else set(tied)

@@ -1,0 +1,115 @@
+"""Which elements of a tensor this rank holds when a mesh shards it, and in which memory.
+
+The only module that touches private names of DTensor. Checked against torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.planning.ranges import Grid
+
+Run = tuple[int, int]
+"""Indices `[start, end)` along one dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One cut of a dim among the ranks of one mesh dim.
+
+    Attributes:
+        dim: of the tensor.
+        num_chunks: ranks along the mesh dim.
+        index: which chunk this rank holds.
+        split_factor: groups into which the dim is cut first; each group is then cut into `num_chunks`, and this rank
+            holds one chunk of each. 1 for `Shard`, more for `_StridedShard`.
+    """
+
+    dim: int
+    num_chunks: int
+    index: int
+    split_factor: int = 1
+
+
+def grid_of(shape: Sequence[int], splits: Iterable[Split]) -> Grid:
+    """Return the elements of a tensor of `shape` that remain after the splits, in order. Pure.
+
+    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._split_tensor`, `_StridedShard._split_tensor`.
+    """
+    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    for split in splits:
+        groups = [_chunk(runs[split.dim], split.split_factor, number) for number in range(split.split_factor)]
+        runs[split.dim] = [run for group in groups for run in _chunk(group, split.num_chunks, split.index)]
+    return Grid(tuple(tuple(_joined(dim)) for dim in runs))
+
+
+def _chunk(runs: Sequence[Run], num_chunks: int, index: int) -> list[Run]:
+    """Return the part of some runs that is chunk `index` of `num_chunks`, by the rule of `torch.chunk`."""
+    size = -(-sum(end - start for start, end in runs) // num_chunks)
+    first, last = index * size, (index + 1) * size
+    found, position = [], 0
+    for start, end in runs:
+        low, high = max(first, position), min(last, position + end - start)
+        if low < high:
+            found.append((start + low - position, start + high - position))
+        position += end - start
+    return found
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Return runs with neighbours joined; `(0, 0)` if there are none."""
+    joined: list[Run] = []
+    for start, end in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined or [(0, 0)]
+
+
+def local_shard(name: str, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
+    """Return the elements of a tensor that this rank holds, and the memory that holds them: flat, row-major. Local.
+
+    A tensor that is no DTensor is held in full.
+
+    Raises:
+        UnsupportedError: the tensor has a placement that no file can fill, no memory yet, memory that is not
+            contiguous, or a shard of another shape than its placements give.
+    """
+    grid, local = grid_of(tensor.shape, ()), tensor.detach()
+    if isinstance(tensor, DTensor):
+        grid = grid_of(tensor.shape, _splits(name, tensor))
+        local = tensor._local_tensor.detach()  # noqa: SLF001  `to_local` waits for collectives: there are none
+        if tuple(local.shape) != grid.sizes and grid.numel + local.numel():
+            raise UnsupportedError(
+                f"{name}: its placements {tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)} give this "
+                f"rank a shard of shape {grid.sizes}, but its local tensor has shape {tuple(local.shape)}"
+            )
+    if local.is_meta:
+        raise UnsupportedError(f"{name}: has no memory (meta device); call model.to_empty(device=...) first")
+    if not local.is_contiguous():
+        raise UnsupportedError(f"{name}: its local tensor is not contiguous; call model.to_empty(device=...) first")
+    return grid, local.view(-1)
+
+
+def _splits(name: str, tensor: DTensor) -> Iterator[Split]:
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the mesh, so it holds nothing
+        yield Split(0, 2, 2)
+        return
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise UnsupportedError(
+                f"{name}: has the placement {placement}, which no checkpoint can fill; redistribute it to Shard or "
+                "Replicate first"
+            )
+        split_factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        yield Split(placement.dim % tensor.ndim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor)

@@ -1,0 +1,186 @@
+"""`load_into` fills what a mesh has sharded: every shard equals the ordinary load, whatever the placements are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lowmem_load import (
+    CheckpointError,
+    ConfigError,
+    LoadReport,
+    LowMemLoadError,
+    UnsupportedError,
+    load_into,
+    load_report,
+)
+from tests import builders
+from tests.ranks import run_ranks
+
+
+def built(path: str, dtype: torch.dtype, cls_name: str | None = None) -> nn.Module:
+    """A model on meta, as its owner builds it before sharding."""
+    config = transformers.AutoConfig.from_pretrained(path)
+    cls = getattr(transformers, cls_name or config.architectures[0])
+    with torch.device("meta"):
+        return cls(config).to(dtype)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith(("DecoderLayer", "BertLayer"))]
+
+
+def shard_fully(model: nn.Module, **kwargs: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in layers(model):
+        fully_shard(layer, **kwargs)
+    fully_shard(model, **kwargs)
+
+
+def parallelize(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            plan[name] = ColwiseParallel()
+        if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
+            plan[name] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+
+
+def meshes(world_size: int) -> dict[str, Callable[[nn.Module], None]]:
+    """How to shard a model, by name."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    line = init_device_mesh("cpu", (world_size,))
+
+    def columns(parameter: nn.Parameter) -> Shard:
+        return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % world_size == 0 else Shard(0)
+
+    found: dict[str, Callable[[nn.Module], None]] = {
+        "fsdp": lambda model: shard_fully(model, mesh=line),
+        "columns": lambda model: shard_fully(model, mesh=line, shard_placement_fn=columns),
+    }
+    if world_size == 4:
+        replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def tensor_parallel(model: nn.Module) -> None:
+            parallelize(model, both["tp"])
+            shard_fully(model, mesh=both["dp"])
+
+        found["hsdp"] = lambda model: shard_fully(model, mesh=replicas)
+        found["tp x fsdp"] = tensor_parallel
+    return found
+
+
+def differing(model: nn.Module, reference: nn.Module) -> list[str]:
+    """Names of parameters and buffers that are not equal, bit for bit. Collective."""
+    from torch.distributed.tensor import DTensor
+
+    found = []
+    expected = {**dict(reference.named_parameters(remove_duplicate=False)), **dict(reference.named_buffers())}
+    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    assert held.keys() == expected.keys()
+    for name, tensor in held.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not torch.equal(whole.detach(), expected[name].detach().to(whole.dtype)):
+            found.append(name)
+    return found
+
+
+def start() -> int:
+    import os
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())  # rank 0's counts
+    return int(os.environ["WORLD_SIZE"])
+
+
+def fill_all(cases: dict[str, tuple[str, torch.dtype, str | None]]) -> None:
+    """Rank function: each case on each mesh."""
+    world_size = start()
+    for mesh, shard in meshes(world_size).items():
+        for name, (path, dtype, cls_name) in cases.items():
+            model = built(path, dtype, cls_name)
+            shard(model)
+            model.to_empty(device="cpu")
+            for tensor in (*model.parameters(), *model.buffers()):
+                with torch.no_grad():
+                    (tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor).fill_(7)
+            torch.manual_seed(torch.distributed.get_rank())
+            report = load_into(model, path)
+            torch.manual_seed(0)
+            cls = getattr(transformers, cls_name or transformers.AutoConfig.from_pretrained(path).architectures[0])
+            reference, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            assert differing(model, reference) == [], (mesh, name)
+            assert sorted(report.loading_info["missing_keys"]) == sorted(info["missing_keys"])
+            assert isinstance(report, LoadReport) and load_report(model) is report
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shards_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    odd = builders.tiny_llama(checkpoints, float32, "20KB", **builders.ODD_SIZES)
+    cases: dict[str, tuple[str, torch.dtype, str | None]] = {
+        "llama": (str(builders.tiny_llama(checkpoints)), bfloat16, None),
+        "llama, masters in fp32": (str(builders.tiny_llama(checkpoints)), float32, None),
+        "llama, odd sizes, sharded, cast": (str(odd), bfloat16, None),
+        "qwen2, tied": (str(builders.tiny_qwen2_tied(checkpoints)), bfloat16, None),
+        "mixtral, experts fused on load": (str(builders.tiny_mixtral(checkpoints)), bfloat16, None),
+        "minilm, classifier missing": (str(minilm), float32, "BertForSequenceClassification"),
+    }
+    if world_size == 4:  # FSDP refuses what its ranks cannot cut up evenly along dim 1
+        del cases["llama, odd sizes, sharded, cast"]
+    run_ranks(fill_all, cases, world_size=world_size, timeout_s=240)
+
+
+def refuse_all(path: str) -> None:
+    """Rank function: what cannot be filled is one named error on all ranks, and nothing is returned."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (start(),))
+    model = built(path, torch.bfloat16)
+    shard_fully(model, mesh=mesh)
+    with pytest.raises(UnsupportedError, match=r"weight: has no memory .* call model.to_empty"):
+        load_into(model, path)
+
+    model.to_empty(device="cpu")
+    with pytest.raises(ConfigError, match="remove device_map"):
+        load_into(model, path, device_map="cpu")
+    with pytest.raises(LowMemLoadError, match="no-such-folder"):
+        load_into(model, path + "/no-such-folder")
+
+    model.value_head = nn.Linear(4, 1)
+    with pytest.raises(CheckpointError, match=r"neither a file nor a rule fills: value_head.bias, value_head.weight"):
+        load_into(model, path)
+    del model.value_head, model.lm_head
+    with pytest.raises(CheckpointError, match=r"that the model lacks: lm_head.weight"):
+        load_into(model, path)
+
+    partial = built(path, torch.bfloat16).to_empty(device="cpu")
+    sums = DTensor.from_local(partial.lm_head.weight.detach(), mesh, [Partial()], run_check=False)
+    partial.lm_head.weight = nn.Parameter(sums)
+    with pytest.raises(UnsupportedError, match=r"lm_head.weight: has the placement P.* no checkpoint can fill"):
+        load_into(partial, path)
+
+    wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="FSDP1"):
+        load_into(wrapped, path)
+
+
+def test_what_cannot_be_filled_is_refused_by_name(checkpoints: Path) -> None:
+    run_ranks(refuse_all, str(builders.tiny_llama(checkpoints)))
