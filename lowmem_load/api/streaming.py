@@ -15,7 +15,7 @@ from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError
 from lowmem_load.hf import intercept, loader
-from lowmem_load.hf.active import active_zero3_config, deepspeed_config, was_dropped
+from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.report import OnLoad
 
@@ -107,8 +107,7 @@ def following(
 
 
 def _zero3_is_active() -> bool:
-    if active_zero3_config() is not None:
-        return True
     if was_dropped():
         warnings.warn(DROPPED, LoadOrderWarning, stacklevel=5)  # the caller of from_pretrained
-    return False
+    note_load()
+    return active_zero3_config() is not None

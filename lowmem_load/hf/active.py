@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers.integrations.deepspeed as hf_deepspeed
@@ -48,13 +48,29 @@ def active_zero3_config() -> Mapping[str, Any] | None:
     return config
 
 
-def was_dropped() -> bool:
-    """Return whether a configuration was active until nothing kept its `HfDeepSpeedConfig` alive any more.
+class _Served:
+    """The only mutable state of the module: the configuration of transformers is one per process, too."""
 
-    `unset_hf_deepspeed_config`, with which transformers' users end it on purpose, leaves no such trace.
+    reference: ClassVar[Any] = None
+    """transformers' weak reference to the last configuration that was active when a model was loaded."""
+
+
+def note_load() -> None:
+    """Remember that the active configuration, if there is one, has served a load."""
+    reference = getattr(hf_deepspeed, _REFERENCE)
+    if reference is not None and reference() is not None:
+        _Served.reference = inspect.unwrap(reference)
+
+
+def was_dropped() -> bool:
+    """Return whether the last `HfDeepSpeedConfig` has died before any load.
+
+    A program may drop it after its last load under ZeRO-3: DeepSpeed-Chat keeps it in a function's scope. A program
+    that ends it with `unset_hf_deepspeed_config` leaves no reference.
     """
     reference = getattr(hf_deepspeed, _REFERENCE)
-    return reference is not None and inspect.unwrap(reference) is not _no_config and reference() is None
+    ordinary = None if reference is None else inspect.unwrap(reference)
+    return ordinary not in (None, _no_config, _Served.reference) and reference() is None
 
 
 @contextlib.contextmanager

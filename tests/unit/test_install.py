@@ -93,6 +93,17 @@ def test_a_dropped_configuration_is_warned_of_where_a_model_is_loaded(llama: str
     assert [warning.filename for warning in caught if warning.category is LoadOrderWarning] == [__file__]
 
 
+@pytest.mark.parametrize("config", [CONFIG, {"zero_optimization": {"stage": 2}}])
+def test_a_configuration_that_served_a_load_may_be_dropped(config: dict[str, Any], llama: str, installed: None) -> None:
+    kept = HfDeepSpeedConfig(config)
+    AutoModelForCausalLM.from_pretrained(llama)
+    del kept
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoadOrderWarning)
+        AutoModelForCausalLM.from_pretrained(llama)
+
+
 def test_install_twice_is_once_and_uninstall_undoes_it(llama: str) -> None:
     kept, before = HfDeepSpeedConfig(CONFIG), deepspeed.initialize
     uninstall()  # where nothing is installed
