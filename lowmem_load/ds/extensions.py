@@ -1,18 +1,17 @@
-"""DeepSpeed's extensions are compiled at their first use: one process at a time, and no build that was killed blocks.
+"""Loads DeepSpeed's ops, which torch compiles at their first use: one process at a time, past locks of killed builds.
 
-[Note: torch's lock] torch 2.13 marks a folder in which it builds by a file named `lock` (`torch/utils/file_baton.py`),
-made with O_EXCL, empty, and removed when the build has ended. A process that is killed leaves it behind, and all later
-ones wait for ever. It does not say whose it is, so it is removed here only where nobody can be building:
+[Note: torch's lock] To 2.13, torch marks a folder in which it builds by an empty file `lock`, which the building
+process holds open and removes at the end (`torch/utils/file_baton.py`). A build that is killed leaves the file behind,
+and every later process waits for ever. The file is removed here once nobody can be building:
 
-- The process that made it keeps it open meanwhile. As long as one of this machine has it open, it is waited for.
-- The build was ours: we build under a lock of our own beside it (`flock`, which ends with its process, however it
-  ends), and write into that file while we do. Whoever gets it and finds it written in knows that its last holder was
-  killed. What ninja and the compilers still do then, with the folder as their working directory, is waited for.
-- Else it may be that of a process that cannot be seen from here: on another machine or in another container that
-  shares the folder. It is given up once nothing in the folder has changed for `ABANDONED_S`.
+- A process of this machine that has the file open is building. It is waited for.
+- Our own builds hold a `flock` on a file of ours, and write into it meanwhile. If the next holder finds that mark, the
+  last one was killed. Compilers that it has left, which work in the folder, are waited for.
+- Any other lock may belong to a process on another machine or in another container. It is given up when nothing in
+  the folder has changed for `ABANDONED_S`.
 
-What remains is a build of somebody else, on another machine, that began in the folder after ours was killed there and
-before the next of ours. A folder of its own for each machine (`TORCH_EXTENSIONS_DIR`) rules that out.
+A killed build of ours followed by a build of somebody else on another machine is not told apart from the first case. A
+folder for each machine (`TORCH_EXTENSIONS_DIR`) rules that out.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_load.contract import TORCH, require
+from lowmem_load.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 ABANDONED_S = 600.0
-"""Seconds without a change in a folder after which no unseen process builds there. A build writes a file with each
-source that it has compiled, and of the extensions that are loaded here each takes less than a minute of one core."""
+"""Seconds without a change in a folder after which nobody builds there. A build writes a file after each source, which
+takes less than a minute of one core."""
 
 POLL_S = 0.2
 """Seconds between two looks at a lock."""
@@ -43,9 +43,11 @@ _BUILDING = b"a build is under way, or was killed\n"
 
 
 def load_shm_comm() -> None:
-    """Load the op with which DeepSpeed's comm shares memory between CPU ranks, where this accelerator has it.
+    """Load the op by which DeepSpeed's comm shares memory between CPU ranks, where this accelerator has it.
 
     Source: deepspeed 0.19.8 `comm/torch.py`, `build_shm_op`, which finds it loaded afterwards.
+
+    Raises: see `load_op`.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -60,8 +62,7 @@ def load_async_io() -> None:
 
     Source: deepspeed 0.19.8 `ops/op_builder/async_io.py`, whose `load` loads `pin_memory` first; so since 0.19.5.
 
-    Raises:
-        ImportError, RuntimeError: it cannot be built, or not be loaded.
+    Raises: see `load_op`.
     """
     from deepspeed.ops import op_builder
 
@@ -73,26 +74,44 @@ def load_async_io() -> None:
 def load_op(builder: Any) -> Any:
     """Return the module of one of DeepSpeed's ops, compiled first if need be; see [Note: torch's lock].
 
-    Needs what `bring_up_comm` has checked of DeepSpeed.
+    `bring_up_comm` has checked what this needs of DeepSpeed.
 
     Raises:
-        ImportError, RuntimeError: it cannot be built, or not be loaded.
+        ConfigError: the folder of the extensions cannot be written.
+        ImportError, RuntimeError: the op cannot be built or loaded.
     """
-    if builder.name in builder._loaded_ops or is_installed(builder.name):
+    if builder.name in builder._loaded_ops or _is_installed(builder.name):
         return builder.load(verbose=False)
-    require(TORCH, {"torch.utils.cpp_extension": ("_get_build_directory",)})
-    from torch.utils.cpp_extension import _get_build_directory
-
-    with _alone_in(_get_build_directory(builder.name, verbose=False)):
+    with _alone_in(_build_folder(builder.name)):
         return builder.load(verbose=False)
 
 
-def is_installed(name: str) -> bool:
-    """Return whether DeepSpeed was installed with this op compiled, so that torch is not asked to."""
+def _is_installed(name: str) -> bool:
+    """Return whether DeepSpeed was installed with this op compiled, so that torch does not compile it."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     return bool(installed_ops.get(name)) and accelerator_name == get_accelerator().device_name()
+
+
+def _build_folder(name: str) -> str:
+    """Return the folder in which torch builds an extension, made if it was absent."""
+    require(TORCH, {"torch.utils.cpp_extension": ("_get_build_directory",)})
+    from torch.utils.cpp_extension import _get_build_directory
+
+    try:
+        folder: str = _get_build_directory(name, verbose=False)
+    except OSError as error:
+        raise _not_writable(str(error.filename), error) from error
+    return folder
+
+
+def _not_writable(folder: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{folder}: DeepSpeed compiles its extensions there, and it cannot be written ({error.strerror}); set "
+        "TORCH_EXTENSIONS_DIR to a folder that this process can write, also where the extensions are compiled already: "
+        "torch makes a lock there"
+    )
 
 
 @contextlib.contextmanager
@@ -100,14 +119,15 @@ def _alone_in(folder: str) -> Iterator[None]:
     """Let one process at a time build in the folder, after torch's lock is gone from it."""
     try:
         descriptor = os.open(os.path.join(folder, OUR_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:  # another user's, or read-only: torch says what it lacks, if it does
+    except OSError as error:
+        if not os.access(folder, os.W_OK):
+            raise _not_writable(folder, error) from error
         logger.warning("%s: cannot be locked (%s), so a build that was killed there is not noticed", folder, error)
         yield
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _killed_builds_leave_a_lock():
-            _wait_for_torch_lock(folder, was_killed=os.fstat(descriptor).st_size > 0)
+        _wait_for_torch_lock(folder, was_killed=os.fstat(descriptor).st_size > 0)
         os.pwrite(descriptor, _BUILDING, 0)
         try:
             yield
@@ -117,38 +137,36 @@ def _alone_in(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _killed_builds_leave_a_lock() -> bool:
-    """Return whether torch marks a folder by the existence of a file, as it does to 2.13.
-
-    That of 2.15 stays for good, and is locked while somebody builds: the kernel unlocks it (`cpp_extension.py:2424`).
-    """
-    from torch.utils import cpp_extension
-
-    return hasattr(cpp_extension, "FileBaton")
-
-
 def _wait_for_torch_lock(folder: str, *, was_killed: bool) -> None:
     """Return when torch's lock is not there; remove it once nobody builds any more, see [Note: torch's lock]."""
-    lock = os.path.join(folder, _TORCH_LOCK)
-    has_told = False
-    while (made := _identity(lock)) is not None:
-        holders, workers = _processes(folder, made)
-        is_abandoned = time.time() - _last_change(folder) > ABANDONED_S
-        if holders:
-            awaited = f"the build of process {holders[0]}"
-        elif was_killed and workers and not is_abandoned:
-            awaited = f"process {workers[0]}, which a build that was killed has left"
-        elif was_killed or is_abandoned:
-            if _identity(lock) == made:
+    from torch.utils import cpp_extension
+
+    if not hasattr(cpp_extension, "FileBaton"):
+        return  # the lock of torch 2.15 always stays; the kernel frees it when its holder ends
+    lock, is_announced = os.path.join(folder, _TORCH_LOCK), False
+    while (found := _identity(lock)) is not None:
+        builder = _builder(folder, found, was_killed=was_killed)
+        if builder is None:
+            if _identity(lock) == found:  # not another build's by now
                 os.unlink(lock)
                 logger.warning("%s: was left by a build that was killed; removed", lock)
             continue
-        else:
-            awaited = f"a build of no process here, until nothing has changed there for {ABANDONED_S:.0f} s"
-        if not has_told:
-            logger.warning("%s: waiting for %s; delete it if nobody builds there", lock, awaited)
-            has_told = True
+        if not is_announced:
+            logger.warning("%s: waiting for %s; delete it if nobody builds there", lock, builder)
+            is_announced = True
         time.sleep(POLL_S)
+
+
+def _builder(folder: str, lock: tuple[int, int], *, was_killed: bool) -> str | None:
+    """Return who may still be building in a folder, in words; None if nobody can be."""
+    holders, workers = _processes(folder, lock)
+    if holders:
+        return f"the build of process {holders[0]}"
+    if time.time() - _last_change(folder) > ABANDONED_S:
+        return None
+    if was_killed:
+        return f"process {workers[0]}, which a build that was killed has left" if workers else None
+    return f"a build of no process here, until nothing has changed there for {ABANDONED_S:.0f} s"
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -170,7 +188,7 @@ def _processes(folder: str, lock: tuple[int, int]) -> tuple[list[int], list[int]
         for pid in filter(str.isdigit, os.listdir("/proc")):
             if _leads_to(f"/proc/{pid}/cwd", os.path.basename(folder), directory):
                 workers.append(int(pid))
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 numbers = os.listdir(f"/proc/{pid}/fd")
                 if any(_leads_to(f"/proc/{pid}/fd/{number}", _TORCH_LOCK, lock) for number in numbers):
                     holders.append(int(pid))
@@ -185,7 +203,7 @@ def _leads_to(link: str, name: str, identity: tuple[int, int] | None) -> bool:
 
 
 def _last_change(folder: str) -> float:
-    """Return when somebody last made or wrote a file in the folder, seconds since the epoch; 0 where it is empty."""
+    """Return when a file of the folder was last written, in seconds since the epoch; 0 where there is none."""
     times = [0.0]
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -195,7 +213,7 @@ def _last_change(folder: str) -> float:
     return max(times)
 
 
-# -- what is there ---------------------------------------------------------------------------------------------------
+# -- what `doctor` says of them --------------------------------------------------------------------------------------
 
 USES: Mapping[str, str] = {
     "AsyncIOBuilder": "for offload to nvme",
@@ -203,7 +221,7 @@ USES: Mapping[str, str] = {
     "FusedAdamBuilder": "for Adam on GPUs",
     "ShareMemCommBuilder": "for ranks on the CPU",
 }
-"""The ops that loading and training under ZeRO-3 take, and what for."""
+"""The ops that loading and training under ZeRO-3 use, and what for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +236,9 @@ class Op:
 
 def ops() -> list[Op]:
     """Return the ops of `USES` that this release has for the accelerator of this process."""
-    require(TORCH, {"torch.utils.cpp_extension": ("_get_build_directory", "is_ninja_available")})
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops import op_builder
-    from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
+    from torch.utils.cpp_extension import is_ninja_available
 
     accelerator, found = get_accelerator(), []
     unused = "FusedAdamBuilder" if accelerator.device_name() == "cpu" else "ShareMemCommBuilder"
@@ -229,8 +246,8 @@ def ops() -> list[Op]:
         has_it = class_name != unused and hasattr(op_builder, class_name)
         builder = accelerator.create_op_builder(class_name) if has_it else None
         if builder is not None:
-            library = os.path.join(_get_build_directory(builder.name, verbose=False), f"{builder.name}.so")
-            is_built = is_installed(builder.name) or os.path.exists(library)
+            library = os.path.join(_build_folder(builder.name), f"{builder.name}.so")
+            is_built = _is_installed(builder.name) or os.path.exists(library)
             is_compatible = is_ninja_available() and bool(builder.is_compatible(verbose=False))
             found.append(Op(builder.name, use, is_built, is_compatible))
     return found

@@ -217,3 +217,40 @@ def test_swap_files_of_a_live_model_are_safe(checkpoints: Path, tmp_path: Path) 
     skip_unless_compiled(["async_io"])
     path = builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE)
     run_ranks(load_beside_a_live_model, str(path), str(tmp_path))
+
+
+PARALLEL: dict[str, tuple[str, dict[str, Any], int]] = {
+    "AutoTP": ("tiny_llama", {"tensor_parallel": {"autotp_size": 2}}, 2),
+    "AutoEP": ("tiny_mixtral", {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}, 1),
+}
+"""The model's builder, the keys of the ds_config, and how many consecutive ranks get the same batches."""
+
+
+def compare_parallel_layers(path: str, more: dict[str, Any], batch_ranks: int) -> None:
+    """Rank function. Stock is an ordinary load: transformers refuses tensor_parallel when it loads under ZeRO-3."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import output_capturing
+
+    from benchmarks.train import training_losses
+    from lowmem_load import DistributedInterface, load_model
+
+    # deepspeed 0.19.8 calls get(key, default) of what is a dict with another get in transformers 5.23.
+    registry: Any = type(output_capturing._CAN_RECORD_REGISTRY)
+    registry.get = lambda self, key, default=None: dict.get(
+        self, key if isinstance(key, str) else str(type(key)), default or {}
+    )
+    rank = DistributedInterface().rank
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **SMALL}, **more}
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    expected = training_losses(stock, config, STEPS, rank // batch_ranks)
+    losses = training_losses(load_model(path, config), config, STEPS, rank // batch_ranks)
+    assert losses == expected
+    assert len(set(losses)) == STEPS
+
+
+@pytest.mark.skipif(Version(deepspeed.__version__) < Version("0.19.8"), reason="trains neither under ZeRO-3")
+@pytest.mark.parametrize("name", PARALLEL)
+def test_tensor_and_expert_parallel_training_equals_stock(checkpoints: Path, name: str) -> None:
+    builder, more, batch_ranks = PARALLEL[name]
+    path = getattr(builders, builder)(checkpoints)
+    run_ranks(compare_parallel_layers, str(path), more, batch_ranks, world_size=4)

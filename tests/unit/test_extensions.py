@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from torch.utils.file_baton import FileBaton
 
 from lowmem_load.ds import extensions
 from lowmem_load.ds.extensions import ABANDONED_S, OUR_LOCK, load_op
+from lowmem_load.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
@@ -226,7 +228,26 @@ def test_a_lock_that_the_kernel_frees_is_not_waited_for(folder: Path, monkeypatc
     lock = folder / "lock"
     lock.touch()
     monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
-    monkeypatch.setattr(extensions, "_wait_for_torch_lock", lambda *_, **__: pytest.fail("waited"))
-    with extensions._alone_in(str(folder)):
-        assert lock.exists()
+    loading = Loading()
+    loading.join(10)
+    assert loading.found == "loaded"
     assert lock.exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_read_only_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    """Root may write in any folder, so the answers of a read-only file system are given by hand."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "op"
+    if is_there:
+        folder.mkdir()
+
+    def refuse(path: Any, *_: Any, **__: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "makedirs", refuse)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    message = rf"{folder}: .* cannot be written \(Read-only file system\); set TORCH_EXTENSIONS_DIR to a folder"
+    with pytest.raises(ConfigError, match=message):
+        load_op(op())
