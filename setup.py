@@ -12,7 +12,7 @@ STARTUP = "lowmem_load_startup.pth"
 
 
 class BuildWithStartup(build_py):
-    """Adds the file that turns lowmem_load on if LOWMEM_LOAD_INSTALL is set: see integrations/startup_environment.py.
+    """Adds the file that turns lowmem_load on if LOWMEM_LOAD_INSTALL is set: see integrations/startup_hook.py.
 
     An editable wheel has nothing of `build_lib`; what it has lies where `install` is told to put it.
     """

@@ -11,7 +11,7 @@ from lowmem_load.cli.bench import bench
 from lowmem_load.cli.doctor import doctor
 from lowmem_load.cli.file_commands import consolidate, inspect, report, verify
 from lowmem_load.cli.plan_command import plan
-from lowmem_load.integrations.startup_environment import switched_on
+from lowmem_load.integrations.startup_hook import switched_on
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes of `run`, as in shells."""

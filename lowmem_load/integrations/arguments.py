@@ -1,4 +1,4 @@
-"""The arguments of `ModelEngine`: dataclasses, and how they are read from dicts, YAML files and other dataclasses."""
+"""The arguments of `ModelEngine`: dataclasses, and how to read them from dicts, YAML files and other dataclasses."""
 
 from __future__ import annotations
 
@@ -23,31 +23,28 @@ _ALIASES = {
     "flash_attn": "attn_implementation",
     "enable_activation_checkpointing": "gradient_checkpointing",
 }
-"""Names that LLaMA-Factory has for some of `ModelArguments`."""
+"""LLaMA-Factory's names for some fields of `ModelArguments`."""
 
 _MODEL_CLASSES = {"llm": None, "other": "AutoModel"}
-"""LLaMA-Factory's `model_class` -> auto_class. "llm" is the class that the checkpoint itself names."""
+"""LLaMA-Factory's `model_class` -> auto_class. "llm" is the class that the checkpoint names."""
 
 _NEAR_MISS = 0.85
-"""Similarity from which a key of a pipeline file is taken for a misspelt one of ours, as difflib counts it."""
+"""Similarity (of difflib) from which a key of a pipeline file counts as a misspelt field."""
 
-_OWN_KEYWORDS = {
-    "attn_implementation": "write it beside model_kwargs",
-    "auto_class": "write it beside model_kwargs",
-    "revision": "write it beside model_kwargs",
-    "trust_remote_code": "write it beside model_kwargs",
-    "verify": "write it beside model_kwargs",
-    "dtype": "the precision decides it: set bf16 and fp16, here or in the ds_config",
-    "torch_dtype": "the precision decides it: set bf16 and fp16, here or in the ds_config",
+_RESERVED_KEYWORDS = {
+    **dict.fromkeys(
+        ("attn_implementation", "auto_class", "revision", "trust_remote_code", "verify"), "write it beside model_kwargs"
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), "set bf16 and fp16 instead, here or in the ds_config"),
     "device_map": "DeepSpeed places the parameters",
     "ds_config": "write it as dist_config.config_file",
 }
-"""Keywords of `load_model` that have another place than `ModelArguments.model_kwargs`, and which one."""
+"""Keywords of `load_model` that must not be in `ModelArguments.model_kwargs`, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """What to load, and how it is to be trained.
+    """What to load, and how to train it.
 
     Attributes:
         model: a local folder or a Hub id.
@@ -55,15 +52,15 @@ class ModelArguments:
         trust_remote_code: whether code that comes with the checkpoint may run.
         revision: branch, tag or commit on the Hub.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ...; None for transformers' choice.
-        bf16, fp16: the training arguments of these names; None where they are not given. See docs/precision.md.
-        freeze: glob patterns over parameter names (`fnmatch`, case-sensitive); what matches is not trained.
-        gradient_checkpointing: None is True for training. Without effect when the engine is not for training.
+        bf16, fp16: the training arguments of these names; None if there are none. See docs/precision.md.
+        freeze: glob patterns over parameter names (`fnmatch`, case-sensitive). Matching parameters are not trained.
+        gradient_checkpointing: None means True for training. Ignored if the engine is not for training.
         gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; use_reentrant is False if absent.
         verify: as for `load_model`.
         model_kwargs: further keywords of `from_pretrained`: token, cache_dir, subfolder, num_labels, ...
 
     Raises:
-        ConfigError: a value has the wrong type, or model_kwargs has a keyword with a place of its own.
+        ConfigError: a value has the wrong type, or model_kwargs has a keyword that belongs elsewhere.
     """
 
     model: str | os.PathLike[str]
@@ -97,22 +94,22 @@ class ModelArguments:
             raise ConfigError(f"ModelArguments.freeze: expected a list of glob patterns, got {self.freeze!r}")
         object.__setattr__(self, "model", os.fspath(self.model))
         object.__setattr__(self, "freeze", tuple(patterns))
-        misplaced = [f"{key} ({_OWN_KEYWORDS[key]})" for key in self.model_kwargs if key in _OWN_KEYWORDS]
+        misplaced = [f"{key} ({_RESERVED_KEYWORDS[key]})" for key in self.model_kwargs if key in _RESERVED_KEYWORDS]
         if misplaced:
             raise ConfigError(f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}")
 
 
 @dataclass(frozen=True, slots=True)
 class DistConfig:
-    """How the model is distributed.
+    """How to distribute the model.
 
     Attributes:
         config_file: the ds_config: a dict, or the path of its JSON file.
-        name: "deepspeed"; there is no other.
+        name: "deepspeed", the only backend.
         timeout: seconds that a collective may take; None for `DistributedInterface`'s default.
 
     Raises:
-        ConfigError: a value has the wrong type, or name is another one.
+        ConfigError: a value has the wrong type, or name is another backend.
     """
 
     config_file: Mapping[str, Any] | str | os.PathLike[str]
@@ -131,65 +128,63 @@ class DistConfig:
 def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArguments, DistConfig, dict[str, Any]]:
     """Return the arguments of `ModelEngine` as dataclasses, and the keys that belong to others.
 
-    A mapping (or the content of a YAML file) has one of three forms:
+    A mapping, or the content of a YAML file, has one of two forms:
 
-    1. Names of `ModelArguments` and nothing else.
-    2. A whole pipeline's, flat, as LLaMA-Factory v1 writes it: names of `ModelArguments` beside a `dist_config` and
-       the keys of others, which are returned as they are. A key that looks like a misspelt one of ours is an error.
-    3. A whole pipeline's, in sections: the names are below `model_args`.
+    1. Fields of `ModelArguments` and nothing else.
+    2. A whole pipeline, flat, as LLaMA-Factory v1 writes it: fields of `ModelArguments` beside a `dist_config` and keys
+       of others, which are returned unchanged. A key that looks like a misspelt field is an error.
 
     LLaMA-Factory's `flash_attn`, `enable_activation_checkpointing` and `model_class` are understood. A relative
-    `config_file` is looked for beside the YAML file that names it, then in the current directory.
-
-    A `dist_config` that is given takes precedence over the one in model_args.
+    `config_file` is looked for beside the YAML file that names it, then in the current directory. A given `dist_config`
+    takes precedence over the one in model_args.
 
     Raises:
         ConfigError: a file cannot be read, a name is unknown or missing, a value has the wrong type.
         UnsupportedError: quant_config or model_class asks for something that cannot be streamed.
     """
-    section: Any = None
+    section: _Given | None = None
     extra: dict[str, Any] = {}
     if isinstance(model_args, ModelArguments):
-        args, given = model_args, None
+        args = model_args
     else:
-        given = _mapping(model_args, "model_args")
-        args, section, extra = _split(given)
-    if dist_config is None and section is not None and given is not None:
-        return args, _dist_config(_Given(f"{given.where}: dist_config", section, given.folder)), extra
-    if dist_config is None:
+        args, section, extra = _split(_read(model_args, "model_args"))
+    if isinstance(dist_config, DistConfig):
+        return args, dist_config, extra
+    if dist_config is not None:
+        section = _read(dist_config, "dist_config")
+    if section is None:
         raise ConfigError(
             'no dist_config: pass {"name": "deepspeed", "config_file": "ds_z3.json"} or write it beside the model'
         )
-    if isinstance(dist_config, DistConfig):
-        return args, dist_config, extra
-    return args, _dist_config(_mapping(dist_config, "dist_config")), extra
+    return args, _dist_config(section), extra
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a caller passed.
+    """Values that a caller passed.
 
     Attributes:
-        where: how messages call it.
-        values: a mapping, unless somebody wrote something else there.
-        folder: of the YAML file it comes from.
-        foreign: it was written for other readers, too: somebody else's dataclass.
+        where: their name in messages.
+        values: by name.
+        folder: of the YAML file that they come from.
+        is_foreign: they come from another library's dataclass, so other readers have fields in it too.
     """
 
     where: str
-    values: Any
+    values: Mapping[str, Any]
     folder: Path | None = None
-    foreign: bool = False
+    is_foreign: bool = False
 
 
-def _mapping(argument: Any, where: str) -> _Given:
+def _read(argument: Any, where: str) -> _Given:
     if isinstance(argument, Mapping):
-        return _Given(where, dict(argument))
+        return _Given(where, _plain(argument, where))
     if isinstance(argument, (str, os.PathLike)):
         return _read_yaml(os.fspath(argument), where)
     if dataclasses.is_dataclass(argument) and not isinstance(argument, type):
+        where = type(argument).__name__
         values = {item.name: getattr(argument, item.name) for item in dataclasses.fields(argument)}
-        return _Given(type(argument).__name__, values, foreign=True)
+        return _Given(where, _plain(values, where), is_foreign=True)
     raise ConfigError(
         f"{where}: cannot use a {type(argument).__name__}; pass a dataclass, a dict, or the path of a YAML file"
     )
@@ -205,41 +200,32 @@ def _read_yaml(name: str, where: str) -> _Given:
         raise ConfigError(f"{name}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not YAML: {error}") from error
-    return _Given(name, values, path.absolute().parent)
+    return _Given(name, _plain(values, name), path.absolute().parent)
 
 
-def _split(given: _Given) -> tuple[ModelArguments, Any, dict[str, Any]]:
-    """Return the model arguments, the dist_config section or None, and the rest. See `read_arguments` for the forms."""
-    values = _checked_mapping(given)
+def _plain(values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: expected a mapping, got {values!r}")
+    return {str(key): value.value if isinstance(value, enum.Enum) else value for key, value in values.items()}
+
+
+def _split(given: _Given) -> tuple[ModelArguments, _Given | None, dict[str, Any]]:
+    """Return the model arguments, the dist_config section or None, and the keys of others."""
+    values = _translated(given)
     section = values.pop("dist_config", None)
-    if "model_args" in values:
-        inner = _Given(f"{given.where}: model_args", values.pop("model_args"))
-        doubled = [key for key in values if key in _known(ModelArguments)]
-        if doubled:
-            raise ConfigError(f"{given.where}: {', '.join(doubled)} beside model_args; write it below model_args")
-        _refuse_near_misses(given.where, values)
-        return _build(ModelArguments, inner.where, _translated(inner)), section, values
-    pipeline = given.foreign or "dist_config" in given.values
-    translated = _translated(given)
-    translated.pop("dist_config", None)
-    if not pipeline:
-        return _build(ModelArguments, given.where, translated), section, {}
-    ours = _fields(ModelArguments)
-    extra = {key: value for key, value in translated.items() if key not in ours}
-    _refuse_near_misses(given.where, extra)
-    own = {key: value for key, value in translated.items() if key in ours}
-    return _build(ModelArguments, given.where, own), section, extra
-
-
-def _checked_mapping(given: _Given) -> dict[str, Any]:
-    if not isinstance(given.values, Mapping):
-        raise ConfigError(f"{given.where}: expected a mapping, got {given.values!r}")
-    return {str(key): value.value if isinstance(value, enum.Enum) else value for key, value in given.values.items()}
+    extra: dict[str, Any] = {}
+    if given.is_foreign or "dist_config" in given.values:
+        extra = {key: value for key, value in values.items() if key not in _fields(ModelArguments)}
+        _refuse_near_misses(given.where, extra)
+    own = {key: value for key, value in values.items() if key not in extra}
+    where = f"{given.where}: dist_config"
+    dist_config = None if section is None else _Given(where, _plain(section, where), given.folder)
+    return _build(ModelArguments, given.where, own), dist_config, extra
 
 
 def _translated(given: _Given) -> dict[str, Any]:
-    """Return the values with LLaMA-Factory's names replaced by ours."""
-    values = _checked_mapping(given)
+    """Return the values with our names in place of LLaMA-Factory's."""
+    values = dict(given.values)
     if values.pop("quant_config", None) is not None:
         raise UnsupportedError(
             f"{given.where}: quant_config: not supported here; load_model takes transformers' quantization_config"
@@ -270,21 +256,18 @@ def _refuse_near_misses(where: str, keys: Mapping[str, Any]) -> None:
 
 
 def _dist_config(given: _Given) -> DistConfig:
-    values = _checked_mapping(given)
-    if "dist_config" in values:  # a pipeline's
-        values = _checked_mapping(_Given(f"{given.where}: dist_config", values["dist_config"]))
+    values = dict(given.values)
     if "zero_optimization" in values:
         raise ConfigError(f'{given.where}: this is a ds_config itself; pass {{"config_file": it}}')
-    # Before unknown keys: those of another backend are not the mistake.
-    if values.get("name", "deepspeed") == "deepspeed" and isinstance(values.get("config_file"), (str, os.PathLike)):
-        values["config_file"] = _found(os.fspath(values["config_file"]), given)
-    elif values.get("name", "deepspeed") != "deepspeed":
+    if values.get("name", "deepspeed") != "deepspeed":  # report the backend, not the keys that only it knows
         values = {"name": values["name"], "config_file": ""}
+    elif isinstance(values.get("config_file"), (str, os.PathLike)):
+        values["config_file"] = _found(os.fspath(values["config_file"]), given)
     return _build(DistConfig, given.where, values)
 
 
 def _found(name: str, given: _Given) -> str:
-    """Return where the ds_config file lies; `read_ds_config` takes strings that are no paths, too."""
+    """Return the path of the ds_config file; `read_ds_config` also takes strings that are no paths."""
     path = Path(name).expanduser()
     folders = [Path.cwd()] if given.folder is None else [given.folder, Path.cwd()]
     if not name.lstrip().startswith("{"):
@@ -298,9 +281,8 @@ def _found(name: str, given: _Given) -> str:
 
 
 def _known(cls: type[ModelArguments | DistConfig]) -> list[str]:
-    """Return every key that is understood where this dataclass is written."""
-    names = _fields(cls)
-    return [*names, *_ALIASES, "model_class", "model_args", "dist_config"] if cls is ModelArguments else names
+    """Return every key that is understood in place of this dataclass."""
+    return [*_fields(cls), *_ALIASES, "model_class", "dist_config"] if cls is ModelArguments else _fields(cls)
 
 
 def _fields(cls: type[ModelArguments | DistConfig]) -> list[str]:
@@ -313,13 +295,13 @@ def _build(cls: type[T], where: str, values: Mapping[str, Any]) -> T:
     unknown = [key for key in values if key not in names]
     if unknown:
         raise ConfigError(f"{where}: unknown key(s) {', '.join(unknown)}; known are {', '.join(_known(cls))}")
-    if values.get(names[0]) is None:  # the only field without a default, in both dataclasses
+    if values.get(names[0]) is None:  # in both dataclasses the only field without a default
         raise ConfigError(f"{where}: {names[0]} is missing")
     return cls(**{key: value for key, value in values.items() if value is not None})
 
 
 def _check(owner: Any, name: str, types: tuple[type | None, ...], expected: str) -> None:
-    """Raise unless the field is of one of the types; a bool is no number here, and None is none unless listed."""
+    """Raise unless the field has one of the types. A bool is not a number here."""
     value: object = getattr(owner, name)
     wanted = tuple(type(None) if item is None else item for item in types)
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):

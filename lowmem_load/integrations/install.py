@@ -1,8 +1,7 @@
 """install() and uninstall(): lowmem_load for a whole script, wherever ZeRO-3 is active in it.
 
-`streaming(None)` without the block, which leaves to stock what cannot be streamed; and a look at what
-`deepspeed.initialize` is given: a model that comes there whole under ZeRO-3 was loaded in the wrong order, which
-neither transformers nor DeepSpeed says.
+`install` is `streaming(None)` without a block, and leaves to stock what cannot be streamed. It also hooks into
+`deepspeed.initialize`, saves, and `engine.load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,23 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lowmem_load.api.load_model import why_left_to_stock
+from lowmem_load.api.load_model import load_report, why_left_to_stock
 from lowmem_load.api.streaming import following
 from lowmem_load.config.ds_config import read_ds_config
+from lowmem_load.config.precision import Precision
+from lowmem_load.config.settings import read_settings
+from lowmem_load.ds.engine_states import is_plain_zero3, wants_universal
 from lowmem_load.ds.hooks import engine_hooked, hooked
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.integrations.additions import cast_additions, config_of
-from lowmem_load.integrations.trainer_resumes import load_of_engine
-from lowmem_load.integrations.trainer_saves import LedSaves
+from lowmem_load.integrations.trainer_saves import HookedSaves
 from lowmem_load.report import OnLoad
+from lowmem_load.resume.load_checkpoint import load_checkpoint
+from lowmem_load.resume.open_checkpoint import saved_by
+from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.save import ranks_of
 
 
 def install(
@@ -36,33 +40,34 @@ def install(
     saves: bool = True,
     on_load: OnLoad | None = None,
 ) -> None:
-    """From now on every `from_pretrained` loads into ZeRO-3 partitions while ZeRO-3 is active in transformers.
+    """Load every model straight into ZeRO-3 partitions from now on, while ZeRO-3 is active in transformers.
 
-    It is active from `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch` or
-    an `HfDeepSpeedConfig` that is kept in a variable, if that names stage 3; the load follows that ds_config. All
-    other loads are the ordinary ones. Calling it again does nothing.
+    ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch`
+    or an `HfDeepSpeedConfig` in a variable, if that names stage 3. Each load follows that ds_config. All other loads
+    are the ordinary ones. Calling this again does nothing.
 
-    A load that works without this works with it: one that cannot be streamed (an 8-bit model, say) is left to stock
-    ZeRO-3, with a `NotStreamedWarning` on every rank that says why. That is decided by all ranks before anything is
-    allocated or read.
+    A load that works without `install` works with it. One that cannot be streamed (of an 8-bit model, for example) is
+    left to stock ZeRO-3, and every rank emits a `NotStreamedWarning` with the reason. All ranks decide this together,
+    before they allocate or read anything.
 
-    A transformers model that `deepspeed.initialize` gets whole under stage 3 raises a `LoadOrderWarning` on every
-    rank; so does a load after an `HfDeepSpeedConfig` was dropped. `warnings.simplefilter("error", LoadOrderWarning)`
-    makes errors of them. What `lowmem_load.initialize(partition=...)` partitions is whole on purpose, so it does not.
+    Every rank emits a `LoadOrderWarning` if `deepspeed.initialize` under stage 3 gets a transformers model without
+    partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped.
+    `warnings.simplefilter("error", LoadOrderWarning)` turns the warning into an error. Models for
+    `lowmem_load.initialize(partition=...)` have no partitions on purpose, and cause no warning.
 
-    `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, takes what another number of ranks has
-    saved under ZeRO-3, as `lowmem_load.load_checkpoint` does; DeepSpeed refuses that, and does all other loads.
+    `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
+    another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
 
     Local: no rank waits for another here. Call it before the first model is loaded.
 
     Args:
         progress: as for `load_model`.
-        verify: as for `load_model`. What cannot be streamed cannot be verified either, and is an error then.
-        strict: whether a load that cannot be streamed is an error (an `UnsupportedError` as a rule).
-        saves: whether `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` under ZeRO-3 write
-            the same files without gathering, and `save_pretrained` refuses to write empty parameters; docs/saving.md.
-            They need no stage3_gather_16bit_weights_on_model_save. (False: all as in stock.)
-        on_load: called with the `LoadReport` of each streamed load when it has ended, on every rank.
+        verify: as for `load_model`. A load that cannot be streamed cannot be verified either, and is an error then.
+        strict: make it an error (usually an `UnsupportedError`) if a load cannot be streamed.
+        saves: let `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` write the same files
+            under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
+            docs/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves all saves to stock.
+        on_load: called on every rank with the `LoadReport` of each streamed load, at its end.
     """
     if _Installed.stack is not None:
         return
@@ -70,36 +75,69 @@ def install(
         stack.enter_context(
             following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict, everywhere=True)
         )
-        stack.enter_context(hooked(cast_additions))
+        stack.enter_context(hooked(_cast_adapters))
         if saves:
-            stack.enter_context(hooked(stack.enter_context(LedSaves()).begin))
-        stack.enter_context(engine_hooked("load_checkpoint", load_of_engine))
-        stack.enter_context(hooked(_check_order))
+            stack.enter_context(hooked(stack.enter_context(HookedSaves()).begin))
+        stack.enter_context(engine_hooked("load_checkpoint", _load_checkpoint))
+        stack.enter_context(hooked(_check_load_order))
         _Installed.stack = stack.pop_all()
 
 
 def uninstall() -> None:
-    """Undo `install`: all loads are ordinary again. Does nothing where nothing is installed."""
+    """Undo `install`: all loads are ordinary again. Does nothing if nothing is installed."""
     stack, _Installed.stack = _Installed.stack, None
     if stack is not None:
         stack.close()
 
 
 class _Installed:
-    """The only mutable state of the module: it stands for names in other packages, which are per process too."""
+    """The only mutable state of this module. The names that it replaces in other packages exist once per process."""
 
     stack: ClassVar[contextlib.ExitStack | None] = None
 
 
-def _check_order(given: Mapping[str, Any]) -> None:
-    """Warn for each transformers model that `deepspeed.initialize` is about to partition only now.
+def _ds_config_of(given: Mapping[str, Any]) -> Any:
+    """Return the ds_config among the arguments of `deepspeed.initialize`; None if there is none."""
+    configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
+    return next((config for config in configs if config is not None), None)
 
-    One with any partition was loaded when ZeRO-3 was active. What is whole of it was made since, and stays whole in
-    stock as well: adapters, new heads, embeddings that were resized, which may be most of a small model.
+
+def _cast_adapters(given: Mapping[str, Any]) -> None:
+    """Cast the parameters that were added to a streamed model of 4-bit weights, as stock does.
+
+    DeepSpeed's engine casts the parameters of a model to the dtype in which it runs, unless one of them is partitioned
+    (deepspeed 0.19.8 `engine.py`, `_configure_distributed_model`). In stock no weight of a quantized model is, so
+    adapters, which PEFT keeps in float32, train in bf16 or fp16.
     """
     model = given.get("model")
-    ds_config = config_of(given)
-    if not isinstance(model, nn.Module) or is_shell(model) or not _is_stage_3(ds_config):
+    if not isinstance(model, nn.Module) or not any(map(_is_packed, transformers_models(model))):
+        return
+    try:
+        settings = read_settings(_ds_config_of(given), world_size=1)
+    except ConfigError:  # DeepSpeed is about to report it
+        return
+    if settings.precision is Precision.FP32:
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_partitioned(parameter):
+            parameter.data = parameter.data.to(settings.dtype)
+
+
+def _is_packed(model: nn.Module) -> bool:
+    try:
+        return load_report(model).num_quantized > 0
+    except ValueError:  # not loaded by lowmem_load
+        return False
+
+
+def _check_load_order(given: Mapping[str, Any]) -> None:
+    """Warn for each transformers model that `deepspeed.initialize` partitions only now.
+
+    A model with any partition was loaded while ZeRO-3 was active. Its other parameters were added since, and stock does
+    not partition them either: adapters, new heads, resized embeddings.
+    """
+    model = given.get("model")
+    if not isinstance(model, nn.Module) or is_shell(model) or not _is_stage_3(_ds_config_of(given)):
         return
     for found in transformers_models(model):
         parameters = list(found.parameters())
@@ -120,6 +158,23 @@ def _is_stage_3(ds_config: Any) -> bool:
         return False
     try:
         section = read_ds_config(ds_config).get("zero_optimization")
-    except ConfigError:  # DeepSpeed is about to say what is wrong with it
+    except ConfigError:  # DeepSpeed is about to report it
         return False
     return isinstance(section, Mapping) and section.get("stage") == 3
+
+
+def _load_checkpoint(engine: Any, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
+    """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None.
+
+    Collective: all ranks, as that is.
+    """
+    if not is_plain_zero3(engine) or wants_universal(engine) or given["custom_load_fn"] is not None:
+        return None
+    ranks = ranks_of(unwrapped(engine))
+    # Ranks may see only the files of their own node. All must take the same way.
+    with ranks.step("finding the checkpoint") as step:
+        step.payload = saved_by(given["load_dir"], given["tag"])
+    found = set(step.payloads)
+    if len(found) > 1 or found <= {None, ranks.world_size}:
+        return None
+    return load_checkpoint(engine, **{name: value for name, value in given.items() if name != "custom_load_fn"})

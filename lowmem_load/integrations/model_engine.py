@@ -1,7 +1,7 @@
-"""ModelEngine: from arguments to a loaded model that is ready for `deepspeed.initialize`.
+"""ModelEngine: turns arguments into a loaded model that is ready for `deepspeed.initialize`.
 
-The order matters and is that of LLaMA-Factory v1: process group, DeepSpeed configuration as transformers sees it,
-processor, model configuration, model.
+It works in the order of LLaMA-Factory v1: process group, DeepSpeed configuration for transformers, processor, model
+configuration, model.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from lowmem_load.integrations.arguments import read_arguments
 class ModelEngine:
     """Loads a model with its processor, ready for `deepspeed.initialize(model=..., config=engine.ds_config)`.
 
-    Every rank constructs one. Any number may be constructed one after the other: none leaves a DeepSpeed
-    configuration behind for transformers to see, also not when it fails.
+    Every rank constructs one. A process may construct several, one after the other. None leaves a DeepSpeed
+    configuration visible to transformers, even if it fails.
 
     Args:
         model_args: `ModelArguments`, a mapping with these names, a YAML file, or another dataclass with these fields.
-            A mapping or file may be that of a whole pipeline, see `read_arguments`.
+            A mapping or file may be that of a whole pipeline; see `read_arguments`.
         dist_config: `DistConfig`, a mapping with these names, or a YAML file; None if model_args has it.
-        is_train: True puts the model into train mode and enables gradient checkpointing; False into eval mode.
+        is_train: True selects train mode and gradient checkpointing, False eval mode.
 
     Attributes:
         args, dist_config, is_train: the arguments, as dataclasses.
         extra: top-level keys of a pipeline file that are not the engine's.
         distributed: the `DistributedInterface`.
-        precision: in which parameters are stored and DeepSpeed runs.
-        ds_config: the resolved ds_config: bf16.enabled and fp16.enabled spelled out, no "auto" but in optimizer and
-            scheduler, whose values the training loop knows. Yours to add to.
-        hf_deepspeed_config: the `HfDeepSpeedConfig` that was active while loading. Only the engine keeps it alive;
+        precision: of the stored parameters and of DeepSpeed.
+        ds_config: the resolved ds_config. It states bf16.enabled and fp16.enabled, and has "auto" only in optimizer and
+            scheduler, whose values the training loop knows. You may add to it.
+        hf_deepspeed_config: the `HfDeepSpeedConfig` that was active while loading. Only the engine keeps it alive.
             transformers sees it inside `deepspeed_visible`.
-        processor: AutoProcessor's or AutoTokenizer's result; None if the checkpoint comes without.
-        model_config: the model's configuration, `model.config`.
+        processor: of AutoProcessor or AutoTokenizer; None if the checkpoint has none.
+        model_config: `model.config`.
         model: the model; `lowmem_load.load_report(model)` says how it was loaded.
 
     Collective: all ranks.
 
     Raises:
         ConfigError: an argument or the ds_config cannot be used; a freeze pattern matches no parameter.
-        CheckpointError: the model, or its processor, is there but cannot be loaded.
-        UnsupportedError: the model cannot be streamed, or cannot checkpoint activations though told to.
-        RankError: another rank failed; the same error is raised on every rank. (Only unusable arguments stop just the
-            rank that has them, for there is no process group yet.)
+        CheckpointError: the model or its processor exists but cannot be loaded.
+        UnsupportedError: the model cannot be streamed, or cannot checkpoint activations as asked.
+        RankError: another rank failed; every rank raises the same error. (Unusable arguments stop only their own rank,
+            since there is no process group yet.)
     """
 
     def __init__(self, model_args: Any, dist_config: Any = None, is_train: bool = True) -> None:
@@ -90,22 +90,21 @@ class ModelEngine:
 
     @contextlib.contextmanager
     def deepspeed_visible(self) -> Iterator[None]:
-        """Make transformers see this engine's ds_config inside the block, as it did while the model was loaded.
+        """Make transformers see this engine's ds_config inside the block, as it did during the load.
 
-        What in transformers gathers partitions asks for it: `generate`, `resize_token_embeddings`,
-        or `from_pretrained` of a further model.
+        `generate`, `resize_token_embeddings` and `from_pretrained` of another model need it.
         """
         with active.deepspeed_config(self.hf_deepspeed_config):
             yield
 
     def _prepare(self, settings: Settings) -> Settings:
-        """Load the processor and the model configuration; return the settings, resolved with the latter."""
+        """Load the processor and the model configuration; return the settings, resolved for the model."""
         name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
         names.check_name(name, kwargs.get("subfolder", ""))
         self.processor = names.load_processor(name, kwargs)
         self.model_config = names.model_config(name, kwargs)
         resolved = settings.for_model(self.model_config)
-        # A copy: what the caller adds to ds_config, such as an optimizer, is not transformers' business.
+        # A copy: transformers must not see what the caller adds to ds_config, such as an optimizer.
         self.hf_deepspeed_config.config.update(copy.deepcopy(dict(resolved.ds_config)))
         return resolved
 
@@ -118,13 +117,13 @@ class ModelEngine:
         return {key: value for key, value in kwargs.items() if value is not None} | dict(self.args.model_kwargs)
 
     def _freeze(self) -> None:
-        # Tied parameters under all of their names: each is a name that a pattern may be written for.
+        # A pattern may name a tied parameter by any of its names.
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         matches = {pattern: fnmatch.filter(parameters, pattern) for pattern in self.args.freeze}
-        idle = [repr(pattern) for pattern, matching in matches.items() if not matching]
-        if idle:
+        unmatched = [repr(pattern) for pattern, matching in matches.items() if not matching]
+        if unmatched:
             raise ConfigError(
-                f"freeze: {', '.join(idle)} match(es) none of the model's {len(parameters)} parameters; "
+                f"freeze: {', '.join(unmatched)} match(es) none of the model's {len(parameters)} parameters; "
                 f"their names look like {', '.join(list(parameters)[:3])}"
             )
         for name in {name for matching in matches.values() for name in matching}:
@@ -137,7 +136,7 @@ class ModelEngine:
         try:
             names.enable_checkpointing(self.model, {"use_reentrant": False, **self.args.gradient_checkpointing_kwargs})
         except UnsupportedError as error:
-            if self.args.gradient_checkpointing:  # asked for, not only the default
+            if self.args.gradient_checkpointing:  # the user asked for it
                 raise
             if self.distributed.rank == 0:
                 warnings.warn(f"{error}; it trains without", stacklevel=3)

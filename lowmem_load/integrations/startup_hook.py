@@ -1,7 +1,17 @@
-"""Waits, from the start of an interpreter, for transformers: what is done then is `hf/first_load.py`'s.
+"""Switches lowmem_load on in a process and in all that it starts, by the environment.
 
-Runs in every Python process of a job, most of which never load a model. So it imports next to nothing, and takes its
-finder out of `sys.meta_path` as soon as that has served.
+[Note: two ways in] A Python process finds this module when it starts, in one of two ways:
+
+- PYTHONPATH names the folder `on_pythonpath`, whose `sitecustomize.py` Python imports. This needs only the package, and
+  launchers pass PYTHONPATH on, also to other nodes (deepspeed 0.19.8, launcher/runner.py, EXPORT_ENVS). `python -I` and
+  `-E` ignore it.
+- LOWMEM_LOAD_INSTALL is set, and `lowmem_load_startup.pth` lies in site-packages, where setup.py puts it. This works
+  whatever happens to PYTHONPATH. Python reads no such file in a folder that PYTHONPATH names.
+
+Both call `watch`. `lowmem-load run` sets both.
+
+Every Python process of a job imports this module, and most never load a model. So it imports next to nothing, not even
+typing.
 """
 
 from __future__ import annotations
@@ -9,20 +19,42 @@ from __future__ import annotations
 import os
 import sys
 
-from lowmem_load.integrations.startup_environment import OFF, SWITCH
-
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from lowmem_load.report import LoadReport
+
+SWITCH = "LOWMEM_LOAD_INSTALL"
+"""The variable: OFF, ON, or STRICT for `install(strict=True)`."""
+
+OFF, ON, STRICT = "0", "1", "strict"
+
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_pythonpath")
+"""The entry of PYTHONPATH."""
+
 AWAITED = "transformers.modeling_utils"
-"""Where `PreTrainedModel` is defined. Without this module no model can be loaded; tokenizers do not need it."""
+"""The module that defines `PreTrainedModel`. No model loads without it, and tokenizers do not need it."""
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables in which launchers give a process its rank. The first one set counts."""
+
+
+def switched_on(environment: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
+    """Return a copy of an environment with lowmem_load switched on.
+
+    Other entries of PYTHONPATH keep their order and spelling behind `FOLDER`. No empty entry is added, since that would
+    mean the current folder.
+    """
+    before = environment.get("PYTHONPATH", "")
+    others = [entry for entry in before.split(os.pathsep) if entry != FOLDER] if before else []
+    return {**environment, SWITCH: STRICT if strict else ON, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
 
 def watch() -> None:
-    """Have lowmem_load installed before the first model is loaded, unless the environment says no.
+    """Call `switch_on` before the first load of this process, unless the environment says no.
 
     Calling it again does nothing.
     """
@@ -31,7 +63,7 @@ def watch() -> None:
 
 
 class _Finder:
-    """Finds `AWAITED` where the finders behind it do, and acts when that module has been executed.
+    """Finds `AWAITED` as the finders behind it do, and acts after the import system has executed that module.
 
     Finding alone does not count: `importlib.util.find_spec` asks finders too, and loads nothing.
     """
@@ -42,7 +74,7 @@ class _Finder:
         """See `importlib.abc.MetaPathFinder`."""
         if name != AWAITED:
             return None
-        # Those before it are asked by Python itself, and may be such as this one, which would ask it again.
+        # Python itself asks the finders in front. One of them may be like this one, and would ask it again.
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(name, path, target) for finder in behind)
         spec = next((spec for spec in found if spec is not None), None)
@@ -51,7 +83,7 @@ class _Finder:
         return spec
 
     def _act_after(self, loader: object) -> None:
-        """Replace `exec_module` on this one object: its class stays what inspect and importlib.resources expect."""
+        """Replace `exec_module` of this object only: inspect and importlib.resources look at its class."""
         execute = loader.exec_module  # type: ignore[attr-defined]  # importlib.abc.Loader declares it for some only
 
         def exec_module(module: ModuleType) -> None:
@@ -60,8 +92,42 @@ class _Finder:
             sys.meta_path.remove(self)
 
             from lowmem_load.hf.first_load import before_first_load
-            from lowmem_load.integrations.switch_on import switch_on
 
             before_first_load(module.PreTrainedModel, switch_on)
 
         loader.exec_module = exec_module  # type: ignore[attr-defined]
+
+
+def switch_on() -> None:
+    """Call `install`. Rank 0 prints that, and a summary at the end of each load.
+
+    Raises:
+        LowMemLoadError: `install` fails here, or the variable has an unknown value. Never an `ImportError`: code around
+            a load may take one for an absent optional package.
+    """
+    from lowmem_load.errors import LowMemLoadError
+
+    asked = os.environ.get(SWITCH, ON)
+    if asked not in (ON, STRICT):
+        raise LowMemLoadError(f"{SWITCH} is {asked!r}; expected {ON}, {STRICT}, or {OFF} to leave lowmem_load off")
+    try:
+        from lowmem_load.integrations.install import install
+
+        install(strict=asked == STRICT, on_load=_print_summary)
+    except (ImportError, LowMemLoadError) as error:
+        raise LowMemLoadError(
+            f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"
+            f"To go on without it, start the job without `lowmem-load run`, or with {SWITCH}={OFF}"
+        ) from error
+    if next((os.environ[name] for name in RANKS if os.environ.get(name)), "0") == "0":
+        _print("on: models that are loaded while ZeRO-3 is active go straight into its partitions")
+
+
+def _print_summary(report: LoadReport) -> None:
+    if report.rank == 0:
+        _print(report.summary())
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"lowmem_load: {text}\n")
+    sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""Saves of Trainer, accelerate and engines under `install`: as they are, but each rank writes what it holds.
+"""Saves of Trainer, accelerate and engines under `install`: the same files, but each rank writes what it holds.
 
-[Note: saved afterwards] `Trainer.save_model` asks the engine for all weights on all ranks, and hands them to
-`save_pretrained` on rank 0, by way of `_save`, which subclasses override. So it runs as it is, with something in place
-of the weights that only `save_pretrained` may look at, and that notes where they are to go. When it has ended, on all
-ranks, they are written there by `save_model`.
+[Note: saved afterwards] `Trainer.save_model` asks the engine for all weights on all ranks, and passes them to
+`save_pretrained` on rank 0 through `_save`, which subclasses override. Here it runs unchanged, but gets a placeholder
+instead of weights. Only `save_pretrained` may look at the placeholder, and records the folder and its arguments. When
+`Trainer.save_model` has ended on all ranks, `save_model` writes the weights to that folder.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.save import ranks_of, save_described, save_model
 
 
-class LedSaves(contextlib.ExitStack):
-    """Leads saves here from the first `deepspeed.initialize` after each library was imported on, until it is closed.
+class HookedSaves(contextlib.ExitStack):
+    """Hooks the saves of each library at the first `deepspeed.initialize` after its import, until closed.
 
-    Not before, since Trainer takes seconds to import, and most scripts that make an engine without it never need it.
+    It imports no library itself: Trainer takes seconds to import, and many scripts never use it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._begun: set[str] = set()
+        self._hooked: set[str] = set()
 
     def begin(self, _: Mapping[str, Any]) -> None:
-        """Look at a call of `deepspeed.initialize`."""
+        """Hook the libraries that are imported now. Called before `deepspeed.initialize`."""
         blocks: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
             "deepspeed": lambda: engine_hooked("save_16bit_model", save_of_engine),
             "accelerate.accelerator": lambda: accelerate_saves(save_of_accelerator, state_of_accelerator),
@@ -62,13 +62,13 @@ class LedSaves(contextlib.ExitStack):
             **{one: functools.partial(plain_saves, one, save_of_state, refuse_empty) for one in SAVING_CLASSES},
         }
         for module, block in blocks.items():
-            if module in sys.modules and module not in self._begun:
-                self._begun.add(module)
+            if module in sys.modules and module not in self._hooked:
+                self._hooked.add(module)
                 self.enter_context(block())
 
 
 _IN_STOCK: ContextVar[bool] = ContextVar("lowmem_load_in_stock", default=False)
-"""Whether a save is left to Trainer, which asks accelerate for the state and knows what to do if it gives none."""
+"""Whether a stock save of Trainer is running. It asks accelerate for the state, and copes if it gets none."""
 
 
 @contextlib.contextmanager
@@ -83,9 +83,9 @@ def _stock_states() -> Iterator[None]:
 def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is.
 
-    Left as it is: models without partitions, `.bin` files, quantized models, models of neither transformers nor PEFT,
-    and saves that end in a push to the Hub; with a warning, those in which code looks into the weights or saves another
-    model.
+    These saves are left to stock: models without partitions, `.bin` files, quantized models, models of neither
+    transformers nor PEFT, and saves that push to the Hub. So are saves in which other code looks into the weights or
+    saves another model; these cause a warning.
 
     Raises:
         RankError: another rank failed.
@@ -107,7 +107,7 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
             reason = str(error)
         others = [type(save.model).__name__ for save in wanted if save.model is not model]
         if others and not reason:
-            reason = f"a {others[0]} is saved that is not the model which is trained"
+            reason = f"it saves a {others[0]} that is not the trained model"
         saves = [(save.folder, save.kwargs) for save in wanted]
         try:
             json.dumps(saves)
@@ -137,9 +137,9 @@ def _is_plain(trainer: Any, model: Any) -> bool:
 
 
 def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool | None:
-    """Do what `engine.save_16bit_model` does, whatever the ds_config allows; return None for what is left to stock.
+    """Do what `engine.save_16bit_model` does, whatever the ds_config allows; return None to leave it to stock.
 
-    The file is one of `torch.save`, with the keys of the module and no conversion turned back, as it is in stock.
+    As in stock, `torch.save` writes the file, with the keys of the module, and no conversion is reversed.
 
     Collective: all ranks, as that is.
     """
@@ -159,7 +159,7 @@ def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool | None:
 
 
 def save_of_accelerator(accelerator: Any, ordinary: Callable[..., None], given: Mapping[str, Any]) -> bool:
-    """Do what `Accelerator.save_model` does, without gathering; return False for what is left to it.
+    """Do what `Accelerator.save_model` does, without gathering; return False to leave it to stock.
 
     Collective: all ranks, as that is under ZeRO-3.
     """
@@ -176,9 +176,9 @@ def save_of_accelerator(accelerator: Any, ordinary: Callable[..., None], given: 
 
 
 def state_of_accelerator(engine: Any) -> NotGathered | None:
-    """Return what `Accelerator.get_state_dict` gives where stock refuses: a state for `save_pretrained` on all ranks.
+    """Return a placeholder for `save_pretrained` on all ranks where stock `Accelerator.get_state_dict` refuses.
 
-    None where the call is to go on: the ds_config allows to gather, Trainer asks, or nothing is partitioned.
+    None lets the call go on: the ds_config allows gathering, Trainer calls, or nothing is partitioned.
     """
     model = unwrapped(engine)
     if engine is model or _IN_STOCK.get() or not any(map(is_partitioned, model.parameters())) or may_gather(engine):
@@ -187,22 +187,22 @@ def state_of_accelerator(engine: Any) -> NotGathered | None:
 
 
 def save_of_state(save: WantedSave) -> None:
-    """Do what `save_pretrained` does with the state of `state_of_accelerator`. Collective: all ranks.
+    """Do what `save_pretrained` does with the placeholder of `state_of_accelerator`. Collective: all ranks.
 
     Raises:
-        RankError: not all ranks have come within the limit of `LOWMEM_LOAD_SILENCE_S`, or one failed.
+        RankError: a rank failed, or did not call this within `LOWMEM_LOAD_SILENCE_S` seconds.
     """
     demand = "save_pretrained with the state of get_state_dict has to be called on all ranks, not by the main one alone"
     with ranks_of(save.model).step("save_pretrained", demand=demand):
-        pass  # all have come
+        pass  # wait for all ranks
     _save(save)
 
 
 def refuse_empty(model: Any) -> None:
-    """Raise where `save_pretrained` would write parameters of shape [0]: partitioned ones, of which nothing is whole.
+    """Raise if `save_pretrained` would write partitioned parameters with shape [0].
 
     Raises:
-        UnsupportedError: names the first one.
+        UnsupportedError: names the first parameter.
     """
     adapters_only = saves_adapters_only(model)
     for name, parameter in model.named_parameters():

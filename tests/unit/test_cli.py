@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.integrations.startup_environment import FOLDER, SWITCH
+from lowmem_load.integrations.startup_hook import FOLDER, SWITCH
 from tests.ranks import REPO
 
 COMMAND = [sys.executable, "-m", "lowmem_load"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.hf.first_load import before_first_load
-from lowmem_load.integrations.startup_environment import FOLDER, SWITCH, switched_on
+from lowmem_load.integrations.startup_hook import FOLDER, SWITCH, switched_on
 from tests.ranks import REPO
 
 PTH = REPO / "lowmem_load_startup.pth"
@@ -61,11 +61,7 @@ def packages(tmp_path: Path) -> Path:
         (folder / package).mkdir(parents=True)
         for module, source in modules.items():
             (folder / package / f"{module}.py").write_text(source)
-    startup = (
-        f"integrations/{each}"
-        for each in ("startup_environment.py", "startup_hook.py", "switch_on.py", "on_pythonpath")
-    )
-    for name in (*startup, "hf", "errors.py"):
+    for name in ("integrations/startup_hook.py", "integrations/on_pythonpath", "hf", "errors.py"):
         (folder / "lowmem_load" / name).symlink_to(REPO / "lowmem_load" / name)
     return folder
 

@@ -1,6 +1,6 @@
-"""Runs at the start of every Python whose PYTHONPATH names this folder: see `integrations/startup_environment.py`.
+"""Runs at the start of every Python whose PYTHONPATH names this folder: see `integrations/startup_hook.py`.
 
-Of any Python: one that lacks lowmem_load, or is too old for it, must not notice. So all here is valid in Python 2 too.
+A Python that lacks lowmem_load, or is too old for it, must not notice. So this file is valid in Python 2 too.
 """
 
 import os
@@ -16,7 +16,7 @@ except (ImportError, SyntaxError):
 else:
     watch()
 
-# The one that this hides, if there is one, takes its place. An error in it is for `site` to report, as ever.
+# Import the sitecustomize that this one hides, if there is one. `site` reports an error in it, as always.
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _folder]
 del sys.modules[__name__]
 try:

@@ -1,0 +1,80 @@
+"""integrations/arguments.py: which forms of arguments `ModelEngine` takes, and which it refuses."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.integrations.arguments import DistConfig, ModelArguments, read_arguments
+
+DIST: dict[str, Any] = {"config_file": {"zero_optimization": {"stage": 3}}}
+
+
+class Flash(enum.Enum):
+    SDPA = "sdpa"
+
+
+@dataclass
+class TheirArguments:
+    """Stands for the dataclass of another library."""
+
+    model: str = "m"
+    flash_attn: Flash = Flash.SDPA
+    template: str = "llama"
+
+
+def test_a_pipeline_file_is_read_with_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "model_name_or_path: m\nmodel_class: other\nflash_attn: auto\nfreeze: a.*\noutput_dir: out\nbf16: null\n"
+        "dist_config: {name: deepspeed, config_file: ds.json}\n"
+    )
+    args, dist_config, extra = read_arguments(path)
+    assert args == ModelArguments("m", "AutoModel", freeze=["a.*"])
+    assert dist_config == DistConfig(str(tmp_path / "ds.json"))
+    assert extra == {"output_dir": "out"}
+    assert read_arguments(path, DIST)[1] == DistConfig(DIST["config_file"])
+
+
+def test_a_dataclass_of_another_library_may_have_more_fields() -> None:
+    args, dist_config, extra = read_arguments(TheirArguments(), DIST)
+    assert (args, extra) == (ModelArguments("m", attn_implementation="sdpa"), {"template": "llama"})
+    assert read_arguments(args, dist_config) == (args, dist_config, {})
+
+
+@pytest.mark.parametrize(
+    ("model_args", "dist_config", "message"),
+    [
+        ({"model": "m"}, None, "no dist_config: pass"),
+        ({}, DIST, "model_args: model is missing"),
+        ({"model": ""}, DIST, "ModelArguments.model: expected a folder or a Hub id, got an empty string"),
+        ({"model": "m", "modle": 1}, DIST, r"model_args: unknown key\(s\) modle; known are model, "),
+        ({"model": "m", "gradient_checkpoint": True, "dist_config": DIST}, None, "did you mean gradient_checkpointing"),
+        ({"model": "m", "bf16": 1}, DIST, "ModelArguments.bf16: expected true or false, or nothing, got 1"),
+        ({"model": "m", "freeze": [1]}, DIST, r"ModelArguments.freeze: expected a list of glob patterns, got \[1\]"),
+        ({"model": "m", "model_kwargs": {"dtype": 1}}, DIST, r"ModelArguments.model_kwargs: remove dtype \(set bf16"),
+        ({"model": "m", "model_name_or_path": "n"}, DIST, "model_name_or_path and model are two names of one thing"),
+        ({"model": "m", "dist_config": 3}, None, "dist_config: expected a mapping, got 3"),
+        ({"model": "m"}, DIST["config_file"], "this is a ds_config itself"),
+        ({"model": "m"}, {"name": "fsdp2", "dp": 2}, "DistConfig.name: expected 'deepspeed', got 'fsdp2'"),
+        ({"model": "m"}, {"config_file": "gone.json"}, "config_file gone.json: no such file in"),
+        ({"model": "m"}, {**DIST, "timeout": 0}, "DistConfig.timeout: expected a positive number of seconds, got 0"),
+        ("gone", DIST, "model_args: gone: no such YAML file"),
+        (3, DIST, "model_args: cannot use a int"),
+    ],
+)
+def test_unusable_arguments_are_named(model_args: Any, dist_config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_arguments(model_args, dist_config)
+
+
+@pytest.mark.parametrize("values", [{"quant_config": {"bits": 4}}, {"model_class": "cls"}])
+def test_requests_that_cannot_be_streamed_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(values))):
+        read_arguments({"model": "m", **values}, DIST)
