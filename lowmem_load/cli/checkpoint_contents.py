@@ -33,7 +33,6 @@ from lowmem_load.planning.expression import (
     children,
     held,
 )
-from lowmem_load.symbolic.missing import initialised_part
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
@@ -199,7 +198,7 @@ def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[st
 
 def _expression(parameter: torch.Tensor) -> Expression:
     if isinstance(parameter, SymbolicTensor):
-        return initialised_part(parameter) or parameter.expression
+        return parameter.initialised or parameter.expression
     return held(parameter)
 
 

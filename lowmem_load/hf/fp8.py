@@ -98,7 +98,7 @@ class Patterns:
         if found is None:
             return function(*tensors)
         inputs = tuple(tensor.expression for tensor in tensors)
-        return SymbolicTensor(Instance(found.expression, found.slots, inputs), tensors[0].read_now, found.twin)
+        return SymbolicTensor(Instance(found.expression, found.slots, inputs), tensors[0].read_now, found.meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +107,17 @@ class _Pattern:
 
     expression: Expression
     slots: tuple[Slot, ...]
-    twin: torch.Tensor
+    meta: torch.Tensor
 
 
 def _pattern(function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor]) -> _Pattern | None:
     slots = tuple(Slot(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-    twins = [tensor.twin for tensor in tensors]
+    metas = [tensor.meta for tensor in tensors]
     try:
-        result: Any = function(*(SymbolicTensor(slot, _read, twin) for slot, twin in zip(slots, twins, strict=True)))
+        result: Any = function(*(SymbolicTensor(slot, _read, meta) for slot, meta in zip(slots, metas, strict=True)))
     except _NeedsValuesError:
         return None
-    return _Pattern(result.expression, slots, result.twin)
+    return _Pattern(result.expression, slots, result.meta)
 
 
 class _NeedsValuesError(Exception):

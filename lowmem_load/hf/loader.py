@@ -41,8 +41,7 @@ from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.symbolic.context import Context, Once
 from lowmem_load.symbolic.initialise import ReadNow
-from lowmem_load.symbolic.missing import initialise_in, uninitialised
-from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitialised
 
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
@@ -287,11 +286,11 @@ def _initialised_in(context: Context) -> Replacement:
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if isinstance(parameter, SymbolicTensor):
-                    initialise_in(parameter, initialiser, keeps(parameter))
+                    parameter.initialise_in(initialiser, keeps(parameter))
                 elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
                     if id(parameter) not in made:
                         empty = uninitialised(parameter, read_now)
-                        initialise_in(empty, initialiser, keeps(parameter))
+                        empty.initialise_in(initialiser, keeps(parameter))
                         made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     setattr(module, name, made[id(parameter)])
         ordinary(model, *args, **kwargs)

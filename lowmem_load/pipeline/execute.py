@@ -14,7 +14,6 @@ from lowmem_load.io.shared_reads import SharedReads
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
-from lowmem_load.symbolic.missing import forget
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.targets.target import Target
@@ -67,7 +66,7 @@ def execute(
         for module, name in planned.places.pop(part.name):
             setattr(module, name, made)
         if isinstance(parameter, SymbolicTensor):
-            forget(parameter)
+            parameter.value.forget()
         sample()
     shared = None if sharing is None else sharing.run(executor, plan.values, planned.material)
     executor.finish()

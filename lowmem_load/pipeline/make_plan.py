@@ -40,7 +40,6 @@ from lowmem_load.planning.planner import Material, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
-from lowmem_load.symbolic.missing import initialised_part
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.targets.target import Layout
@@ -203,7 +202,7 @@ def _companions(planner: Planner, name: str, parameter: nn.Parameter) -> Iterato
 
 def _described(name: str, parameter: torch.Tensor) -> Expression:
     if isinstance(parameter, SymbolicTensor):
-        expression = initialised_part(parameter) or parameter.expression
+        expression = parameter.initialised or parameter.expression
         if expression.dtype != parameter.dtype:
             raise UnsupportedError(
                 f"{name}: came out as {parameter.dtype}, though what it is made of is {expression.dtype}: somebody has "

@@ -1,4 +1,4 @@
-"""What describing a model needs from outside: how values are read now, where parameters are initialised, open files."""
+"""What is needed to describe a model: reads that cannot wait, the initialiser, the descriptions of files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lowmem_load.symbolic.initialise import Initialiser, ReadNow
 T = TypeVar("T")
 
 Keeps = Callable[[torch.Tensor], FlatRange]
-"""For a parameter, the elements that this rank will be asked for."""
+"""Returns the elements of a parameter that this rank will be asked for."""
 
 
 class Once(Protocol):
-    """How things are found out that several ranks need: by one of them, or by each."""
+    """Finds out something that several ranks need, on one of them or on each."""
 
     def __call__(self, key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
-        """Return what `find` finds here, or what `unpack` makes of the bytes that `pack` made elsewhere.
+        """Return `find()`, or what another rank of the node has found.
 
-        `key` is equal on all ranks that need it. `pack` makes bytes of what `find` finds, none where it had better be
-        found on each rank; `unpack` undoes that.
+        `key` is equal on all ranks that need it. `pack` turns what was found into bytes for the other ranks, or into
+        none if each rank had better find it; `unpack` does the reverse.
         """
 
 
 def by_itself(key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
-    """Find it on this rank: an `Once` without other ranks."""
+    """Return `find()`: a `Once` without other ranks."""
     return find()
 
 
@@ -48,12 +48,12 @@ class Context:
 
     Attributes:
         read_now: reads an expression for code that needs its value at once.
-        initialiser: where parameters that are not in the files get their values.
-        keeps_of: called with the model once its parameters are there; says what of each this rank will keep.
-        check_built: called with the model as soon as its code has built it; raises for one that cannot be described.
-        reading: gives the open source of a file of the checkpoint, which is not closed here.
-        once: how what all ranks of a node need is found out.
-        files: those described so far, by path.
+        initialiser: writes into the parameters that are not in the files.
+        keeps_of: called with the model once it has its parameters; returns what this rank keeps of each.
+        check_built: called with the model as soon as it is built; raises for one that cannot be described.
+        reading: opens a file of the checkpoint for a block; the file may stay open afterwards.
+        once: finds out what all ranks of a node need.
+        files: the files described so far, by path.
     """
 
     read_now: ReadNow
@@ -65,7 +65,7 @@ class Context:
     files: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
-        """Return the description of a file; each is read once, by one rank of those that share what they find.
+        """Return the description of a file. One rank of a node reads it, once.
 
         Raises:
             CheckpointError: see `CheckpointFormat.describe`.
@@ -84,14 +84,13 @@ class Context:
 def pack(file: CheckpointFile) -> bytes:
     """Return a description as bytes, for the other ranks of the node.
 
-    Nothing is returned for a file with names that share a tensor, views, or dtypes that torch lacks: each rank reads
-    the header of such a file itself.
+    Empty for a file with views, names that share a tensor, or dtypes that torch lacks: each rank reads its header.
     """
     tensors: list[tuple[str, int, tuple[int, ...], str]] = []
     for name in file.names:
         try:
             source = file.expression(name)
-        except UnsupportedError:  # it is an error only for a model that uses this tensor
+        except UnsupportedError:  # an error only for a model that uses this tensor
             return b""
         if not isinstance(source, Source) or source.name != name:
             return b""
@@ -100,7 +99,7 @@ def pack(file: CheckpointFile) -> bytes:
 
 
 def unpack(path: str, content: bytes) -> CheckpointFile:
-    """Return the description of the file at `path` that `pack` has made bytes of."""
+    """Return the description of the file at `path` from what `pack` returned."""
     nbytes, digest, version, metadata, tensors = json.loads(content)
     sources = {
         name: Source(path, name, start, tuple(shape), getattr(torch, dtype)) for name, start, shape, dtype in tensors

@@ -1,29 +1,53 @@
-"""Which expression an aten operation on expressions gives; one builder for each group of operations.
+"""Calls of aten operations: the expression that each gives, and their arguments without the tensors.
 
-Source: torch 2.13 `native_functions.yaml`. A dispatched call has its arguments in the order of the schema, with
-defaults at the end left out.
+There is one builder for each group of operations.
+
+Source: torch 2.13 `native_functions.yaml`. A dispatched call has its arguments in the order of the schema, without
+defaults at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowmem_load.planning.expression import Expression, cast, concat, expand, permute, reshape, slice_dim
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
 
+_PLACE = object()
+"""Stands for a tensor in a `Template`."""
 
-def describe(operation: Any, args: Args, twins: Any) -> Any:
-    """Return the expression, or list of expressions, that `operation` gives; None if only running it gives the result.
 
-    `twins` is what the call returns on meta tensors.
+class Template:
+    """The arguments of a call with places for the tensors, which may be large and are not kept.
+
+    Args:
+        tree: tuples, lists and dicts.
+        kind: class of the tensors that are left out.
+    """
+
+    def __init__(self, tree: Any, kind: type = torch.Tensor) -> None:
+        leaves, self._spec = tree_flatten(tree)
+        self._leaves = [_PLACE if isinstance(leaf, kind) else leaf for leaf in leaves]
+
+    def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return the arguments with these tensors in the places, in order."""
+        supply = iter(tensors)
+        return tree_unflatten([next(supply) if leaf is _PLACE else leaf for leaf in self._leaves], self._spec)
+
+
+def describe(operation: Any, args: Args, metas: Any) -> Any:
+    """Return the expression, or list of expressions, that `operation` gives; None if it has to run to give its result.
+
+    `metas` is what the call returns on meta tensors.
     """
     build = _BUILDERS.get(operation)
-    return build(args, twins) if build else None
+    return build(args, metas) if build else None
 
 
 def is_described(operation: Any) -> bool:
@@ -31,25 +55,25 @@ def is_described(operation: Any) -> bool:
     return operation in _BUILDERS
 
 
-def _same(args: Args, twin: torch.Tensor) -> Expression | None:
-    return cast(args[0], twin.dtype)
+def _same(args: Args, meta: torch.Tensor) -> Expression | None:
+    return cast(args[0], meta.dtype)
 
 
-def _reshaped(args: Args, twin: torch.Tensor) -> Expression | None:
-    if twin.dtype != args[0].dtype:  # view(dtype) reinterprets bytes
+def _reshaped(args: Args, meta: torch.Tensor) -> Expression | None:
+    if meta.dtype != args[0].dtype:  # view(dtype) reinterprets bytes
         return None
-    return reshape(args[0], tuple(twin.shape))
+    return reshape(args[0], tuple(meta.shape))
 
 
-def _padded(args: Args, twin: torch.Tensor) -> Expression | None:
+def _padded(args: Args, meta: torch.Tensor) -> Expression | None:
     return args[0] if not any(args[1]) else None
 
 
-def _expanded(args: Args, twin: torch.Tensor) -> Expression | None:
-    return expand(args[0], tuple(twin.shape))
+def _expanded(args: Args, meta: torch.Tensor) -> Expression | None:
+    return expand(args[0], tuple(meta.shape))
 
 
-def _transposed(args: Args, twin: torch.Tensor) -> Expression | None:
+def _transposed(args: Args, meta: torch.Tensor) -> Expression | None:
     dims = list(range(len(args[0].shape)))
     if dims:
         a, b = args[1] % len(dims), args[2] % len(dims)
@@ -57,61 +81,61 @@ def _transposed(args: Args, twin: torch.Tensor) -> Expression | None:
     return permute(args[0], dims)
 
 
-def _reversed_dims(args: Args, twin: torch.Tensor) -> Expression | None:
+def _reversed_dims(args: Args, meta: torch.Tensor) -> Expression | None:
     return permute(args[0], list(range(len(args[0].shape)))[::-1])
 
 
-def _permuted(args: Args, twin: torch.Tensor) -> Expression | None:
+def _permuted(args: Args, meta: torch.Tensor) -> Expression | None:
     return permute(args[0], [dim % len(args[0].shape) for dim in args[1]])
 
 
-def _sliced(args: Args, twin: torch.Tensor) -> Expression | None:
+def _sliced(args: Args, meta: torch.Tensor) -> Expression | None:
     dim = (args[1] if len(args) > 1 else 0) % len(args[0].shape)
     start = args[2] if len(args) > 2 else None
     step = args[4] if len(args) > 4 else 1
     size = args[0].shape[dim]
     start = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
-    return slice_dim(args[0], dim, start, step, twin.shape[dim])
+    return slice_dim(args[0], dim, start, step, meta.shape[dim])
 
 
-def _narrowed(args: Args, twin: torch.Tensor) -> Expression | None:
+def _narrowed(args: Args, meta: torch.Tensor) -> Expression | None:
     dim = args[1] % len(args[0].shape)
-    return slice_dim(args[0], dim, args[2] % max(args[0].shape[dim], 1), 1, twin.shape[dim])
+    return slice_dim(args[0], dim, args[2] % max(args[0].shape[dim], 1), 1, meta.shape[dim])
 
 
-def _selected(args: Args, twin: torch.Tensor) -> Expression | None:
+def _selected(args: Args, meta: torch.Tensor) -> Expression | None:
     dim = args[1] % len(args[0].shape)
     row = slice_dim(args[0], dim, args[2] % args[0].shape[dim], 1, 1)
-    return reshape(row, tuple(twin.shape))
+    return reshape(row, tuple(meta.shape))
 
 
-def _parts(args: Args, twins: Sequence[torch.Tensor]) -> list[Expression] | None:
+def _parts(args: Args, metas: Sequence[torch.Tensor]) -> list[Expression] | None:
     dim = (args[2] if len(args) > 2 else 0) % len(args[0].shape)
     parts: list[Expression] = []
     start = 0
-    for twin in twins:
-        parts.append(slice_dim(args[0], dim, start, 1, twin.shape[dim]))
-        start += twin.shape[dim]
+    for meta in metas:
+        parts.append(slice_dim(args[0], dim, start, 1, meta.shape[dim]))
+        start += meta.shape[dim]
     return parts
 
 
-def _unbound(args: Args, twins: Sequence[torch.Tensor]) -> list[Expression] | None:
+def _unbound(args: Args, metas: Sequence[torch.Tensor]) -> list[Expression] | None:
     dim = (args[1] if len(args) > 1 else 0) % len(args[0].shape)
-    return [reshape(slice_dim(args[0], dim, i, 1, 1), tuple(twin.shape)) for i, twin in enumerate(twins)]
+    return [reshape(slice_dim(args[0], dim, i, 1, 1), tuple(meta.shape)) for i, meta in enumerate(metas)]
 
 
-def _joined(args: Args, twin: torch.Tensor) -> Expression | None:
-    dim = (args[1] if len(args) > 1 else 0) % twin.dim()
-    parts = [cast(part, twin.dtype) for part in args[0] if len(part.shape) == twin.dim()]
+def _joined(args: Args, meta: torch.Tensor) -> Expression | None:
+    dim = (args[1] if len(args) > 1 else 0) % meta.dim()
+    parts = [cast(part, meta.dtype) for part in args[0] if len(part.shape) == meta.dim()]
     return concat(parts, dim)
 
 
-def _stacked(args: Args, twin: torch.Tensor) -> Expression | None:
-    dim = (args[1] if len(args) > 1 else 0) % twin.dim()
-    if dim == 0 and twin.dim() > 1:  # one node for all: there may be hundreds of parts
-        return reshape(concat([cast(part, twin.dtype) for part in args[0]], 0), tuple(twin.shape))
-    shape = (*twin.shape[:dim], 1, *twin.shape[dim + 1 :])
-    return concat([reshape(cast(part, twin.dtype), shape) for part in args[0]], dim)
+def _stacked(args: Args, meta: torch.Tensor) -> Expression | None:
+    dim = (args[1] if len(args) > 1 else 0) % meta.dim()
+    if dim == 0 and meta.dim() > 1:  # one node for all: there may be hundreds of parts
+        return reshape(concat([cast(part, meta.dtype) for part in args[0]], 0), tuple(meta.shape))
+    shape = (*meta.shape[:dim], 1, *meta.shape[dim + 1 :])
+    return concat([reshape(cast(part, meta.dtype), shape) for part in args[0]], dim)
 
 
 _BUILDERS: dict[Any, Callable[[Args, Any], Any]] = {

@@ -1,7 +1,7 @@
-"""A weight that is stored quantized: a tensor that stands for its packed values, and what goes with them.
+"""Weights that are stored quantized: a tensor that stands for the packed values, and what goes with them.
 
-[Note: companions] Packed values alone mean nothing: scales and code books go with them, whole on every rank, since any
-rank may gather the weight. Some methods have them in the file; others make them in the moment in which they pack.
+[Note: companions] Packed values need their scales and code books. Every rank has these in full, since any rank may
+gather the weight. Some methods have them in the file; others make them when they pack.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowmem_load.symbolic.tensor import SymbolicTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Companion:
-    """One of the tensors that go with packed values; `expression` is None for one that comes with the packing."""
+    """A tensor that goes with packed values; `expression` is None for one that is made when the values are packed."""
 
     shape: Shape
     dtype: torch.dtype
@@ -31,11 +31,11 @@ class Quantized:
     """How packed values become the parameter that their module expects.
 
     Attributes:
-        method: the method with its settings, for reports and for agreement.
+        method: the method with its settings, for reports and for the agreement of the ranks.
         companions: by the name that the method gives them. See [Note: companions].
-        restore: called with the name of the parameter, the parameter that was made of the packed values, those
-            companions that have an expression, and the device of the model.
-        problem: why it cannot be packed. Not raised when it is found, for loaders collect what is raised then.
+        restore: called with the name of the parameter, the parameter that holds the packed values, the companions that
+            have an expression, and the device of the model.
+        problem: why it cannot be packed. It is raised later: transformers catches errors where it is found.
     """
 
     method: str
@@ -45,26 +45,23 @@ class Quantized:
 
 
 class QuantizedTensor(SymbolicTensor):
-    """The packed values of a weight. It is a parameter already, and its module's attributes of it may be read.
+    """The packed values of a weight, as a parameter.
 
     Attributes:
-        quantized: what it becomes.
+        quantized: how it becomes what its module expects.
     """
 
     quantized: Quantized
 
     @staticmethod
     def of(data: SymbolicTensor, packed: Expression, quantized: Quantized, **attributes: Any) -> QuantizedTensor:
-        """Return the described parameter.
-
-        Other code reads `attributes` of such a parameter.
-        """
+        """Return the parameter for the packed values of `data`, with attributes that other code reads of it."""
         tensor = QuantizedTensor(packed, data.read_now)
-        tensor._is_param = True  # what isinstance(_, nn.Parameter) asks; torch's Parameter would take a copy without us
+        tensor._is_param = True  # isinstance(_, nn.Parameter) asks for it; nn.Parameter(tensor) would drop our class
         tensor.quantized = quantized
         vars(tensor).update(attributes)
         return tensor
 
     def to(self, *_: Any, **__: Any) -> QuantizedTensor:
-        """Return itself: a loader places parameters so, and here that is the target's decision."""
+        """Return itself: a loader places parameters by this call, and here the target decides."""
         return self

@@ -1,14 +1,14 @@
 """Tensors that stand for expressions: loading code written for real tensors runs on them and reads nothing.
 
-A `SymbolicTensor` is a `torch.Tensor` whose operations build an expression (`planning/expression.py`) instead of
-touching data. Views, concatenations and casts become expression nodes; any other operation becomes a `Computed` node,
-whose inputs are read whole when, and only when, its result is needed. Only an operation that must answer now
-(`torch.equal`, `item`, a mask) reads at once; tensors that it makes say so.
+Operations on a `SymbolicTensor` build an expression (`planning/expression.py`) and touch no data. Views, concatenations
+and casts become nodes of the expression. Any other operation becomes a `Computed` node, whose inputs are read in full
+only when its result is needed. An operation that has to answer now (`torch.equal`, `item`, a mask) reads at once; the
+tensors that it returns say so.
 
-[Note: writes] Views share the `SharedValue` of the tensor they were taken from, so a write through one is seen by all.
-Writing into a copy that nobody owns is described like any other operation. Writing into a parameter (initialisation,
-as a rule) is done at once, because random numbers must be drawn in the order in which an ordinary load draws them:
-the `Initialiser` holds one parameter whole at a time, and of the others the elements that this rank will keep.
+[Note: writes] All views of a tensor share its `SharedValue`, so a write through one is seen by all. A write into a
+value that is no parameter becomes a `Computed` node. A write into a parameter, which as a rule initialises it, is done
+at once: random numbers must be drawn in the order of an ordinary load. The `Initialiser` has one parameter in memory in
+full, and of the others the elements that this rank keeps.
 
 Source: torch 2.13 `torch/utils/_python_dispatch.py` and the extending-torch notes on `__torch_dispatch__`.
 """
@@ -29,6 +29,7 @@ from lowmem_load.planning.expression import (
     Computed,
     Elementwise,
     Expression,
+    Held,
     expand,
     held,
     numel,
@@ -36,12 +37,12 @@ from lowmem_load.planning.expression import (
     slice_dim,
     without_casts,
 )
-from lowmem_load.symbolic.call_arguments import Template
-from lowmem_load.symbolic.initialise import ReadNow, SharedValue, with_random_state
-from lowmem_load.symbolic.operations import describe, is_described
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.symbolic import initialise
+from lowmem_load.symbolic.initialise import CPU, Initialiser, ReadNow, SharedValue, with_random_state
+from lowmem_load.symbolic.operations import Template, describe, is_described
 
 aten = torch.ops.aten
-CPU = torch.device("cpu")
 
 EQUAL_NUMEL = 1 << 21
 """Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
@@ -50,12 +51,12 @@ _FACTORIES = {
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
     *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
 }
-"""Operations that look at the shape of their argument alone."""
+"""Operations that only look at the shape of their argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """One view operation: on expressions, and on real tensors."""
+    """A view operation, on expressions and on real tensors."""
 
     describe: Callable[[Expression], Expression]
     apply: Callable[[torch.Tensor], torch.Tensor]
@@ -63,7 +64,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """What savers ask of the memory of a tensor: where it is, and how many bytes it has."""
+    """Address and size of a tensor's memory, for savers."""
 
     address: int
     num_bytes: int
@@ -76,17 +77,18 @@ class _Storage:
 
 
 class SymbolicTensor(torch.Tensor):
-    """A tensor whose value is `expression`. Looks like an ordinary tensor on the CPU to code that inspects it.
+    """A tensor whose value is `expression`. Code that inspects it sees an ordinary tensor on the CPU.
 
     Attributes:
         value: shared with all views.
-        twin: a meta tensor of the same shape, strides and dtype; answers shape questions.
+        views: the steps from `value` to this tensor.
+        meta: a meta tensor of the same shape, strides and dtype.
         read_now: reads an expression, for operations that need data at once.
     """
 
     value: SharedValue
     views: tuple[_View, ...]
-    twin: torch.Tensor
+    meta: torch.Tensor
     read_now: ReadNow
 
     @staticmethod
@@ -94,29 +96,38 @@ class SymbolicTensor(torch.Tensor):
         cls,
         expression: Expression | SharedValue,
         read_now: ReadNow,
-        twin: torch.Tensor | None = None,
+        meta: torch.Tensor | None = None,
         views: tuple[_View, ...] = (),
     ) -> SymbolicTensor:
         value = expression if isinstance(expression, SharedValue) else SharedValue(expression)
-        if twin is None:
-            twin = _meta(value.expression.shape, value.expression.dtype)
+        if meta is None:
+            meta = _meta(value.expression.shape, value.expression.dtype)
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU, requires_grad=False
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=CPU, requires_grad=False
         )
-        tensor.value, tensor.views, tensor.twin, tensor.read_now = value, views, twin, read_now
+        tensor.value, tensor.views, tensor.meta, tensor.read_now = value, views, meta, read_now
         return tensor
 
     @property
     def expression(self) -> Expression:
-        """What the value is made of now."""
+        """The value of this tensor, as it is now."""
         expression = self.value.expression
         for view in self.views:
             expression = view.describe(expression)
         return expression
 
     @property
+    def initialised(self) -> Held | None:
+        """What this rank keeps of a parameter that was written into; None for one that is read from files."""
+        return None if self.views else self.value.initialised
+
+    def initialise_in(self, initialiser: Initialiser, keep: FlatRange) -> None:
+        """Have `initialiser` do all writes into this parameter and its views from now on, and keep these elements."""
+        self.value.initialiser, self.value.keep = initialiser, keep
+
+    @property
     def data(self) -> torch.Tensor:
-        """As of any tensor: an alias without gradients; assigning to it replaces the value."""
+        """An alias without gradients, as of any tensor. Assigning to it replaces the value."""
         return self.detach()
 
     @data.setter
@@ -136,16 +147,16 @@ class SymbolicTensor(torch.Tensor):
         return f"SymbolicTensor({tuple(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:
-        """Tell ties apart as addresses do: equal for two names of the same value (transformers 5.0 to 5.4 asks)."""
+        """Return a number that is equal for two names of one value: transformers 5.0 to 5.4 find ties by it."""
         return id(self.value)
 
     def untyped_storage(self) -> Any:
-        """Tell what shares memory, and how large it is: views of one value do, as views of one tensor would."""
+        """Return an address and a size. All views of one value have the same ones."""
         whole = self.value.expression
         return _Storage(id(self.value), numel(whole) * whole.dtype.itemsize)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
-        copied = SymbolicTensor(self.expression, self.read_now, self.twin)
+        copied = SymbolicTensor(self.expression, self.read_now, self.meta)
         copied.requires_grad_(self.requires_grad)
         return copied
 
@@ -159,55 +170,60 @@ class SymbolicTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         operation = func.overloadpacket
-        if operation is aten.detach or operation is aten.alias:  # of every parameter that is made
+        if operation is aten.detach or operation is aten.alias:  # nn.Parameter calls it
             base = args[0]
-            return SymbolicTensor(base.value, base.read_now, base.twin, base.views)
+            return SymbolicTensor(base.value, base.read_now, base.meta, base.views)
         if operation is aten.equal:
             return _equal(args[0], args[1])
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
         if operation in _FACTORIES:
-            return func(args[0].twin, *args[1:], **{**kwargs, "device": CPU})
+            return func(args[0].meta, *args[1:], **{**kwargs, "device": CPU})
         try:
             on_meta = {name: value for name, value in kwargs.items() if name != "device"}
-            twins = func(*tree_map(_twin, args), **tree_map(_twin, on_meta))
+            metas = func(*tree_map(_meta_of, args), **tree_map(_meta_of, on_meta))
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
             return _run_now(func, args, kwargs)
         args, kwargs = tree_map(_snapshot, (args, kwargs))
         if func._schema.returns and func._schema.returns[0].alias_info is not None:
-            return _view(func, args, kwargs, twins)
-        expression = _pointwise(func, args, kwargs, twins) or describe(operation, tree_map(_expressed, args), twins)
+            return _view(func, args, kwargs, metas)
+        expression = _pointwise(func, args, kwargs, metas) or describe(operation, tree_map(_expressed, args), metas)
         if expression is None:
-            return _compute(func, args, kwargs, twins)
-        return _made(expression, args, twins)
+            return _compute(func, args, kwargs, metas)
+        return _made(expression, args, metas)
 
 
 @functools.lru_cache(maxsize=4096)
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous meta tensor, shared by all tensors of this shape: nobody may write into it.
+    """Return a contiguous meta tensor, which all tensors of this shape share.
 
-    Not `torch.empty`: inside a zero.Init that makes tensors of another dtype.
+    Inside a zero.Init `torch.empty` would make one of another dtype.
     """
     made: torch.Tensor = aten.empty.memory_format(shape, dtype=dtype, device="meta")
     return made
 
 
-def _twin(value: Any) -> Any:
-    """Return a tensor of a call on meta."""
+def _meta_of(value: Any) -> Any:
+    """Return the meta tensor for a tensor among the arguments of a call."""
     if isinstance(value, SymbolicTensor):
-        return value.twin
+        return value.meta
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
+def uninitialised(like: torch.Tensor, read_now: ReadNow) -> SymbolicTensor:
+    """Return a tensor of the shape and dtype of `like`, without values and without memory, to be initialised."""
+    return SymbolicTensor(initialise.uninitialised(tuple(like.shape), like.dtype), read_now)
+
+
 def expression_of(tensor: torch.Tensor) -> Expression:
-    """Return what `tensor` is made of; a real tensor is held in memory."""
+    """Return the value of a tensor; that of a real one is `Held`."""
     return tensor.expression if isinstance(tensor, SymbolicTensor) else held(tensor)
 
 
-def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTensor:
+def _made(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTensor:
     """Return a new value that was computed from `args`."""
-    sources = [value for value in tree_leaves(args) if isinstance(value, SymbolicTensor)]
-    made = SymbolicTensor(expression, sources[0].read_now, twin)
+    sources = _symbolic(args)
+    made = SymbolicTensor(expression, sources[0].read_now, meta)
     made.value.computed_from = next(
         (found for s in sources if (found := s.value.initialiser or s.value.computed_from)), None
     )
@@ -215,7 +231,7 @@ def _made(expression: Expression, args: Any, twin: torch.Tensor) -> SymbolicTens
 
 
 def _snapshot(value: Any) -> Any:
-    """Copy a real tensor that an operation uses later: its owner may write into it meanwhile."""
+    """Copy a real tensor that an operation uses later: its owner may write into it before then."""
     real = isinstance(value, torch.Tensor) and not isinstance(value, SymbolicTensor)
     return value.clone() if real and not value.is_meta else value
 
@@ -224,20 +240,20 @@ def _expressed(value: Any) -> Any:
     return expression_of(value) if isinstance(value, torch.Tensor) else value
 
 
-def _reader_of(args: Any) -> ReadNow:
-    return next(value.read_now for value in tree_leaves(args) if isinstance(value, SymbolicTensor))
+def _symbolic(*args: Any) -> list[SymbolicTensor]:
+    return [value for value in tree_leaves(args) if isinstance(value, SymbolicTensor)]
 
 
-def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: Any) -> Expression | None:
-    """Return an operation on each element by itself, such as a dequantizing product, as one on flat ranges."""
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Any) -> Expression | None:
+    """Return an operation on single elements, such as a dequantizing product, as one on flat ranges; else None."""
     is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    if not is_pointwise or is_described(func.overloadpacket) or not isinstance(twin, torch.Tensor):
+    if not is_pointwise or is_described(func.overloadpacket) or not isinstance(meta, torch.Tensor):
         return None
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    # a scalar tensor takes part in type promotion in another way than a flat range of it would
+    # Type promotion treats a scalar tensor unlike a flat range of it.
     if any(tensor.dim() == 0 for tensor in tensors):
         return None
-    shape, call = tuple(twin.shape), Template((args, kwargs))
+    shape, call = tuple(meta.shape), Template((args, kwargs))
     uncast = [without_casts(expression_of(tensor)) for tensor in tensors]
 
     def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -247,7 +263,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twin: A
 
     dtypes = [casts for _, casts in uncast]
     parts = tuple(expand(part, shape) for part, _ in uncast)
-    return Elementwise(str(func), compute, parts, shape, twin.dtype)
+    return Elementwise(str(func), compute, parts, shape, meta.dtype)
 
 
 def _cast(value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
@@ -256,31 +272,31 @@ def _cast(value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
     return value
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
-    """Return the view, or views, of `args[0]` that `func` gives: same value, one more step."""
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
+    """Return the view, or list of views, of `args[0]` that `func` gives: the same value with one more step."""
     base: SymbolicTensor = args[0]
     base_strides = base.stride()
-    several = not isinstance(twins, torch.Tensor)
+    several = not isinstance(metas, torch.Tensor)
 
-    def step(position: int, twin: torch.Tensor) -> _View:
+    def step(position: int, meta: torch.Tensor) -> _View:
         def apply(real: torch.Tensor) -> torch.Tensor:
             result = func(real, *args[1:], **kwargs)
             view: torch.Tensor = result[position] if several else result
             return view
 
         def describe_step(part: Expression) -> Expression:
-            described = describe(func.overloadpacket, (part, *args[1:]), twins)
+            described = describe(func.overloadpacket, (part, *args[1:]), metas)
             if described is not None:
                 found: Expression = described[position] if several else described
                 return found
-            shape, dtype = tuple(twin.shape), twin.dtype
+            shape, dtype = tuple(meta.shape), meta.dtype
             return Computed(str(func), lambda real: apply(_with_strides(real[0], base_strides)), (part,), shape, dtype)
 
         return _View(describe_step, apply)
 
     views = [
-        SymbolicTensor(base.value, base.read_now, twin, (*base.views, step(position, twin)))
-        for position, twin in enumerate(twins if several else [twins])
+        SymbolicTensor(base.value, base.read_now, meta, (*base.views, step(position, meta)))
+        for position, meta in enumerate(metas if several else [metas])
     ]
     return views if several else views[0]
 
@@ -289,23 +305,26 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place operation. See [Note: writes]."""
     positions = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
     named = [kwargs[name] for i in positions if (name := func._schema.arguments[i].name) in kwargs]
-    targets = tree_leaves([[args[i] for i in positions if i < len(args)], named])
-    if positions and not any(isinstance(target, SymbolicTensor) for target in targets):
+    targets = [args[i] for i in positions if i < len(args)]
+    if positions and not _symbolic(targets, named):
         return _run_now(func, args, kwargs)
     if positions != [0] or not isinstance(args[0], SymbolicTensor):
-        raise UnsupportedError(f"{func} writes into weights in a way that lowmem_load does not know; report its model")
+        raise UnsupportedError(
+            f"{func} writes into weights that are still being loaded, in a way that lowmem_load does not know; load "
+            "this model without lowmem_load, and report it"
+        )
     written: SymbolicTensor = args[0]
     args, kwargs = tree_map(_snapshot, (args, kwargs))
     inputs, run = _on_values(func, args, kwargs)
     value, views, others = written.value, written.views, inputs[1:]
     draws = torch.Tag.nondeterministic_seeded in func.tags
 
-    def change(whole: torch.Tensor, other_values: Sequence[torch.Tensor]) -> torch.Tensor:
-        target = whole
+    def change(full: torch.Tensor, other_values: Sequence[torch.Tensor]) -> torch.Tensor:
+        target = full
         for view in views:
             target = view.apply(target)
         run([target, *other_values])
-        return whole
+        return full
 
     if value.initialiser is None:
         before = value.expression
@@ -327,8 +346,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _on_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Expression, ...], Callable[[Sequence[torch.Tensor]], Any]]:
-    """Return what `func` needs, and a function that runs it once that has been read."""
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, SymbolicTensor)]
+    """Return the expressions that `func` needs, and a function that runs it on their values."""
+    tensors = _symbolic(args, kwargs)
     strides, call = [tensor.stride() for tensor in tensors], Template((args, kwargs), SymbolicTensor)
     writes = func._schema.is_mutable
 
@@ -340,62 +359,59 @@ def _on_values(
 
 
 def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on what its arguments hold; reads them whole. Tensors that it makes say where they come from."""
-    read_now = _reader_of((args, kwargs))
+    """Read the arguments in full and run `func`. The tensors that it returns say where they come from."""
+    read_now = _symbolic(args, kwargs)[0].read_now
     inputs, run = _on_values(func, args, kwargs)
     result = run([read_now(part, str(func)) for part in inputs])
-    if func._schema.is_mutable:  # into memory of the caller's
+    if func._schema.is_mutable:  # it has written into memory of the caller
         return result
     origin = f"the result of {func}, which ran while the model was described"
 
     def marked(value: Any) -> Any:
-        return (
-            SymbolicTensor(held(value, origin), read_now, value.to("meta"))
-            if isinstance(value, torch.Tensor)
-            else value
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        return SymbolicTensor(held(value, origin), read_now, value.to("meta")) if is_tensor else value
 
     return tree_map(marked, result)
 
 
 def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Give `value` the strides that the caller saw: as_strided and its like depend on them."""
+    """Return `value` with the strides that the caller saw, on which as_strided and its like depend."""
     if value.stride() == strides:
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
 
 
-def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], twins: Any) -> Any:
-    """Defer `func` to one `Computed` node per tensor it returns.
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
+    """Return a `Computed` node for each tensor that `func` returns.
 
-    Run it now when it returns something else, or draws random numbers, which come in order.
+    `func` runs now if it returns anything else, or draws random numbers, whose order counts.
     """
-    results = tree_leaves(twins)
+    results = tree_leaves(metas)
     draws = torch.Tag.nondeterministic_seeded in func.tags
     if draws or not all(isinstance(result, torch.Tensor) for result in results):
         return _run_now(func, args, kwargs)
     inputs, run = _on_values(func, args, kwargs)
 
-    def node(position: int, twin: torch.Tensor) -> SymbolicTensor:
+    def node(position: int, meta: torch.Tensor) -> SymbolicTensor:
         def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
             result: torch.Tensor = tree_leaves(run(values))[position]
             return result
 
-        return _made(Computed(str(func), compute, inputs, tuple(twin.shape), twin.dtype), (args, kwargs), twin)
+        return _made(Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype), (args, kwargs), meta)
 
-    return Template(twins).filled([node(position, twin) for position, twin in enumerate(results)])
+    return Template(metas).filled([node(position, meta) for position, meta in enumerate(results)])
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare in pieces; two names for the same bytes of the same file are equal unread."""
+    """Compare in pieces. Two names of the same value are equal without a read."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     a, b = expression_of(left), expression_of(right)
     while isinstance(a, Cast) and isinstance(b, Cast) and a.dtype == b.dtype:
         a, b = a.part, b.part
-    if a is b or (isinstance(left, SymbolicTensor) and isinstance(right, SymbolicTensor) and _same_view(left, right)):
+    if a is b or _same_value(left, right):
         return True
-    read_now = _reader_of((left, right))
+    read_now = _symbolic(left, right)[0].read_now
     flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
     for start in range(0, numel(a), EQUAL_NUMEL):
         size = min(EQUAL_NUMEL, numel(a) - start)
@@ -405,5 +421,7 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return True
 
 
-def _same_view(left: SymbolicTensor, right: SymbolicTensor) -> bool:
+def _same_value(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if not (isinstance(left, SymbolicTensor) and isinstance(right, SymbolicTensor)):
+        return False
     return left.value is right.value and not left.views and not right.views

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.symbolic.operations import describe, is_described
+from lowmem_load.symbolic.operations import Template, describe, is_described
 
 aten = torch.ops.aten
 X = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
@@ -130,3 +131,23 @@ def test_what_is_described_is_known() -> None:
     assert is_described(aten._to_copy)
     for operation in (aten.mul, aten.flip, aten.equal, aten.copy_, aten.slice.Tensor):  # the last is an overload
         assert not is_described(operation), operation
+
+
+# -- arguments without tensors ---------------------------------------------------------------------------------------
+
+
+def test_a_template_keeps_places_and_no_tensor() -> None:
+    tensor = torch.ones(2)
+    gone = weakref.ref(tensor)
+    template = Template(([tensor, 2], {"b": tensor}))
+    del tensor
+    assert gone() is None
+    assert template.filled(["first", "second"]) == (["first", 2], {"b": "second"})
+
+
+def test_a_template_of_one_kind_leaves_others_where_they_are() -> None:
+    kept = torch.ones(2)
+    parameter = torch.nn.Parameter(kept)
+    ((found, taken),) = [Template((kept, parameter), torch.nn.Parameter).filled(["here"])]
+    assert found is kept
+    assert taken == "here"

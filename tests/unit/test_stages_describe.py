@@ -20,8 +20,7 @@ from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
-from lowmem_load.symbolic.missing import initialise_in, uninitialised
-from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor, uninitialised
 from lowmem_load.targets.make_target import Replicated
 from lowmem_load.targets.target import Target
 from lowmem_load.targets.zero3 import Zero3
@@ -70,7 +69,7 @@ def test_reads_for_one_reason_are_added_up(file: Path) -> None:
 
 def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
     """As PEFT's OLoRA changes the weights that it adapts."""
-    initialise_in(tensors["x"], context.initialiser, FlatRange(0, 24))
+    tensors["x"].initialise_in(context.initialiser, FlatRange(0, 24))
     tensors["x"].sub_(1.0)
     context.initialiser.release()
     return module(weight=tensors["x"])
@@ -79,7 +78,7 @@ def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Modul
 def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
     """As a missing parameter that is initialised from one that is there."""
     made = uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
-    initialise_in(made, context.initialiser, FlatRange(0, 24))
+    made.initialise_in(context.initialiser, FlatRange(0, 24))
     made.copy_(tensors["y"])
     context.initialiser.release()
     return module(weight=made)
@@ -96,7 +95,7 @@ def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> 
 def test_without_values_a_missing_parameter_is_noted_and_not_allocated(file: Path) -> None:
     def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
         tensor = uninitialised(torch.empty(1 << 40, device="meta"), context.read_now)  # 4 TiB
-        initialise_in(tensor, context.initialiser, FlatRange(0, 1 << 40))
+        tensor.initialise_in(context.initialiser, FlatRange(0, 1 << 40))
         tensor.fill_(1.0)
         context.initialiser.release()
         return module(weight=tensor)

@@ -18,8 +18,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.symbolic.initialise import Initialiser
-from lowmem_load.symbolic.missing import initialise_in, initialised_part, uninitialised
-from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitialised
 
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 Y = X + 1000
@@ -262,7 +261,7 @@ def test_parameters_are_initialised_as_torch_does_holding_one_at_a_time(
     symbolic = []
     for shape in shapes:
         empty = uninitialised(torch.empty(shape, device="meta"), pair[0].read_now)
-        initialise_in(empty, initialiser, partition_range(empty.numel(), 1, 3))
+        empty.initialise_in(initialiser, partition_range(empty.numel(), 1, 3))
         symbolic.append(torch.nn.Parameter(empty))
     torch.manual_seed(3)
     initialise(*symbolic)
@@ -270,7 +269,7 @@ def test_parameters_are_initialised_as_torch_does_holding_one_at_a_time(
     assert torch.equal(torch.get_rng_state(), state), "random numbers are drawn as often as by torch"
     for parameter, real in zip(symbolic, expected, strict=True):
         assert isinstance(parameter, SymbolicTensor)
-        kept, span = initialised_part(parameter), partition_range(real.numel(), 1, 3)
+        kept, span = parameter.initialised, partition_range(real.numel(), 1, 3)
         assert kept is not None
         assert kept.first == span.start
         assert torch.equal(kept.flat, real.detach().reshape(-1)[span.start : span.end])
@@ -310,7 +309,7 @@ def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
     initialiser = Initialiser(x.read_now)
     missing = uninitialised(torch.empty(5, device="meta"), x.read_now)
     for tensor in (x, missing):
-        initialise_in(tensor, initialiser, FlatRange(0, tensor.numel()))
+        tensor.initialise_in(initialiser, FlatRange(0, tensor.numel()))
     torch.manual_seed(5)
     (x * 2).normal_()
     missing.normal_()
