@@ -1,7 +1,7 @@
-"""Resolves every "auto" of a ds_config; no caller's object is ever changed.
+"""Resolves every "auto" of a ds_config. The caller's object is never changed.
 
-"auto" is a placeholder of Hugging Face's, not of DeepSpeed's: DeepSpeed drops it silently and takes its own default
-(deepspeed 0.19.8 runtime/config_utils.py:56), so what stays unresolved is refused here.
+"auto" is Hugging Face's placeholder. DeepSpeed drops it without a word and takes its own default (deepspeed 0.19.8
+runtime/config_utils.py:56), so an "auto" that cannot be resolved is refused here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lowmem_load.config.ds_config import is_int, plain_copy
-from lowmem_load.config.precision import AUTO, Precision, with_precision
+from lowmem_load.config.ds_config import AUTO, is_int, plain_copy
+from lowmem_load.config.precision import Precision, with_precision
 from lowmem_load.errors import ConfigError
 
 _TRAIN = "train_batch_size"
@@ -31,33 +31,37 @@ _HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda hidden_size: 10 * hidden_size,
 }
 
-# What `resolve_auto` has a value for, besides batch sizes and precision.
 _RESOLVED_PATHS = frozenset({"gradient_clipping"} | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS})
+"""Keys that `resolve_auto` has a value for, besides batch sizes and precision."""
 
-# Their values depend on the training loop: Trainer fills them in once it knows the number of steps.
 _TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
+"""Sections that Trainer completes once it knows the number of steps."""
 
-# "auto" is a value of DeepSpeed's own here, and the default, so refusing it would refuse a legal config.
-# Source: deepspeed 0.19.8 runtime/constants.py:391, runtime/zenflow/zenflow_config.py:18-26,
-# module_inject/auto_ep_config.py:61-82.
 _DEEPSPEED_AUTO_KEYS = ("data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "expert_parallel.")
+"""Keys for which "auto" is a value of DeepSpeed's own, and its default.
+
+Source: deepspeed 0.19.8 runtime/constants.py:391, runtime/zenflow/zenflow_config.py:18-26,
+module_inject/auto_ep_config.py:61-82.
+"""
 
 
 def resolve_auto(
     ds_config: Mapping[str, Any], *, world_size: int, hidden_size: int | None, precision: Precision
 ) -> dict[str, Any]:
-    """Returns a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
+    """Return a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
 
-    Batch sizes satisfy train = micro * steps * world_size. Known ones decide the others; open ones that nothing
-    decides get 8 per rank (1 step). With neither train_batch_size nor train_micro_batch_size_per_gpu present (a
-    config only for loading or inference), train_micro_batch_size_per_gpu = 1 is added, since DeepSpeed refuses a
-    config without a batch size. Keys that are absent otherwise stay absent.
+    Batch sizes satisfy train = micro * steps * world_size, where world_size is divided by sequence_parallel_size as
+    DeepSpeed does. Known sizes decide the open ones; if nothing decides, 8 per rank and 1 step are taken. A config
+    without train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1.
+    Other absent keys stay absent.
 
-    "auto" below "optimizer" and "scheduler" is left to the training loop. So is the "auto" of the few keys for which
-    DeepSpeed itself defines it (data_types.keep_in_fp32_modules, zenflow, expert_parallel).
+    "auto" stays in "optimizer" and "scheduler", for the training loop, and in keys for which DeepSpeed defines it.
 
-    `world_size` is divided by ds_config sequence_parallel_size where that is present, as DeepSpeed does. For
-    `hidden_size` see `hidden_size_of`; it is None if the model has none.
+    Args:
+        ds_config: read only.
+        world_size: ranks that train together.
+        hidden_size: see `hidden_size_of`.
+        precision: see `with_precision`.
 
     Raises:
         ConfigError: one error with all keys that cannot be resolved or contradict each other, and what to write.
@@ -76,13 +80,12 @@ def resolve_auto(
 
 
 def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a deep copy of an active ds_config with what loading reads; `resolve_auto` accepts it.
+    """Return a deep copy of an active ds_config with only what loading reads; `resolve_auto` accepts it.
 
-    An active ds_config is one that a training loop has yet to complete. What only that loop can say does not concern
-    a load: batch sizes become 1 per rank (world sizes may differ where a loop counts ranks by itself), "optimizer" and
-    "scheduler" go, and an "auto" that `resolve_auto` has no value for goes too, as DeepSpeed drops it. So does that of
-    bf16.enabled and fp16.enabled: Trainer and accelerate have filled these in before anything is loaded, and where
-    neither runs, stock ZeRO-3 loads as DeepSpeed reads them, which is as false.
+    A training loop has yet to complete an active ds_config. What only the loop can say does not concern a load: batch
+    sizes become 1 per rank, "optimizer" and "scheduler" are dropped. So is every "auto" that `resolve_auto` has no
+    value for, as DeepSpeed drops it. That includes bf16.enabled and fp16.enabled: Trainer and accelerate fill them in
+    before a model is loaded, and without these stock ZeRO-3 reads them as false.
     """
     without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
     kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}
@@ -93,7 +96,7 @@ def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remove(config: dict[str, Any], path: str) -> None:
-    """Removes the key with a dotted path; an "auto" inside a list stays, for `resolve_auto` to name."""
+    """Remove the key with a dotted path; an "auto" inside a list stays, and `resolve_auto` names it."""
     *parents, key = path.split(".")
     section: Any = config
     for parent in parents:
@@ -103,14 +106,12 @@ def _remove(config: dict[str, Any], path: str) -> None:
 
 
 def hidden_size_of(model_config: Any) -> int | None:
-    """Returns the hidden size by which Trainer resolves bucket sizes, or None if the model config has none.
+    """Return the hidden size by which Trainer resolves bucket sizes; None if the model config has none.
 
-    Looks at hidden_size, max(hidden_sizes), then at the same two of text_config, then of get_text_config().
+    Tries hidden_size, then max(hidden_sizes): of the config, of text_config, and of get_text_config().
     """
     text_config = None
-    with contextlib.suppress(
-        AttributeError, ValueError
-    ):  # several text configs: transformers cannot say which is meant
+    with contextlib.suppress(AttributeError, ValueError):  # transformers cannot choose between several text configs
         text_config = model_config.get_text_config()
     for config in (model_config, getattr(model_config, "text_config", None), text_config):
         hidden_size = getattr(config, "hidden_size", None)
@@ -124,9 +125,9 @@ def hidden_size_of(model_config: Any) -> int | None:
 
 
 def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
-    """Returns (train, micro, steps) with open sizes taken from the known ones, rounded down, or from the defaults.
+    """Return (train, micro, steps) with open sizes taken from the known ones, rounded down, or from the defaults.
 
-    Source: deepspeed 0.19.8 runtime/config.py:607, which has to arrive at the same for the keys left absent.
+    Source: deepspeed 0.19.8 runtime/config.py:607, which must give the same for keys that stay absent.
     """
     if train is None:
         micro = _DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
@@ -139,7 +140,7 @@ def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | Non
 
 
 def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
-    """Resolves the batch sizes in place; returns what is wrong with them, by key."""
+    """Resolve the batch sizes in place; return what is wrong with them, by key."""
     if config.get(_TRAIN) is None and config.get(_MICRO) is None:
         config[_MICRO] = 1
     problems = {
@@ -155,10 +156,8 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
     if problems:
         return problems
     ranks = world_size // sequence_parallel_size
-    known_train, known_micro, known_steps = (
-        None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS
-    )
-    train, micro, steps = _complete_batch_sizes(known_train, known_micro, known_steps, ranks)
+    known = [None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS]
+    train, micro, steps = _complete_batch_sizes(known[0], known[1], known[2], ranks)
     if train != micro * steps * ranks:
         product = f"{_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s)"
         return {_TRAIN: f'{train} is not {micro * steps * ranks} = {product}; make them equal, or write "auto"'}
@@ -169,7 +168,7 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
 
 
 def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:
-    """Resolves the keys that depend on the hidden size in place; returns those that cannot be, by dotted key."""
+    """Resolve the keys that depend on the hidden size in place; return what is wrong with them, by dotted key."""
     section = config.get("zero_optimization")
     if not isinstance(section, dict):
         return {}
@@ -187,7 +186,7 @@ def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> d
 
 
 def _auto_paths(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the dotted key of each "auto" that nobody resolves: not the training loop, not DeepSpeed itself."""
+    """Yield the dotted key of each "auto" that neither the training loop nor DeepSpeed resolves."""
     # An open batch size has its own message already, under the key that contradicts it.
     skipped = _TRAINING_LOOP_SECTIONS + _BATCH_KEYS
     for key, value in config.items():

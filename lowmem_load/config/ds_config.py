@@ -1,4 +1,7 @@
-"""Reads a ds_config, from a file or an object: untrusted input. No caller's object is ever changed."""
+"""Reads a ds_config and checks the values that a load uses. The caller's object is never changed.
+
+A ds_config is untrusted input: a hostile file must not hang the process or fill its memory.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,38 @@ import copy
 import json
 import math
 import os
-import stat
+import reprlib
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from lowmem_load.errors import ConfigError
 
+AUTO: Literal["auto"] = "auto"
+"""The placeholder of a value that Hugging Face's training loop fills in."""
+
 MAX_FILE_NBYTES = 4 << 20
-"""Bytes of a ds_config file: a thousand times a long one, and too few to cost a second or 100 MB to parse."""
+"""Bytes of a ds_config file: a thousand times a long one, parsed in less than a second and 100 MB."""
 
 MAX_DEPTH, MAX_VALUES = 64, 1 << 20
-"""Nested objects and lists, and values in all. DeepSpeed's own nest 5 deep; an object within itself has no end."""
+"""Limits of nesting and of all values. DeepSpeed's own sections nest 5 deep; a dict within itself has no end."""
 
 MAX_INT_BITS = 1024
-"""Of an integer: as large as a float can be. Python refuses to print one of more than 4300 digits."""
+"""Bits of an integer: as large as a float can be. Python refuses to print one of more than 4300 digits."""
 
 _PLAIN = (str, bool, int, float, type(None))
 
 
 def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | object) -> dict[str, Any]:
-    """Returns a deep copy of a ds_config as plain dicts and lists.
+    """Return a deep copy of a ds_config as plain dicts and lists.
 
     Args:
         ds_config: a mapping; the path of a JSON file; a string holding JSON or url-safe base64 of JSON, as accelerate
             takes it; or an object with such a mapping as its `config` attribute (HfDeepSpeedConfig).
 
     Raises:
-        ConfigError: it is none of these, the file cannot be read, the text is not JSON, not an object at its top level,
-            or repeats a key; or it is nested too deep or within itself, or holds NaN or an integer without measure.
+        ConfigError: it is none of these, the file cannot be read, the text is not a JSON object or repeats a key, or a
+            value is beyond one of the limits above.
     """
     if isinstance(ds_config, Mapping):
         return plain_copy(ds_config)
@@ -51,7 +57,7 @@ def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | objec
 
 
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage, 0 to 3, that a ds_config asks for.
+    """Return the ZeRO stage, 0 to 3, that a ds_config asks for.
 
     Raises:
         ConfigError: zero_optimization or its stage is absent or malformed.
@@ -71,12 +77,26 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Returns whether the value is an integer, as True is none here."""
+    """Return whether the value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def comparable(value: Any) -> Any:
+    """Return a configuration in a form that is equal on all ranks.
+
+    A path becomes an empty string, since each node may have its own; an object becomes the name of its class.
+    """
+    if isinstance(value, Mapping):
+        return {key: comparable(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
+    if isinstance(value, list | tuple):
+        return [comparable(item) for item in value]
+    if isinstance(value, str):
+        return "" if os.sep in value else value
+    return value if isinstance(value, bool | int | float | None) else type(value).__name__
+
+
 def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a deep copy in which mappings of any class, also those that deepcopy refuses, are dicts.
+    """Return a deep copy in which every mapping is a dict, also those that deepcopy refuses.
 
     Raises:
         ConfigError: see `read_ds_config`.
@@ -99,7 +119,7 @@ def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(given, (list, tuple)):
             return [value(item, key, depth + 1) for item in given]
         _check_number(given, repr(key))
-        if type(given) in _PLAIN:  # most are: Mapping looks at each class for long
+        if type(given) in _PLAIN:
             return given
         if isinstance(given, Mapping):
             return items(given, depth)
@@ -120,6 +140,9 @@ def _check_number(value: object, where: str) -> None:
         raise ConfigError(f"ds_config {where}: is an integer of {value.bit_length()} bits, at most {MAX_INT_BITS}")
 
 
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
 def _read_text(source: str | os.PathLike[str]) -> dict[str, Any]:
     path = os.fspath(source)
     if os.path.exists(path):
@@ -134,15 +157,13 @@ def _read_text(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_file(path: str) -> str:
+    if not os.path.isfile(path):  # to open a FIFO would wait for a writer
+        raise ConfigError(f"ds_config file {path}: is not a regular file; pass the path of a JSON file")
     try:
-        with open(path, "rb", opener=_without_blocking) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"ds_config file {path}: is not a regular file; pass the path of a JSON file")
+        with open(path, "rb") as file:
             content = file.read(MAX_FILE_NBYTES + 1)
     except OSError as error:
-        raise ConfigError(
-            f"ds_config file {path}: cannot be read ({error.strerror}); pass the path of a JSON file"
-        ) from error
+        raise ConfigError(f"ds_config file {path}: cannot be read ({error.strerror})") from error
     if len(content) > MAX_FILE_NBYTES:
         raise ConfigError(f"ds_config file {path}: has more than {MAX_FILE_NBYTES} bytes; is it another file?")
     try:
@@ -153,13 +174,8 @@ def _read_file(path: str) -> str:
         ) from error
 
 
-def _without_blocking(path: str, flags: int) -> int:
-    """Opens as `open` does, but a FIFO without waiting for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def _decode_base64(text: str) -> str | None:
-    """Returns the JSON object that the string encodes, or None if it is something else, such as a path."""
+    """Return the JSON object that the string encodes; None if it is something else, such as a path."""
     try:
         decoded = base64.urlsafe_b64decode(text).decode("utf-8")
     except ValueError:
@@ -191,15 +207,104 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
     return config
 
 
-def comparable(value: Any) -> Any:
-    """Return numbers, flags and words of a configuration, to be equal on all ranks.
+# -- values ----------------------------------------------------------------------------------------------------------
 
-    Without paths, which may be each node's own, and of objects only the class.
+MAX_NUMEL = (1 << 63) - 1
+"""Elements that torch can count. Thresholds may well be 1e12, "never"."""
+
+MAX_BUFFERS = 1 << 16
+MAX_RANKS = 1 << 32
+
+_MISSING = object()
+
+
+class _Kind(NamedTuple):
+    """What a key may hold: in words, with an example, and as a test. "auto" is handled by `config/auto.py`."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(least: int, most: int = MAX_NUMEL) -> _Kind:
+    """Return the kind of a count. One of elements may be a float, such as 1e9."""
+
+    def fits(value: Any) -> bool:
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer() and most == MAX_NUMEL)
+        return is_whole and not isinstance(value, bool) and least <= value <= most
+
+    return _Kind(f"a whole number from {least} to {most}", fits)
+
+
+def _object(example: str, *, or_null: bool = True) -> _Kind:
+    types = (Mapping, type(None)) if or_null else Mapping
+    return _Kind(f"an object such as {example}", lambda value: isinstance(value, types))
+
+
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_TEXT = _Kind("a string", lambda value: isinstance(value, str))
+_PATH = _Kind("the path of a folder", lambda value: isinstance(value, str | os.PathLike | None))
+_DEVICE = _Kind('"none", "cpu" or "nvme"', lambda value: isinstance(value, str) and value in ("none", "cpu", "nvme"))
+_PATTERNS = _Kind(
+    'a list of names such as ["norm"]',
+    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+)
+_OFFLOAD = {
+    "": _object('{"device": "cpu"}'),
+    ".device": _DEVICE,
+    ".nvme_path": _PATH,
+    ".buffer_count": _whole(0, MAX_BUFFERS),
+    ".pin_memory": _FLAG,
+}
+
+KINDS: Mapping[str, _Kind] = {
+    "optimizer": _object('{"type": "AdamW", "params": {"lr": 1e-5}}'),
+    "optimizer.type": _TEXT,
+    "optimizer.params": _object('{"lr": 1e-5}'),
+    "scheduler": _object('{"type": "WarmupLR", "params": {}}'),
+    "scheduler.type": _TEXT,
+    "scheduler.params": _object('{"warmup_num_steps": 10}'),
+    "aio": _object('{"block_size": 1048576}'),
+    "aio.use_gds": _FLAG,
+    "weight_quantization": _object("{}", or_null=False),
+    "data_types": _object('{"grad_accum_dtype": "fp32"}', or_null=False),
+    "data_types.keep_in_fp32_modules": _PATTERNS,
+    "tensor_parallel": _object('{"autotp_size": 2}', or_null=False),
+    "tensor_parallel.autotp_size": _whole(0, MAX_RANKS),
+    **{f"zero_optimization.offload_param{key}": kind for key, kind in _OFFLOAD.items()},
+    **{f"zero_optimization.offload_optimizer{key}": kind for key, kind in _OFFLOAD.items()},
+    "zero_optimization.offload_param.buffer_size": _whole(0),
+    "zero_optimization.zero_hpz_partition_size": _whole(0, MAX_RANKS),
+    "zero_optimization.mics_shard_size": _whole(-1, MAX_RANKS),
+    "zero_optimization.reduce_bucket_size": _whole(1),
+    "zero_optimization.sub_group_size": _whole(0),
+    "zero_optimization.stage3_prefetch_bucket_size": _whole(0),
+    "zero_optimization.stage3_max_live_parameters": _whole(0),
+    "zero_optimization.stage3_param_persistence_threshold": _whole(0),
+    "zero_optimization.stage3_model_persistence_threshold": _whole(0),
+    "zero_optimization.zero_quantized_weights": _FLAG,
+    "zero_optimization.zero_quantized_nontrainable_weights": _FLAG,
+}
+"""What a load reads, by dotted key; a section stands before its keys. DeepSpeed judges all other keys.
+
+Source: deepspeed 0.19.8 runtime/zero/config.py and offload_config.py; runtime/config.py:562 for keep_in_fp32_modules;
+runtime/swap_tensor/aio_config.py. bf16 and fp16: `config/precision.py`; batch sizes: `config/auto.py`.
+"""
+
+
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Raise for values that no load can use. "auto" passes: it is resolved, or refused, later.
+
+    DeepSpeed checks some of them only after it has allocated memory, and others never.
+
+    Raises:
+        ConfigError: one error with all such keys, what they hold and what was expected.
     """
-    if isinstance(value, Mapping):
-        return {key: comparable(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
-    if isinstance(value, list | tuple):
-        return [comparable(item) for item in value]
-    if isinstance(value, str):
-        return "" if os.sep in value else value
-    return value if isinstance(value, bool | int | float | None) else type(value).__name__
+    problems = []
+    for path, kind in KINDS.items():
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
+        if value is not _MISSING and not (isinstance(value, str) and value == AUTO) and not kind.fits(value):
+            problems.append(f"- {path}: expected {kind.expected}, got {reprlib.repr(value)}")
+    if problems:
+        raise ConfigError(f"ds_config: {len(problems)} key(s) hold what they cannot\n" + "\n".join(problems))

@@ -1,7 +1,6 @@
 """Decides between bf16, fp16 and fp32 from a ds_config and, where there are any, the training arguments.
 
-The rules are written out cell by cell in docs/precision.md; a test compares every cell with the functions here.
-Standard library only.
+docs/precision.md lists the rules cell by cell; a test compares every cell with these functions.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+from lowmem_load.config.ds_config import AUTO
 from lowmem_load.errors import ConfigError
-
-AUTO: Literal["auto"] = "auto"
 
 DsEnabled: TypeAlias = "bool | Literal['auto'] | None"
 """An "enabled" value of a ds_config; None where the section or the key is absent."""
@@ -25,7 +23,7 @@ _BF16_OLD = "bfloat16"
 
 
 class Precision(enum.Enum):
-    """The type that parameters are kept in; the value is the name of the torch dtype."""
+    """The type of the parameters; the value is the name of the torch dtype."""
 
     BF16 = "bfloat16"
     FP16 = "float16"
@@ -39,14 +37,14 @@ def resolve_precision(
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Precision:
-    """Returns the precision that the ds_config and the training arguments agree on; None stands for absent ones.
+    """Return the precision that ds_config and training arguments agree on; None stands for an absent value.
 
-    A training argument stands in for a ds_config value that is absent or "auto". A value still open after that
-    follows the other one (the opposite of it); with both open the answer is bf16.
+    A training argument replaces a ds_config value that is absent or "auto". A value that is still open is the opposite
+    of the other one. If both are open, the answer is bf16.
 
     Raises:
-        ConfigError: a value is none of those above, ds_config and training arguments contradict each other, or bf16
-            and fp16 are both on.
+        ConfigError: a value is none of the allowed ones, ds_config and training arguments contradict each other, or
+            bf16 and fp16 are both on.
     """
     ds, trainer = {_BF16: ds_bf16, _FP16: ds_fp16}, {_BF16: trainer_bf16, _FP16: trainer_fp16}
     contradictions = []
@@ -88,11 +86,11 @@ def precision_of(
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Precision:
-    """Returns the precision that a ds_config asks for.
+    """Return the precision that a ds_config asks for.
 
-    As in DeepSpeed, a section "bfloat16" is read where "bf16" is absent. `absent` says how an absent section (or one
-    without "enabled") is read where no training argument stands in for it: "auto" is for a caller that writes the
-    answer back with `with_precision`, "disabled" is what DeepSpeed does with the very same dict.
+    As in DeepSpeed, a section "bfloat16" is read where "bf16" is absent. `absent` says how to read a section that is
+    absent or has no "enabled", if no training argument replaces it: "disabled" is what DeepSpeed does with the same
+    dict; "auto" is for a caller that writes the answer back with `with_precision`.
 
     Raises:
         ConfigError: as `resolve_precision`, and for a section that is not an object.
@@ -106,10 +104,10 @@ def precision_of(
 
 
 def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
-    """Returns a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans.
+    """Return a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans.
 
     All other keys of the two sections stay. A section under the old name "bfloat16" becomes "bf16", because Hugging
-    Face reads only that; where both exist the old one goes, as DeepSpeed never reads it then.
+    Face reads only that. Where both exist, the old one is dropped: DeepSpeed does not read it then.
 
     Raises:
         ConfigError: one of the sections is not an object.
@@ -124,13 +122,10 @@ def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[s
 
 
 def _bf16_section_name(ds_config: Mapping[str, Any]) -> str:
-    if ds_config.get(_BF16) is None and _BF16_OLD in ds_config:
-        return _BF16_OLD
-    return _BF16
+    return _BF16_OLD if ds_config.get(_BF16) is None and _BF16_OLD in ds_config else _BF16
 
 
 def _section(ds_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns a section of the ds_config, empty if absent."""
     section = ds_config.get(name, {})
     # DeepSpeed reads a null "bf16" as absent, but fails on a null "fp16" or "bfloat16".
     if section is None and name == _BF16:
@@ -148,8 +143,7 @@ def _enabled(
 ) -> DsEnabled:
     section = _section(ds_config, name)
     if "enabled" not in section:
-        # Left absent where a training argument exists: that one stands in, and nobody wrote the False it might
-        # otherwise be said to contradict.
+        # With a training argument it stays absent: a False that nobody wrote would contradict the argument.
         return False if absent == "disabled" and trainer is None else None
     if section["enabled"] is None:
         raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got None')

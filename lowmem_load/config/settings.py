@@ -1,4 +1,4 @@
-"""What one load goes by: made once from the caller's ds_config and arguments, and passed down from there."""
+"""The settings of one load, made once from the caller's ds_config and arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
-from lowmem_load.config.ds_config import comparable, read_ds_config, zero_stage
-from lowmem_load.config.kinds import check_kinds
+from lowmem_load.config.ds_config import check_kinds, comparable, read_ds_config, zero_stage
 from lowmem_load.config.precision import Precision, precision_of
 from lowmem_load.errors import ConfigError
 from lowmem_load.fingerprint import fingerprint
@@ -20,18 +19,18 @@ Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Partition: TypeAlias = "Choice | Sequence[Choice]"
 """A module name or glob over names, a module class, a predicate on (name, module), or several of these.
 
-Names and predicates are about the modules below the model; only its class chooses the model itself."""
+Names and predicates choose among the modules below the model; only its class chooses the model itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a load goes by. Made by `read_settings` alone.
+    """The settings of a load, made by `read_settings`.
 
     Attributes:
-        ds_config: a plain copy of the caller's, without "auto" that loading reads once `for_model` has been called.
+        ds_config: a plain copy of the caller's. After `for_model` it has no "auto" that loading reads.
         stage: of ZeRO, 0 to 3.
-        precision: in which DeepSpeed runs this ds_config.
-        world_size: ranks that load together; `shard_size` of them share a parameter.
+        precision: of DeepSpeed under this ds_config.
+        world_size: ranks that load together. A parameter is partitioned among `shard_size` of them.
         partition: what to partition, as the caller gave it; None for the whole model.
         must_match: whether every entry of `partition` must choose a module.
         is_resolved: whether `for_model` has been called.
@@ -46,9 +45,7 @@ class Settings:
     is_resolved: bool = False
 
     def for_model(self, model_config: Any) -> Settings:
-        """Return these settings for a model, with every "auto" resolved that depends on its configuration.
-
-        Settings that are resolved stay as they are.
+        """Return these settings with every "auto" resolved for a model; themselves if they are resolved already.
 
         Raises:
             ConfigError: see `resolve_auto`.
@@ -65,7 +62,7 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which DeepSpeed runs: bfloat16, float16 or float32."""
+        """The dtype of parameters in DeepSpeed: bfloat16, float16 or float32."""
         dtype: torch.dtype = getattr(torch, self.precision.value)
         return dtype
 
@@ -77,19 +74,19 @@ class Settings:
 
     @property
     def shard_size(self) -> int:
-        """Ranks among which a parameter is cut up: those of a shard group under MiCS, else all."""
+        """Ranks among which a parameter is partitioned: a shard group under MiCS, else all."""
         size: int = self.ds_config["zero_optimization"].get("mics_shard_size", -1)
         return size if size > 0 else self.world_size
 
     @property
     def secondary_size(self) -> int:
-        """Ranks among which hpZ's secondary copy is cut up; 0 without hpZ. On a single rank there is a copy, too."""
+        """Ranks among which hpZ's secondary copy is partitioned; 0 without hpZ. A single rank has a copy, too."""
         size: int = self.ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
         return min(size, self.world_size) if size > 1 else 0
 
     @property
     def fingerprint(self) -> str:
-        """Equal on ranks that were given the same; paths in the ds_config may be each node's own."""
+        """A hash that is equal on ranks with the same settings. Paths in the ds_config may differ."""
         return fingerprint([str(comparable(self.ds_config)), str(self.precision), str(self.partition is None)])
 
 
@@ -104,10 +101,17 @@ def read_settings(
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Settings:
-    """Read a ds_config, once.
+    """Read a ds_config and check it.
 
-    With `is_active`, it is one that a training loop has yet to complete: what only that loop can say is left out, see
-    `for_loading`. For `absent` and the training arguments see `precision_of`.
+    Args:
+        ds_config: see `read_ds_config`.
+        world_size: ranks that load together.
+        partition: what to partition; None for the whole model.
+        must_match: whether every entry of `partition` must choose a module.
+        is_active: whether a training loop has yet to complete the ds_config; see `for_loading`.
+        absent: see `precision_of`, as for the training arguments.
+        trainer_bf16: TrainingArguments.bf16, if there are any.
+        trainer_fp16: TrainingArguments.fp16, if there are any.
 
     Raises:
         ConfigError: the ds_config or the partition cannot be used.

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.config.ds_config import comparable
-from lowmem_load.config.precision import AUTO
+from lowmem_load.config.ds_config import AUTO, comparable
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import scheduler_class
