@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from lowmem_load.api.load_sharded import is_sharding, load_sharded
 from lowmem_load.api.request import Request, spelled
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import ConfigError
 from lowmem_load.hf import intercept, names
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
@@ -39,7 +41,9 @@ def load_model(
     Args:
         name: a local folder or a Hub id.
         ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`; never changed. Its "auto" values are
-            resolved as `settings.auto.resolve_auto` says; `load_report(model).ds_config` holds the result.
+            resolved as `config.auto.resolve_auto` says; `load_report(model).ds_config` holds the result. Or
+            transformers' `DistributedConfig` (FSDP2, HSDP, tensor and expert parallelism), or a `DeviceMesh` for FSDP2
+            by layers; then `policy=` has the other keywords of `fully_shard`.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16 or, with both off or
             absent, fp32). Under stage 3 any other value must agree with it, unless `partition` is given: then it
@@ -69,6 +73,19 @@ def load_model(
         UnsupportedError: a combination that cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
+    if is_sharding(ds_config):
+        if partition is not None or data_parallel_group is not None:
+            raise ConfigError(
+                "partition and data_parallel_group belong to ZeRO; a DistributedConfig or mesh has neither"
+            )
+        return load_sharded(
+            *(name, ds_config),
+            auto_class=auto_class,
+            dtype=dtype,
+            progress=progress,
+            verify=verify,
+            **from_pretrained_kwargs,
+        )
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 

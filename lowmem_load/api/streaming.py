@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from lowmem_load.api.load_model import load_on
+from lowmem_load.api.load_sharded import sharded_calls
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError
@@ -71,6 +71,7 @@ def streaming(
     with (
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         intercept.intercepted(load_on(ranks, settings, progress, verify)),
+        sharded_calls(progress=progress, verify=verify),
     ):
         try:
             yield
@@ -80,6 +81,7 @@ def streaming(
             raise
 
 
+@contextlib.contextmanager
 def following(
     *,
     progress: bool | None,
@@ -87,8 +89,8 @@ def following(
     on_load: OnLoad | None = None,
     is_lenient: bool = False,
     everywhere: bool = False,
-) -> AbstractContextManager[None]:
-    """Return `streaming()` without a ds_config.
+) -> Iterator[None]:
+    """Do what `streaming()` does without a ds_config.
 
     `progress` and `verify` are as for `load_model`. With `is_lenient`, what cannot be streamed is left to transformers;
     `everywhere` is for all threads.
@@ -103,10 +105,14 @@ def following(
             step.digest = f"ds_config {settings.fingerprint}"
         return load_on(ranks, settings, progress, verify, on_load, is_lenient=is_lenient)(call)
 
-    return intercept.intercepted(load, _zero3_is_active, everywhere=everywhere)
+    with (
+        intercept.intercepted(load, _zero3_is_active, everywhere=everywhere),
+        sharded_calls(progress=progress, verify=verify, on_load=on_load, everywhere=everywhere),
+    ):
+        yield
 
 
-def _zero3_is_active() -> bool:
+def _zero3_is_active(_: Mapping[str, Any]) -> bool:
     if was_dropped():
         warnings.warn(DROPPED, LoadOrderWarning, stacklevel=5)  # the caller of from_pretrained
     note_load()

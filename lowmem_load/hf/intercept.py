@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,12 +26,24 @@ _IS_LOADING: ContextVar[bool] = ContextVar("lowmem_load_is_loading", default=Fal
 """Whether a handler runs. Calls that the model's own code makes are part of its load."""
 
 
-def _always() -> bool:
+def _always(_: Mapping[str, Any]) -> bool:
     return True
 
 
 @contextlib.contextmanager
-def intercepted(handler: Handler, wanted: Callable[[], bool] = _always, *, everywhere: bool = False) -> Iterator[None]:
+def outermost() -> Iterator[None]:
+    """Inside, a `from_pretrained` is no part of the load in progress: it is handed to a handler like any other."""
+    token = _IS_LOADING.set(False)
+    try:
+        yield
+    finally:
+        _IS_LOADING.reset(token)
+
+
+@contextlib.contextmanager
+def intercepted(
+    handler: Handler, wanted: Callable[[Mapping[str, Any]], bool] = _always, *, everywhere: bool = False
+) -> Iterator[None]:
     """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`.
 
     So is `from_config`, as a `from_pretrained` from no file at all: then every parameter is a missing one. Of several
@@ -39,7 +51,7 @@ def intercepted(handler: Handler, wanted: Callable[[], bool] = _always, *, every
 
     Args:
         handler: runs the call.
-        wanted: asked at each call; where it is false the call runs as if this block were not there.
+        wanted: asked at each call, with its keywords; where it is false the call runs as if this block were not there.
         everywhere: whether for all threads, or only for the thread or the task of the block.
     """
 
@@ -52,14 +64,14 @@ def intercepted(handler: Handler, wanted: Callable[[], bool] = _always, *, every
                 _IS_LOADING.reset(token)
 
     def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        if _IS_LOADING.get() or not wanted():
+        if _IS_LOADING.get() or not wanted(kwargs):
             return ordinary(cls, *args, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = handled(Call(ordinary, cls, args, kwargs))
         return (model, info) if wants_info else model
 
     def from_config(ordinary: Callable[..., Any], cls: Any, /, config: Any, **kwargs: Any) -> Any:
-        if _IS_LOADING.get() or not wanted():
+        if _IS_LOADING.get() or not wanted(kwargs):
             return ordinary(cls, config, **kwargs)
         from_config = functools.partial(ordinary, cls, config, **kwargs)
         as_load = {"config": config, "state_dict": {}, **kwargs}

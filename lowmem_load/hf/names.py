@@ -334,3 +334,19 @@ def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> No
     for config in configs:
         if hasattr(config, "use_cache"):
             config.use_cache = False
+
+
+def is_distributed_config(value: object) -> bool:
+    """Return whether this is a `DistributedConfig` of transformers 5."""
+    return type(value).__name__ == "DistributedConfig" and type(value).__module__.startswith("transformers.")
+
+
+def offloads(model: Any) -> bool:
+    """Return whether the `DistributedConfig` of a model keeps its shards in host memory."""
+    return bool(getattr(getattr(model.config, "distributed_config", None), "fsdp_cpu_offload", False))
+
+
+def blocks(model: Any) -> list[Any]:
+    """Return the modules that a model does not want to be split: the layers that FSDP2 shards one by one."""
+    names_ = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names_]

@@ -1,0 +1,35 @@
+"""FSDP2 over a device mesh, and the device of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def is_mesh(value: object) -> bool:
+    """Return whether this is a `DeviceMesh`."""
+    return isinstance(value, DeviceMesh)
+
+
+def offloads(policy: Mapping[str, Any]) -> bool:
+    """Return whether the keywords of `fully_shard` keep shards in host memory."""
+    return isinstance(policy.get("offload_policy"), CPUOffloadPolicy)
+
+
+def shard_fully(model: nn.Module, mesh: Any, blocks: Iterable[nn.Module], policy: Mapping[str, Any]) -> None:
+    """Apply `fully_shard` to blocks, then to the model. `policy` has its other keywords."""
+    for block in blocks:
+        fully_shard(block, mesh=mesh, **policy)
+    fully_shard(model, mesh=mesh, **policy)
+
+
+def mesh_device(model: nn.Module) -> torch.device:
+    """Return the device of the mesh over which a model is sharded."""
+    kind = next((each.device_mesh.device_type for each in model.parameters() if isinstance(each, DTensor)), "cpu")
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

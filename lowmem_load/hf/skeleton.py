@@ -1,0 +1,97 @@
+"""Stops a `from_pretrained` where transformers would read weights: the model is built, on meta, and sharded.
+
+Part of the transformers seam. Checked against transformers 5.13 to 5.23; older ones have no sharded `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf.names import HUB_KEYWORDS
+from lowmem_load.hf.replaced import replaced
+
+Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
+"""Fills a skeleton, given the dtype of the load; returns the loading info."""
+
+_FILE_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatched_sizes", "key_mapping", "weights_only")
+
+
+@contextlib.contextmanager
+def filled_by(fill: Fill) -> Iterator[None]:
+    """Inside, `fill` fills the skeletons that `from_pretrained` builds. transformers reads no weights.
+
+    Raises:
+        UnsupportedError: this release of transformers has no sharded `from_pretrained`, or the model is cut into
+            pipeline stages.
+    """
+    if not hasattr(PreTrainedModel, "maybe_distribute_model"):
+        raise UnsupportedError(
+            "this release of transformers cannot shard a model; shard it yourself and call load_into"
+        )
+
+    is_filling = False  # the load that `fill` does is an ordinary one
+
+    def load(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        nonlocal is_filling
+        if is_filling:
+            return ordinary(model, *args, **kwargs)
+        load_config: Any = kwargs["load_config"] if "load_config" in kwargs else args[2]
+        if getattr(getattr(model.config, "distributed_config", None), "pp_size", 1) > 1:
+            raise UnsupportedError(
+                "pp_size > 1: pipeline stages hold a part of the model; load them without lowmem_load"
+            )
+        _set_dtypes(model, load_config.dtype_plan or {})
+        is_filling = True
+        try:
+            found = fill(model, load_config.dtype)
+        finally:
+            is_filling = False
+        keys = {name: set(found[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        return LoadStateDictInfo(error_msgs=[], conversion_errors={}, skipped_pp_keys=set(), **keys), None
+
+    def finalize(ordinary: Any, model: Any, load_config: Any, loading_info: Any) -> Any:
+        # Of the skeleton nothing is left to do: the load that filled it has initialised, tied and reported.
+        return ordinary(model, load_config, loading_info) if is_filling else loading_info
+
+    with replaced(
+        (PreTrainedModel, "_load_pretrained_model", load), (PreTrainedModel, "_finalize_model_loading", finalize)
+    ):
+        yield
+
+
+def allocate(model: Any, device: torch.device) -> None:
+    """Give a skeleton memory for its shards, and tie again what that unties.
+
+    Source: transformers 5.23 `distributed/mixin.py`, `_load_and_finalize_distributed_pretrained_model`.
+    """
+    model.to_empty(device=device)
+    model.tie_weights(recompute_mapping=False)
+
+
+def file_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keywords of a `from_pretrained` that say which files to read, and how."""
+    return {name: kwargs[name] for name in _FILE_KEYWORDS if name in kwargs}
+
+
+def _set_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
+    """Give parameters that transformers keeps in another dtype that dtype: their loader does so as it reads."""
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, globs, _ = build_glob_alternation(list(plan))
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            match = pattern.search(f"{prefix}.{name}")
+            if match is not None and match.lastgroup is not None:
+                dtype = plan[globs[match.lastgroup]]
+                setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad))

@@ -1,0 +1,133 @@
+"""Models that transformers shards by a `DistributedConfig`, or FSDP2 over a mesh: as after a plain load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lowmem_load
+from lowmem_load import ConfigError, UnsupportedError, load_model, load_report, streaming
+from tests import builders
+from tests.multi_rank.test_load_into import differing, start
+from tests.ranks import run_ranks
+
+SIZES: dict[int, list[dict[str, Any]]] = {
+    2: [{"fsdp_size": 2}, {"tp_size": 2}],
+    4: [{"fsdp_size": 4}, {"fsdp_size": 2, "dp_replicate_size": 2}, {"fsdp_size": 2, "tp_size": 2}],
+}
+EXPERTS = {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}
+
+
+def load_all(paths: list[str], moe: str) -> None:
+    """Rank function."""
+    from transformers.distributed import DistributedConfig
+
+    world_size = start()
+    cases = [(path, sizes) for path in paths for sizes in SIZES[world_size]]
+    for path, sizes in [*cases, *([(moe, EXPERTS)] if world_size == 4 else [])]:
+        cls = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
+        reference = cls.from_pretrained(path, dtype=torch.bfloat16)
+        model = load_model(path, DistributedConfig(**sizes), dtype=torch.bfloat16)
+        assert differing(model, reference) == [], (path, sizes)
+        assert not model.training
+        with streaming():
+            again, info = cls.from_pretrained(
+                path, distributed_config=DistributedConfig(**sizes), dtype=torch.bfloat16, output_loading_info=True
+            )
+        assert differing(again, reference) == [], (path, sizes)
+        assert not info["missing_keys"]
+        assert load_report(again).read_bytes == load_report(model).read_bytes > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, world_size: int) -> None:
+    pytest.importorskip("transformers.distributed")
+    moe = str(builders.tiny_mixtral(checkpoints))
+    paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_qwen2_tied(checkpoints)), moe]
+    run_ranks(load_all, paths, moe, world_size=world_size, timeout_s=240)
+
+
+def losses(model: nn.Module, num_steps: int = 10) -> list[float]:
+    """Train on the same tokens on each rank."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    tokens = torch.randint(0, 7, (2, 8), generator=generator)
+    found = []
+    model.train()
+    for _ in range(num_steps):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def train(path: str, kind: str) -> None:
+    """Rank function: ten steps, after our load and after a plain load that is sharded by `fully_shard`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (start(),))
+    policy: dict[str, Any] = {}
+    if kind == "bf16":
+        policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if kind == "offload":
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    model = load_model(path, mesh, policy=policy, dtype=torch.float32)
+    plain = type(model).__mro__[2].from_pretrained(path, dtype=torch.float32)
+    for layer in plain.model.layers:
+        fully_shard(layer, mesh=mesh, **policy)
+    fully_shard(plain, mesh=mesh, **policy)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    found = losses(model)
+    assert found == losses(plain)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "offload"])
+def test_training_goes_as_after_a_plain_load(checkpoints: Path, kind: str) -> None:
+    run_ranks(train, str(builders.tiny_llama(checkpoints)), kind)
+
+
+def refuse(path: str) -> None:
+    """Rank function."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed import DistributedConfig
+
+    mesh = init_device_mesh("cpu", (start(),))
+    with pytest.raises(ConfigError, match="belong to ZeRO"):
+        load_model(path, mesh, partition=["model"])
+    with pytest.raises(ConfigError, match="policy"):
+        load_model(path, DistributedConfig(fsdp_size=2), policy={})
+    with pytest.raises(UnsupportedError, match="pp_size > 1"):
+        load_model(path, DistributedConfig(pp_size=2))
+
+
+def test_what_cannot_be_sharded_is_refused(checkpoints: Path) -> None:
+    pytest.importorskip("transformers.distributed")
+    run_ranks(refuse, str(builders.tiny_llama(checkpoints)))
+
+
+def load_installed(path: str) -> None:
+    """Rank function: an unchanged script under `install()`."""
+    from transformers.distributed import DistributedConfig
+
+    start()
+    seen: list[Any] = []
+    lowmem_load.install(on_load=seen.append)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))
+    lowmem_load.integrations.install.uninstall()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert differing(model, reference) == []
+    assert seen == [load_report(model)]
+
+
+def test_install_takes_sharded_loads(checkpoints: Path) -> None:
+    pytest.importorskip("transformers.distributed")
+    run_ranks(load_installed, str(builders.tiny_mixtral(checkpoints)))
