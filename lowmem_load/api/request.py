@@ -14,7 +14,8 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
-from lowmem_load.hf.hub import adapter_sought_alike
+from lowmem_load.hf.hub import adapter_sought_alike, commit_of
+from lowmem_load.hf.quantizers import refuse_quantized
 from lowmem_load.hf.replaced import replaced
 
 
@@ -54,7 +55,7 @@ class Request:
         if is_partitioned:
             if kwargs.get("device_map") is not None:
                 raise ConfigError("device_map and ZeRO-3 both place parameters; remove device_map")
-            names.refuse_quantized(config, kwargs)
+            refuse_quantized(config, kwargs)
             names.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         return Checked(self.name, settings.for_model(config), cls, kwargs)
 
@@ -79,8 +80,7 @@ class Request:
                 step.payload = cache.offer
             cache.meet(step.payloads)
             with ranks.step("asking the Hub", name=self.name) as step, cache.stage():
-                asked = names.commit_of
-                commit, checked = cache.once("commit", lambda: check(asked(self.name, self.kwargs)), pack, look)
+                commit, checked = cache.once("commit", lambda: check(commit_of(self.name, self.kwargs)), pack, look)
                 step.digest = f"commit {commit}"
         return checked
 

@@ -17,7 +17,7 @@ from lowmem_load.formats.index import base_of_adapter, check_index, read_json
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf import names
-from lowmem_load.hf.quantizers import dequantizing
+from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.io.hub_checkpoint import OpenCheckpoint
 from lowmem_load.io.source import Opener
 from lowmem_load.pipeline.describe import Described
@@ -151,8 +151,8 @@ def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | N
     found.dtype = _spelled(dtype)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
-        found.quantization = names.quantization_method(quantization)
-        if not names.is_four_bit(quantization):
+        found.quantization = quantization_method(quantization)
+        if not is_four_bit(quantization):
             keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     described = describe_checkpoint(
         checkpoint.folder, dtype, open_source=checkpoint.open_source, auto_class=auto_class, **keywords

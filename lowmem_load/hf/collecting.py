@@ -1,11 +1,13 @@
-"""How transformers collects the tensors of a checkpoint while a model is described. Part of the transformers seam.
+"""How transformers reads and collects the tensors of a checkpoint while a model is described.
 
-transformers' loader deep-copies a converter for each tensor and uses one copy for each target. Threads make the tensors
-of all targets at a time. Here an unused copy is handed out again, and a tensor is made when it is converted. The jobs
-that make tensors and the keys that sort their names take less memory.
+Files give symbolic tensors, and nothing of them is read. Part of the transformers seam, see `loader.py`.
 
-DeepSeek-V3 in fp8 has 92,000 tensors. Rank 517 of 1024 takes 7 CPU seconds and 65 MiB to describe and plan it. Without
-the first change it takes twice the time; without the second 280 MiB, without small jobs 94, without shared keys 137.
+[Note: collecting] transformers' loader deep-copies a converter for each tensor, uses one copy for each target, and
+makes the tensors of all targets in threads before it converts any. Here an unused copy is handed out again, and a
+tensor is made when it is converted. The jobs that make tensors, and the keys that sort their names, take less memory.
+
+DeepSeek-V3 in fp8 has 92,000 tensors. Rank 517 of 1024 takes 7 CPU seconds and 65 MiB to describe and plan it. With all
+copies it takes twice the time; with threads 280 MiB, with transformers' jobs 94, with its keys 137.
 
 Source: transformers 5.0 to 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model` (which has `deepcopy`
 from `copy`) and `WeightTransform.materialize_tensors`. 4.x has no such module.
@@ -16,16 +18,123 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import transformers.modeling_utils as modeling_utils
+
+from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.safetensors import Safetensors, code_of
 from lowmem_load.hf.replaced import Handler, Replacement
+from lowmem_load.planning.expression import Expression
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.initialise import ReadNow
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 MODULE = "transformers.core_model_loading"
 
+_IN_THREADS = "load_shard_files_with_threadpool"
+"""Reads shards in threads if HF_ENABLE_PARALLEL_LOADING is set: transformers 4.53 to 4.57."""
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class SymbolicFile:
+    """Stands for what `safetensors.safe_open` returns."""
+
+    def __init__(self, file: CheckpointFile, read_now: ReadNow) -> None:
+        self._file, self._read_now = file, read_now
+
+    def __enter__(self) -> SymbolicFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self._file.names)
+
+    def metadata(self) -> Mapping[str, str] | None:
+        """Return the strings in the header, such as the format."""
+        return self._file.metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a symbolic tensor."""
+        return SymbolicTensor(self.expression(name), self._read_now)
+
+    def get_slice(self, name: str) -> _SymbolicSlice:
+        """Return a tensor that may be indexed before it is made."""
+        return _SymbolicSlice(self, name)
+
+    def expression(self, name: str) -> Expression:
+        """Return the expression of a tensor."""
+        return self._file.expression(name)
+
+
+class _SymbolicSlice:
+    """Stands for what `safe_open(...).get_slice` returns. It is indexed to get a tensor."""
+
+    __slots__ = ("_file", "_name")
+
+    def __init__(self, file: SymbolicFile, name: str) -> None:
+        self._file, self._name = file, name  # not looked up yet: torch may lack the dtype of a tensor that nobody uses
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self._file.expression(self._name).shape)
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return code_of(self._file.expression(self._name).dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._file.get_tensor(self._name)
+        return tensor if index is Ellipsis else tensor[index]
+
+
+def symbolic_files(context: Context) -> list[Replacement]:
+    """Return the replacements with which transformers finds symbolic tensors in the files of a checkpoint."""
+
+    def symbolic_open(_: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
+        return SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
+
+    def symbolic_state_dict(
+        ordinary: Callable[..., Any], path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        if os.fspath(path).endswith(".safetensors"):
+            return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
+        from lowmem_load.formats.torch_zip import TorchZip
+
+        file = context.file(os.fspath(path), TorchZip())
+        nodes = {name: file.expression(name) for name in file.names}
+        tensors = {id(node): SymbolicTensor(node, context.read_now) for node in nodes.values()}
+        return {name: tensors[id(node)].detach() for name, node in nodes.items()}  # tied names share a value
+
+    replacements: list[Replacement] = [
+        (modeling_utils, "safe_open", symbolic_open),
+        (modeling_utils, "load_state_dict", symbolic_state_dict),
+    ]
+    if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: on such mounts it reads full files to avoid mmap
+        replacements.append((modeling_utils, "_is_on_hf_mount", lambda *_: False))
+    if hasattr(modeling_utils, _IN_THREADS):
+        replacements.append((modeling_utils, _IN_THREADS, _one_after_the_other))
+    return replacements
+
+
+def _one_after_the_other(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
+    """Stand in for `_IN_THREADS`: a new thread would not see the replacements."""
+    found = [modeling_utils.load_shard_file(shard) for shard in shards]
+    return [message for messages, _ in found for message in messages], found[-1][1]
+
+
+# -- collecting --------------------------------------------------------------------------------------------------------
+
 
 def described_collecting() -> list[Replacement]:
-    """Return the replacements with which transformers copies converters once for each target and uses no threads."""
+    """Return the replacements that save time and memory in large models. See [Note: collecting]."""
     loading: Any = importlib.import_module(MODULE) if importlib.util.find_spec(MODULE) else None
     replacements: list[Replacement] = []
     if hasattr(loading, "deepcopy") and hasattr(loading, "WeightConverter"):
@@ -38,7 +147,7 @@ def described_collecting() -> list[Replacement]:
 
 
 def _once_for_each_use(loading: Any) -> Handler:
-    """Return a `deepcopy` that hands out the latest copy of a converter again as long as that has collected nothing."""
+    """Return a `deepcopy` that returns the latest copy of a converter again while that has collected nothing."""
     latest: dict[int, tuple[Any, Any]] = {}
 
     def deepcopy(ordinary: Callable[..., Any], value: Any, *args: Any) -> Any:
@@ -54,7 +163,7 @@ def _once_for_each_use(loading: Any) -> Handler:
 
 
 class _Job:
-    """Makes a tensor when transformers asks for it. A closure, as transformers makes, takes three times the memory."""
+    """Makes a tensor when transformers asks for it. transformers' closure takes three times the memory."""
 
     __slots__ = ("_copy", "_device", "_dtype", "_tensor")
 
@@ -66,7 +175,7 @@ class _Job:
 
 
 def _without_threads(loading: Any) -> Handler:
-    """Return a `spawn_materialize` that makes a `_Job`; a tensor that is also sharded goes to transformers' own."""
+    """Return a `spawn_materialize` that makes a `_Job`, unless transformers is to shard the tensor."""
 
     def spawn(ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **others: Any) -> Any:
         if others.get("sharding_op") is not None or not others.keys() <= {"sharding_op", "tensor_idx"}:
@@ -82,7 +191,7 @@ def _sorts_by_parts(key: Callable[[str], list[Any]]) -> bool:
 
 
 def _shared_key() -> Handler:
-    """Return a `dot_natural_key` whose keys share what they have of equal parts of names."""
+    """Return a `dot_natural_key` whose keys share the entries for equal parts of names."""
 
     @functools.cache
     def key_of(ordinary: Callable[[str], list[Any]], part: str) -> Any:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,11 +58,6 @@ those of 0.0, for one.
 """
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]
-
-
-def is_there() -> bool:
-    """Return whether bitsandbytes is installed, without importing it."""
-    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def replacements() -> list[Replacement]:

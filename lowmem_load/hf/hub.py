@@ -1,4 +1,4 @@
-"""Files of the Hub: asked for by one rank of a node, and taken from the cache by the others.
+"""Files on the Hub and in its cache. One rank of a node asks the Hub; the others take the files from the cache.
 
 Part of the transformers seam, see `loader.py`.
 """
@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
+from huggingface_hub.errors import EntryNotFoundError
+from transformers.utils import find_adapter_config_file
 
 from lowmem_load.contract import TRANSFORMERS, require
+from lowmem_load.errors import CheckpointError
 from lowmem_load.hf.replaced import Replacement
 from lowmem_load.symbolic.context import Once
 
@@ -25,33 +30,119 @@ require(
     },
 )
 
+_DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
+_HUB_KEYWORDS = (*_DOWNLOAD_KEYWORDS, "proxies", "code_revision", "trust_remote_code")
+
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})/")
-"""In paths of the cache of the Hub: the commit that a file is of."""
+"""Part of the path of a file in the Hub's cache; the group is the commit of the file."""
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
+def hub_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained` that say where files come from."""
+    return {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
+
+
+def _download_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: kwargs[key] for key in _DOWNLOAD_KEYWORDS if key in kwargs}
+
+
+def adapter_config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the path of the adapter_config.json that a name stands for; None if it stands for no adapter."""
+    found: str | None = find_adapter_config_file(name, **_download_keywords(kwargs))
+    return found
+
+
+def config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the path of the config.json that a name stands for; None where transformers has to say why there is none.
+
+    From the Hub it is downloaded, as transformers is about to do.
+    """
+    if os.path.isfile(name):
+        return name
+    if os.path.isdir(name):
+        file = os.path.join(name, kwargs.get("subfolder") or "", "config.json")
+        return file if os.path.exists(file) else None
+    try:
+        path: str = huggingface_hub.hf_hub_download(
+            name, "config.json", **{**_download_keywords(kwargs), "force_download": False}
+        )
+        return path
+    except (OSError, ValueError):  # such as that there is no such model
+        return None
+
+
+def has_file(name: str, file: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a folder, or a model on the Hub (offline: in its cache), has the file, which is downloaded."""
+    if os.path.isdir(name):
+        return os.path.isfile(os.path.join(name, kwargs.get("subfolder") or "", file))
+    try:
+        huggingface_hub.hf_hub_download(name, file, **_download_keywords(kwargs))
+    except EntryNotFoundError:  # also raised offline, for a file that is not in the cache
+        return False
+    return True
+
+
+def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:
+    """Return the folder in the Hub's cache that holds the configuration of a model. Nothing is downloaded.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for file in ("config.json", "adapter_config.json"):
+        inside = "/".join((*Path(subfolder).parts, file))
+        try:
+            found = huggingface_hub.try_to_load_from_cache(name, inside, cache_dir=cache_dir, revision=revision)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
+        if isinstance(found, str):
+            return os.path.dirname(found)
+    raise CheckpointError(
+        f"{name}: neither a folder nor, with this revision and subfolder, in the Hub's cache; download it first, or "
+        "pass a folder"
+    )
+
+
+# -- commits ---------------------------------------------------------------------------------------------------------
+
+
 def commit_in(path: str) -> str:
-    """Return the commit that a file in the cache of the Hub is of; "" for one that lies elsewhere."""
+    """Return the commit of a file in the Hub's cache; "" for a file elsewhere."""
     found = _SNAPSHOT.search(path)
     return found[1] if found else ""
 
 
 def pinned_commit(kwargs: Mapping[str, Any]) -> str:
-    """Return the commit that keywords of `from_pretrained` ask for; "" where it is for the Hub to say.
+    """Return the commit that keywords of `from_pretrained` name; "" where the Hub has to say.
 
-    A `ResolvedRevision` of huggingface_hub 1.x is a text that has one beside it.
+    In huggingface_hub 1.x a revision may be a `ResolvedRevision`, a string with the commit as an attribute.
     """
     revision = kwargs.get("revision")
     commit = str(getattr(revision, "resolved", revision))
     return commit if _COMMIT.fullmatch(commit) else ""
 
 
-def asked_once(once: Once) -> Replacement:
-    """Let one of the ranks that share what they find ask the Hub, and download; the others look when it has.
+def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
+    """Return the commit that a name on the Hub stands for now; the Hub is asked once.
 
-    Of a commit, transformers 5 asks the Hub for nothing that the cache knows, not even for what it knows not to be
-    there. So what one rank has asked for needs no second request.
+    "" where it is not known, and for an adapter, since its base model has commits of its own.
+    """
+    commit = pinned_commit(kwargs) or commit_in(config_file(name, kwargs) or "")
+    if not commit:
+        return ""
+    there = {**kwargs, "revision": commit, "force_download": False}
+    return "" if adapter_config_file(name, there) is not None else commit
+
+
+# -- what transformers asks while it loads ---------------------------------------------------------------------------
+
+
+def asked_once(once: Once) -> Replacement:
+    """Have one rank of a node ask the Hub, and download; the others look into the cache when it has.
+
+    Given a commit, transformers 5 asks the Hub for nothing that the cache knows, not even whether a file is absent. So
+    the other ranks make no request.
     """
 
     def cached_files(
@@ -71,21 +162,15 @@ def asked_once(once: Once) -> Replacement:
     return transformers_hub, "cached_files", cached_files
 
 
-_LOOKUP = ("cache_dir", "local_files_only")
-"""Keywords of `from_pretrained` that say where an adapter is looked for."""
-
-
 def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Replacement:
-    """Let an auto class look for the adapter of a model where all else of it is looked for, not in the default cache.
+    """Have an auto class look for the adapter of a model in the cache that the load uses, not in the default one.
 
-    In the cache it is known that there is none; of another one each rank would ask the Hub.
-    Source: transformers 5.23 `auto_factory.py`, `from_pretrained`: these keywords are not handed on.
-
-    Adapters of other models are looked for as ever.
+    Otherwise each rank would ask the Hub whether there is an adapter. Adapters of other models are looked for as usual.
+    Source: transformers 5.23 `auto_factory.py`, `from_pretrained`: these keywords are not passed on.
     """
-    handed_on = {key: kwargs[key] for key in _LOOKUP if key in kwargs}
+    passed_on = {key: kwargs[key] for key in ("cache_dir", "local_files_only") if key in kwargs}
 
-    def find_adapter_config_file(ordinary: Callable[..., Any], asked: Any, **keywords: Any) -> Any:
-        return ordinary(asked, **({**handed_on, **keywords} if asked == name else keywords))
+    def find(ordinary: Callable[..., Any], asked: Any, **keywords: Any) -> Any:
+        return ordinary(asked, **({**passed_on, **keywords} if asked == name else keywords))
 
-    return auto_factory, "find_adapter_config_file", find_adapter_config_file
+    return auto_factory, "find_adapter_config_file", find

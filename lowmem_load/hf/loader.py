@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,15 +30,12 @@ from torch.overrides import TorchFunctionMode
 from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
 from lowmem_load.formats.index import check_index
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.collecting import described_collecting
+from lowmem_load.hf.collecting import described_collecting, symbolic_files
 from lowmem_load.hf.hub import asked_once
 from lowmem_load.hf.load_lock import building
 from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.replaced import Replacement, replaced
-from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.symbolic.context import Context, Once
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitialised
@@ -47,9 +44,6 @@ _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
 )
 """What initialises the parameters that no file has, once those are marked that one has. 4.51 does both in one."""
-
-_IN_THREADS = "load_shard_files_with_threadpool"
-"""What reads shards in threads where HF_ENABLE_PARALLEL_LOADING is set: transformers 4.53 to 4.57."""
 
 MAX_MODULES = 1 << 18
 """Of a model, each some kilobytes of memory: twice what the largest published ones have."""
@@ -140,7 +134,7 @@ class Call:
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}
         keeps_names = self.kwargs.get("device_map") is not None
         replacements = [
-            *_symbolic_files(context),
+            *symbolic_files(context),
             *described_collecting(),
             _checked_indexes(context.once, keeps_names=keeps_names),
             asked_once(context.once),
@@ -297,37 +291,6 @@ def _initialised_in(context: Context) -> Replacement:
         initialiser.release()
 
     return PreTrainedModel, _INITIALISES, initialise
-
-
-def _symbolic_files(context: Context) -> list[Replacement]:
-    def symbolic_open(_: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
-        return SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
-
-    def symbolic_state_dict(
-        ordinary: Callable[..., Any], path: str | os.PathLike[str], *args: Any, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        if os.fspath(path).endswith(".safetensors"):
-            return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
-        file = context.file(os.fspath(path), TorchZip())
-        nodes = {name: file.expression(name) for name in file.names}
-        tensors = {id(node): SymbolicTensor(node, context.read_now) for node in nodes.values()}
-        return {name: tensors[id(node)].detach() for name, node in nodes.items()}  # tied names share one value
-
-    replacements: list[Replacement] = [
-        (modeling_utils, "safe_open", symbolic_open),
-        (modeling_utils, "load_state_dict", symbolic_state_dict),
-    ]
-    if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: reads files whole on such mounts to avoid mmap
-        replacements.append((modeling_utils, "_is_on_hf_mount", lambda *_: False))
-    if hasattr(modeling_utils, _IN_THREADS):
-        replacements.append((modeling_utils, _IN_THREADS, _one_after_the_other))
-    return replacements
-
-
-def _one_after_the_other(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
-    """Stand in for `_IN_THREADS`, whose threads would read the files."""
-    found = [modeling_utils.load_shard_file(shard) for shard in shards]
-    return [message for messages, _ in found for message in messages], found[-1][1]
 
 
 def _checked_indexes(once: Once, *, keeps_names: bool) -> Replacement:

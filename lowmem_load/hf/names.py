@@ -1,44 +1,34 @@
-"""What a name stands for: files, configuration, class, processor. Public names of transformers and the Hub only."""
+"""What the name of a model stands for: its files, configuration, class and processor.
+
+Public names of transformers and huggingface_hub only.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import transformers
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, spelled
 from lowmem_load.formats.index import base_of_adapter, check_model_config
-from lowmem_load.hf.hub import commit_in, pinned_commit
+from lowmem_load.hf.hub import adapter_config_file, config_file, has_file, hub_keywords
 
 MAX_TOLD = 1000
-"""Characters of an error of somebody else's in a message: transformers lists all model types."""
+"""Characters of another package's error in a message: transformers lists all model types."""
 
 DTYPE_KEYWORD = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
-"""What `from_pretrained` calls the dtype: the older name became a property when 4.56 renamed it."""
-
-HUB_KEYWORDS = (
-    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "code_revision"),
-    *("subfolder", "trust_remote_code"),
-)
-"""Keywords of `from_pretrained` that say where files come from; the configuration is resolved with the same ones."""
-
-
-_DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
+"""The keyword of `from_pretrained`. transformers 4.56 renamed it and made the old name a property."""
 
 
 def check_name(name: str, subfolder: str) -> None:
-    """Refuse a name that is meant as a local folder but cannot be loaded from, before anything asks the Hub.
+    """Refuse a local folder that cannot be loaded from, before anything asks the Hub.
 
     Raises:
-        CheckpointError: says what is missing.
+        CheckpointError: names what is missing.
     """
     looks_local = name.startswith((".", "~", os.sep)) or os.path.isabs(name) or name.count("/") > 1
     if not os.path.isdir(name):
@@ -62,17 +52,17 @@ _FOREIGN_FILES: Mapping[str, str] = {
     ".pth": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
     ".pt": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
 }
-"""Weights that cannot be streamed, by the end of their file names, and what converts them."""
+"""How to convert weights that cannot be streamed, by the end of their file names."""
 
 
 def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
-    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`, naming what it holds instead.
+    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`.
 
     Raises:
-        CheckpointError: says how to convert.
+        CheckpointError: names what the folder has instead, and how to convert it.
     """
     folder = os.path.join(name, subfolder)
-    if not os.path.isdir(folder):  # a Hub id: transformers picks the files
+    if not os.path.isdir(folder):  # on the Hub, where transformers chooses the files
         return
     files = sorted(os.listdir(folder))
     safe = any(file.endswith(".safetensors") for file in files)
@@ -93,10 +83,10 @@ def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> No
 
 
 def refuse_foreign(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise when the caller asks for a format of which every rank would have to hold the whole model.
+    """Raise for a keyword that asks for a file format which every rank would have to load in full.
 
     Raises:
-        UnsupportedError: says how to convert.
+        UnsupportedError: says how to convert the file.
     """
     for keyword, end in {"gguf_file": ".gguf", "from_tf": ".h5", "from_flax": ".msgpack"}.items():
         if kwargs.get(keyword):
@@ -115,58 +105,26 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
     given = kwargs.get("config")
     if given is not None and not isinstance(given, str | os.PathLike):
         return given
-    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
-    where, file = name if given is None else os.fspath(given), None
+    where, hub, file = name if given is None else os.fspath(given), hub_keywords(kwargs), None
     try:
-        adapter = find_adapter_config_file(name, **{key: hub[key] for key in _DOWNLOAD_KEYWORDS if key in hub})
+        adapter = adapter_config_file(name, hub)
         if given is None and adapter is not None:
             where, hub = base_of_adapter(adapter), {}
-        file = _config_file(where, hub)
+        file = config_file(where, hub)
         if file is not None:
             check_model_config(file)
-        # Not given, transformers would ask at the keyboard, and wait.
+        # Without trust_remote_code transformers would ask at the keyboard, and wait.
         return AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **hub})
     except CheckpointError:
         raise
-    except Exception as error:  # of any class: it reads values as if they were what they should be
+    except Exception as error:  # transformers trusts the values, so a wrong one may raise anything
         raise CheckpointError(f"{file or where}: no usable model configuration: {spelled(error, MAX_TOLD)}") from error
 
 
-def _config_file(name: str, hub: Mapping[str, Any]) -> str | None:
-    """Return the path of the config.json that a name stands for; None where transformers has to say why there is none.
-
-    On the Hub it is what transformers is about to fetch anyway.
-    """
-    if os.path.isfile(name):
-        return name
-    if os.path.isdir(name):
-        file = os.path.join(name, hub.get("subfolder") or "", "config.json")
-        return file if os.path.exists(file) else None
-    where = {key: value for key, value in hub.items() if key in _DOWNLOAD_KEYWORDS and key != "force_download"}
-    try:
-        path: str = huggingface_hub.hf_hub_download(name, "config.json", **where)
-        return path
-    except (OSError, ValueError):  # such as that there is no such model
-        return None
-
-
-def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
-    """Return the commit that a name on the Hub stands for now, for which the Hub is asked once.
-
-    Nothing where that is not known, and for an adapter: the model that it belongs to has commits of its own.
-    """
-    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
-    commit = pinned_commit(kwargs) or commit_in(_config_file(name, hub) or "")
-    if not commit:
-        return ""
-    where = {key: hub[key] for key in _DOWNLOAD_KEYWORDS if key in hub and key != "force_download"}
-    return "" if find_adapter_config_file(name, **{**where, "revision": commit}) is not None else commit
-
-
 def config_text(config: Any) -> str:
-    """Return what a configuration says of the model, as JSON: equal for ranks that build the same one.
+    """Return a configuration as JSON, equal for ranks that build the same model.
 
-    Not what says where it came from: names with an underscore in front, such as the folder.
+    Keys that begin with an underscore, such as the folder's, are left out.
     """
 
     def plain(value: Any) -> Any:
@@ -180,8 +138,8 @@ def config_text(config: Any) -> str:
 def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:
     """Return the class whose `from_pretrained` to call.
 
-    `auto_class` is a class, the name of a transformers class, or None for the one that `config.architectures` names.
-    With `trust_remote_code`, `config.auto_map` may name a class that comes with the checkpoint.
+    `auto_class` is a class, the name of a transformers class, or None for the one in `config.architectures`. With
+    `trust_remote_code`, `config.auto_map` may name a class that comes with the checkpoint.
 
     Raises:
         ConfigError: there is no such class.
@@ -216,64 +174,6 @@ def _class_named(name: str, where: str) -> Any:
     return found
 
 
-def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise for a quantized model that ZeRO-3 cannot partition, unless it is to be dequantized.
-
-    Raises:
-        UnsupportedError: names the method.
-    """
-    quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
-    if quantization is None or is_four_bit(quantization):
-        return
-    fields = _fields(quantization)
-    if fields.get("dequantize") is True:
-        return
-    raise UnsupportedError(
-        f"quantization {quantization_method(quantization)!r} cannot be partitioned by ZeRO-3: every rank "
-        "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
-        "dequantized checkpoint, use bitsandbytes in 4 bits, or use ZeRO stage 0, 1 or 2"
-    )
-
-
-def quantization_method(quantization: Any) -> str:
-    """Return the method of a quantization config, an object or as in a config.json."""
-    method = _fields(quantization).get("quant_method", type(quantization).__name__)
-    return str(getattr(method, "value", method))
-
-
-def is_four_bit(quantization: Any) -> bool:
-    """Return whether a quantization config, an object or as in a config.json, is one of bitsandbytes in 4 bits."""
-    fields = _fields(quantization)
-    method = fields.get("quant_method", "bitsandbytes")  # config.json of old checkpoints has none
-    return getattr(method, "value", method) == "bitsandbytes" and bool(
-        fields.get("load_in_4bit") or fields.get("_load_in_4bit")  # a property of the object
-    )
-
-
-def _fields(quantization: Any) -> Mapping[str, Any]:
-    return quantization if isinstance(quantization, Mapping) else vars(quantization)
-
-
-def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:
-    """Return the folder in the Hub's cache that holds the configuration of the named model; nothing is fetched.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    for file in ("config.json", "adapter_config.json"):
-        inside = "/".join((*Path(subfolder).parts, file))
-        try:
-            found = huggingface_hub.try_to_load_from_cache(name, inside, cache_dir=cache_dir, revision=revision)
-        except ValueError as error:
-            raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
-        if isinstance(found, str):
-            return os.path.dirname(found)
-    raise CheckpointError(
-        f"{name}: neither a folder nor, with this revision and subfolder, in the Hub's cache; download it first, or "
-        "pass a folder"
-    )
-
-
 # -- what goes with a model ------------------------------------------------------------------------------------------
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -281,20 +181,18 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json"),
 )
-"""Of either kind, one is enough to say that the checkpoint comes with a processor, or with a tokenizer."""
+"""A checkpoint with one of the files of a kind comes with a processor, or with a tokenizer."""
 
 
 def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the processor that comes with a checkpoint, else its tokenizer; None if it comes with neither.
 
-    Which of these holds is read off the names of its files, so that one that is there but broken is an error.
-
     Raises:
-        CheckpointError: there is one, but it cannot be loaded.
+        CheckpointError: it has the files of one, but that cannot be loaded.
     """
-    hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
+    hub = hub_keywords(kwargs)
     for kind, files in (("AutoProcessor", PROCESSOR_FILES), ("AutoTokenizer", TOKENIZER_FILES)):
-        if any(_has_file(name, file, hub) for file in files):
+        if any(has_file(name, file, hub) for file in files):
             try:
                 return getattr(transformers, kind).from_pretrained(name, **hub)
             except Exception as error:  # the tokenizers library raises no class of its own
@@ -305,25 +203,13 @@ def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
     return None
 
 
-def _has_file(name: str, file: str, hub: Mapping[str, Any]) -> bool:
-    """Return whether the folder, or the Hub (offline: the cache), has the file. It is fetched with that."""
-    if os.path.isdir(name):
-        return os.path.isfile(os.path.join(name, hub.get("subfolder") or "", file))
-    where = {key: value for key, value in hub.items() if key in _DOWNLOAD_KEYWORDS}
-    try:
-        huggingface_hub.hf_hub_download(name, file, **where)
-    except EntryNotFoundError:  # also that it is not in the cache, when offline
-        return False
-    return True
-
-
 def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> None:
     """Make the model recompute activations in the backward pass, and keep no key-value cache.
 
     Raises:
         UnsupportedError: this model cannot.
     """
-    # 5.23 renamed it and warns about the old name.
+    # transformers 5.23 renamed it, and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     keyword = "gradient_checkpointing_kwargs" if enable is None else "activation_checkpointing_kwargs"
     try:

@@ -1,8 +1,13 @@
-"""What transformers' quantizers are while a model is described. Part of the transformers seam, see `loader.py`."""
+"""Quantized models: which can be loaded, and transformers' quantizers while a model is described.
+
+Part of the transformers seam, see `loader.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,29 +16,79 @@ import transformers.modeling_utils as modeling_utils
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
-from lowmem_load.hf import four_bit, fp8, mxfp4
-from lowmem_load.hf.names import is_four_bit, model_config, quantization_method, refuse_quantized
+from lowmem_load.hf.names import model_config
 from lowmem_load.hf.replaced import Replacement, replaced
 
 _PLACING = ("caching_allocator_warmup", "dispatch_model")
-"""What places a whole model on a device, which a quantizer asks for; 5.x dispatches only to several."""
+"""Functions by which a quantizer has a whole model placed on a device; 5.x only dispatches to several devices."""
+
+_CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""transformers' class of configuration for each method that can be loaded dequantized."""
 
 
-_DEQUANTIZED: Mapping[str, Callable[[], list[Replacement]]] = {"fp8": fp8.replacements, "mxfp4": mxfp4.replacements}
-"""Methods whose dequantization is described in another way than by running it, and what stands in for it."""
+def quantization_method(quantization: Any) -> str:
+    """Return the method of a quantization config, which is an object or as in a config.json."""
+    method = _fields(quantization).get("quant_method", type(quantization).__name__)
+    return str(getattr(method, "value", method))
+
+
+def is_four_bit(quantization: Any) -> bool:
+    """Return whether a quantization config, an object or as in a config.json, is one of bitsandbytes in 4 bits."""
+    fields = _fields(quantization)
+    method = fields.get("quant_method", "bitsandbytes")  # config.json of old checkpoints has none
+    return getattr(method, "value", method) == "bitsandbytes" and bool(
+        fields.get("load_in_4bit") or fields.get("_load_in_4bit")  # a property of the object
+    )
+
+
+def _fields(quantization: Any) -> Mapping[str, Any]:
+    return quantization if isinstance(quantization, Mapping) else vars(quantization)
+
+
+def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise for a quantized model that ZeRO-3 cannot partition, unless it is to be dequantized.
+
+    Raises:
+        UnsupportedError: names the method.
+    """
+    quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    if quantization is None or is_four_bit(quantization) or _fields(quantization).get("dequantize") is True:
+        return
+    raise UnsupportedError(
+        f"quantization {quantization_method(quantization)!r} cannot be partitioned by ZeRO-3: every rank "
+        "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
+        "dequantized checkpoint, use bitsandbytes in 4 bits, or use ZeRO stage 0, 1 or 2"
+    )
+
+
+def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the `quantization_config` that loads a checkpoint dequantized.
+
+    Raises:
+        UnsupportedError: it is not quantized, or cannot be loaded dequantized.
+    """
+    quantization = getattr(model_config(name, kwargs), "quantization_config", None)
+    method = None if quantization is None else quantization_method(quantization)
+    if method not in _CONFIGS:
+        held = "is not quantized" if method is None else f"is quantized by {method!r}"
+        raise UnsupportedError(f"{name}: {held}; loaded dequantized can be {', '.join(_CONFIGS)}")
+    return getattr(transformers, _CONFIGS[method])(dequantize=True)
+
+
+# -- while a model is described --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
-    """Let quantizers make described weights; what a method needs is imported when a quantizer of it is made.
+    """Inside, quantizers of transformers make described weights.
 
-    Other quantized weights are refused where parameters will be cut up.
+    Where parameters will be partitioned, quantized weights are refused, but for those of bitsandbytes in 4 bits.
     """
     described: set[str] = set()
     with contextlib.ExitStack() as stack:
 
         def describe(method: str, replacements: Callable[[], list[Replacement]]) -> None:
-            if method not in described:  # else by the quantizer of a model that contains this one
+            if method not in described:  # it may be, for a model that contains this one
                 described.add(method)
                 stack.enter_context(replaced(*replacements()))
 
@@ -41,11 +96,11 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
             quantizer = ordinary(*args, **kwargs)
             method = quantization_method(quantizer.quantization_config)
             if is_four_bit(quantizer.quantization_config):
-                if four_bit.is_there():  # else it is about to say so
+                if importlib.util.find_spec("bitsandbytes") is not None:  # else transformers is about to say so
                     describe(method, _packing)
                 return quantizer
-            if method in _DEQUANTIZED:
-                describe(method, _DEQUANTIZED[method])
+            if method in _CONFIGS:
+                describe(method, functools.partial(_dequantization, method))
             if is_cut_up:
                 _refuse_when_checked(quantizer)
                 _refuse_stacked(quantizer)
@@ -55,14 +110,20 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
         yield
 
 
-def _packing() -> list[Replacement]:
-    """Return `four_bit.replacements`, and nothing for what places a model.
+def _dequantization(method: str) -> list[Replacement]:
+    from lowmem_load.hf import dequantize
 
-    With a bitsandbytes with which this cannot be streamed, stock may load it.
+    return dequantize.fp8() if method == "fp8" else dequantize.mxfp4()
+
+
+def _packing() -> list[Replacement]:
+    """Return what makes 4-bit weights described ones, and keeps the model from being placed on a device.
 
     Raises:
-        UnsupportedError: names the release to install.
+        UnsupportedError: bitsandbytes is of a release that cannot be streamed, which stock may load.
     """
+    from lowmem_load.hf import four_bit
+
     try:
         found = four_bit.replacements()
     except IncompatibleVersionError as error:
@@ -71,27 +132,27 @@ def _packing() -> list[Replacement]:
 
 
 def _refuse_when_checked(quantizer: Any) -> None:
-    """Refuse quantized weights before the model is built: at the check of what the method needs, which may change it.
+    """Refuse quantized weights before the model is built.
 
-    mxfp4 dequantizes where it finds no kernels.
+    The time is after the quantizer has checked the environment, since then mxfp4 may decide to dequantize.
     """
 
     def validate_environment(*args: Any, **kwargs: Any) -> None:
         del quantizer.validate_environment  # the class has its own
         try:
             quantizer.validate_environment(*args, **kwargs)
-        finally:  # what is missing for a method that cannot be followed does not matter
+        finally:  # for a method that is refused it does not matter what is not installed
             refuse_quantized(quantizer, {})
 
     quantizer.validate_environment = validate_environment
 
 
 _STACKS_AT_ONCE = ("CompressedTensorsDequantize", "DecompressExperts")
-"""Operations that write what they dequantize of experts into memory for all of them: 5.17 to 5.23."""
+"""Operations that dequantize experts into one tensor for all of them: transformers 5.17 to 5.23."""
 
 
 def _refuse_stacked(quantizer: Any) -> None:
-    """Refuse experts that are dequantized into memory for all of them: each rank would hold the model whole."""
+    """Refuse experts that are dequantized into one tensor: each rank would hold the whole model."""
     ordinary = getattr(quantizer, "update_weight_conversions", None)
     if ordinary is None:  # before 5.0
         return
@@ -113,21 +174,3 @@ def _refuse_stacked(quantizer: Any) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-_DEQUANTIZING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-"""transformers' class of quantization configs for each method that can be loaded dequantized."""
-
-
-def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the `quantization_config` that loads a checkpoint dequantized.
-
-    Raises:
-        UnsupportedError: it is not quantized, or in a way that has no such load.
-    """
-    quantization = getattr(model_config(name, kwargs), "quantization_config", None)
-    method = None if quantization is None else quantization_method(quantization)
-    if method not in _DEQUANTIZING:
-        held = "is not quantized" if method is None else f"is quantized by {method!r}"
-        raise UnsupportedError(f"{name}: {held}; loaded dequantized can be {', '.join(_DEQUANTIZING)}")
-    return getattr(transformers, _DEQUANTIZING[method])(dequantize=True)

@@ -7,7 +7,8 @@ from typing import Any
 from lowmem_load.config.settings import Settings
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError, listed
-from lowmem_load.hf import four_bit, loader, names
+from lowmem_load.hf import loader
+from lowmem_load.hf.quantizers import is_four_bit
 from lowmem_load.pipeline.describe import Described
 
 _PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
@@ -49,7 +50,9 @@ def check_around(init: Any, described: Described) -> None:
 
 def _check_four_bit(described: Described) -> None:
     quantizer = getattr(described.model, "hf_quantizer", None)
-    if quantizer is not None and names.is_four_bit(quantizer.quantization_config):
+    if quantizer is not None and is_four_bit(quantizer.quantization_config):
+        from lowmem_load.hf import four_bit
+
         unpacked = four_bit.unpacked(described.model)
         if unpacked:
             raise CheckpointError(

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.hf.names import cached_folder
+from lowmem_load.hf.hub import cached_folder
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
 from lowmem_load.io.source import ByteSource, LocalFile
 

@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.symbolic_file import SymbolicFile
+from lowmem_load.hf.collecting import SymbolicFile
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning import expression as ex

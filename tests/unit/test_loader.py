@@ -15,8 +15,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
+from lowmem_load.hf.collecting import SymbolicFile
 from lowmem_load.hf.loader import Call, _RealData, copy_marks
-from lowmem_load.hf.symbolic_file import SymbolicFile
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.symbolic.tensor import SymbolicTensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowmem_load.hf.fp8 import Patterns
+from lowmem_load.hf.dequantize import Patterns
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.read_whole import read_whole
 from lowmem_load.planning import expression as ex
