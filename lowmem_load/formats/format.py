@@ -1,4 +1,4 @@
-"""What a checkpoint format is: bytes in, named tensors as expressions out. A new one is one module."""
+"""The interface of checkpoint formats: bytes in, named tensors as expressions out. A new format is one module."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lowmem_load.planning.expression import Expression
 
 _POINTER_MAGIC = b"version https://git-lfs"
 _MAX_POINTER_NBYTES = 1024
-"""Bytes; git-lfs takes no larger file for a pointer."""
+"""Bytes of the largest pointer file of git-lfs."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """One file of a checkpoint, described; none of its data was read.
+    """The description of one file of a checkpoint, made without reading its data.
 
     Attributes:
         path: as it was opened.
-        nbytes: its size.
-        digest: of the bytes that say what tensor lies where.
-        version: of the source when these were read.
-        names: of its tensors, in the order of the file.
-        metadata: free-form strings; None where the file has none.
-        expression: what a tensor, given by name, is made of; names of the same tensor give the same object. Raises
-            UnsupportedError for one that torch has no dtype for.
+        nbytes: size of the file.
+        digest: of the bytes that say which tensor lies where.
+        version: of the source when these bytes were read.
+        names: of the tensors, in the order of the file.
+        metadata: free-form strings; None if the file has none.
+        expression: returns the expression of a tensor, given its name. Names of the same tensor give the same object.
+            Raises UnsupportedError if torch has no dtype for the tensor.
     """
 
     path: str
@@ -40,19 +40,19 @@ class CheckpointFile:
 
 
 class CheckpointFormat(Protocol):
-    """How files of one kind are described."""
+    """Describes the files of one kind."""
 
     def describe(self, source: ByteSource) -> CheckpointFile:
-        """Read what says where the tensors of a file lie, and nothing else.
+        """Read where the tensors of a file lie, and nothing else.
 
         Raises:
             CheckpointError: the file is malformed, unsafe, or not of this format.
-            TruncatedFileError: it is shorter than it says.
+            TruncatedFileError: the file is shorter than it says.
         """
 
 
 def refuse_git_lfs_pointer(source: ByteSource) -> None:
-    """Raise CheckpointError if the file is a git-lfs pointer, which a clone without git-lfs has in place of weights."""
+    """Raise CheckpointError if the file is a git-lfs pointer, which a clone without git-lfs has instead of weights."""
     head = read_bytes(source, 0, len(_POINTER_MAGIC)) if source.nbytes <= _MAX_POINTER_NBYTES else b""
     if head == _POINTER_MAGIC:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Reads the JSON of a safetensors header: strictly as safetensors does (serde_json 1), and one tensor at a time.
+"""Reads the JSON of a safetensors header as strictly as safetensors does (serde_json 1), one tensor at a time.
 
-Python's `json` takes what safetensors refuses: lone surrogates, NaN, numbers beyond all floats, -0 for a size. And of a
-hostile header it makes objects of 26 times its size. So only the description of one tensor is ever given to it.
+Python's `json` accepts what safetensors refuses: lone surrogates, NaN, numbers beyond all floats, -0 for a size. And it
+turns a hostile header into objects of 26 times its size. So it only ever gets the description of one tensor.
 """
 
 from __future__ import annotations
@@ -12,20 +12,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_DESCRIPTION_NBYTES = 1 << 16
-"""Bytes of one tensor's description, of which some 60 are needed: parsed, it may take thirty times that."""
+DESCRIPTION_CHARS, MAX_DESCRIPTION_CHARS = 1 << 10, 1 << 16
+"""Characters of one tensor's description: the first attempt to read it, and the limit. Most have about 60."""
 
-_MAX_PLAIN_NBYTES = 4096
-"""Bytes of what the one expression of a plain tensor matches: its loop over sizes keeps a hundred bytes for each."""
-
-MIN_NBYTES_PER_BRACKET, FREE_BRACKETS = 12, 256
-"""A tensor has an object and two lists in no less than 48 bytes. More objects and lists than that only cost time."""
-
-MIN_NBYTES_PER_STRING, FREE_STRINGS = 32, 1024
-"""An entry of the metadata takes some 220 bytes of memory; many of a few bytes each are no metadata."""
+MIN_CHARS_PER_STRING, FREE_STRINGS = 32, 1024
+"""Bound on the entries of the metadata. Each takes some 220 bytes of memory, and real ones are long and few."""
 
 MAX_DEPTH = 126
-"""Objects and lists within each other in a description: serde_json stops at 128 in all."""
+"""Nested brackets of a description. serde_json stops at 128 in all."""
 
 METADATA = "__metadata__"
 
@@ -36,10 +30,12 @@ _PLAIN = re.compile(
     rf'"(?!{METADATA}")([^"\\\x00-\x1f]*)":\{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],'
     rf'"data_offsets":\[({_SIZE}),({_SIZE})\]\}}([,}}])'
 )
-"""A tensor as safetensors itself writes it, and what follows it: most are so, and to read them so is twice as fast."""
+"""A tensor as safetensors itself writes it, and the character after it. This reads most tensors, twice as fast."""
+
+_MAX_PLAIN_CHARS = 4096
+"""Characters that `_PLAIN` may match: its loop over sizes keeps a hundred bytes for each."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_BRACKET_OR_STRING = re.compile(r'[{}\[\]]|"[^"\\]*(?:\\.[^"\\]*)*"|"', re.DOTALL)
 
 
 class HeaderReader:
@@ -49,34 +45,35 @@ class HeaderReader:
         header: its bytes.
 
     Attributes:
-        metadata: the free-form strings, once all tensors were read; None if there are none.
+        metadata: the free-form strings, set once all tensors were read; None if there are none.
+
+    Raises:
+        ValueError: the header is not UTF-8.
     """
 
     def __init__(self, header: bytes) -> None:
         self.metadata: dict[str, str] | None = None
         self._has_metadata = False
-        self._text = header.decode("latin-1")  # one byte per character, whatever is in it; see `_utf8`
+        self._text = header.decode("utf-8")
         self._at = 0
-        self._num_brackets = 0
 
     def tensors(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield name and fields of each tensor, in the order of the header.
+        """Yield name and fields of each tensor, in the order of the header. A name may come twice.
 
-        Fields are what JSON has: strings, numbers, lists; but objects are tuples of pairs. What is no object has no
-        fields. A name may come twice.
+        Fields are JSON values, but objects are tuples of pairs. A description that is no object has no fields.
 
         Raises:
-            ValueError: safetensors would not take this for JSON, or it is without measure.
+            ValueError: safetensors would not accept this JSON, or it exceeds a limit of this module.
         """
         self._take("{")
         more = self._take('"}') == '"'
         while more:
-            plain = _PLAIN.match(self._text, self._at - 1, self._at + _MAX_PLAIN_NBYTES)
+            plain = _PLAIN.match(self._text, self._at - 1, self._at + _MAX_PLAIN_CHARS)
             if plain is not None:
                 name, code, sizes, start, end, after = plain.groups()
                 self._at = plain.end()
                 shape = [int(size) for size in sizes.split(",")] if sizes else []
-                yield _utf8(name), {"dtype": code, "shape": shape, "data_offsets": [int(start), int(end)]}
+                yield name, {"dtype": code, "shape": shape, "data_offsets": [int(start), int(end)]}
             else:
                 name = self._string()
                 self._take(":")
@@ -90,7 +87,7 @@ class HeaderReader:
                 self._take('"')
         self._skip_space()
         if self._at != len(self._text):
-            raise ValueError(f"something follows its end, byte {self._at}")
+            raise ValueError(f"something follows its end, character {self._at}")
 
     def _read_metadata(self) -> None:
         if self._has_metadata:
@@ -110,8 +107,8 @@ class HeaderReader:
                 self._take('"')
                 if name in self.metadata:
                     raise ValueError(f"{name!r} comes twice")
-                if len(self.metadata) > FREE_STRINGS + self._at // MIN_NBYTES_PER_STRING:
-                    raise ValueError(f"too many strings up to byte {self._at}")
+                if len(self.metadata) > FREE_STRINGS + self._at // MIN_CHARS_PER_STRING:
+                    raise ValueError(f"too many strings up to character {self._at}")
                 self.metadata[name] = self._string()
                 more = self._take(",}") == ","
                 if more:
@@ -120,57 +117,45 @@ class HeaderReader:
             raise ValueError(f"{METADATA} must map strings to strings: {error}") from error
 
     def _description(self) -> dict[str, Any]:
-        """Return the fields of the tensor whose description is next; none where there is another thing."""
+        """Return the fields of the description that is next; none if it is no object."""
         self._skip_space()
         start = self._at
         if self._text[start : start + 1] != "{":
             return {}
-        self._at = self._end_of_brackets()
-        piece = _utf8(self._text[start : self._at])
-        pairs = _DECODER.decode(piece)
-        if "\\u" in piece:
-            json.dumps(pairs, ensure_ascii=False).encode()  # UnicodeEncodeError where a surrogate is alone
+        pairs, length = self._decoded(start)
+        self._at += length
+        _check_depth(pairs, 1)
+        if "\\u" in self._text[start : self._at]:
+            json.dumps(pairs, ensure_ascii=False).encode()  # UnicodeEncodeError for a lone surrogate
         fields = [pair for pair in pairs if pair[0] in FIELDS]
         if len(fields) != len(dict(fields)):
-            raise ValueError(f"a field comes twice at byte {start}")
+            raise ValueError(f"a field comes twice at character {start}")
         return dict(fields)
 
-    def _end_of_brackets(self) -> int:
-        start, depth = self._at, 0
-        for found in _BRACKET_OR_STRING.finditer(self._text, start, start + MAX_DESCRIPTION_NBYTES):
-            token = found[0]
-            if token in "{[":
-                depth += 1
-                self._num_brackets += 1
-            elif token in "}]":
-                depth -= 1
-            elif token == '"':  # one without end
-                break
-            if depth == 0:
-                return found.end()
-            if self._num_brackets > FREE_BRACKETS + found.start() // MIN_NBYTES_PER_BRACKET:
-                raise ValueError(f"too many brackets for tensors up to byte {found.start()}")
-            if depth > MAX_DEPTH:
-                raise ValueError(f"more than {MAX_DEPTH} brackets within each other at byte {found.start()}")
-        raise ValueError(f"no end within {MAX_DESCRIPTION_NBYTES} bytes of what begins at byte {start}")
+    def _decoded(self, start: int) -> tuple[Any, int]:
+        """Return the JSON value at `start`, and its characters."""
+        for limit in (DESCRIPTION_CHARS, MAX_DESCRIPTION_CHARS):
+            try:
+                return _DECODER.raw_decode(self._text[start : start + limit])
+            except (ValueError, RecursionError) as error:
+                reason = str(error)
+        if start + MAX_DESCRIPTION_CHARS < len(self._text):
+            reason = f"malformed, or no end within {MAX_DESCRIPTION_CHARS} characters"
+        raise ValueError(f"the description at character {start}: {reason}")
 
     def _string(self) -> str:
         """Return the string whose opening quote was taken."""
-        start = self._at - 1
-        _, self._at = _DECODER.raw_decode(self._text, start)
-        text = _utf8(self._text[start : self._at])
-        if "\\" not in text:
-            return text[1:-1]
-        string: str = _DECODER.decode(text)
-        string.encode()  # UnicodeEncodeError where a surrogate is alone
+        string: str
+        string, self._at = _DECODER.raw_decode(self._text, self._at - 1)
+        string.encode()  # UnicodeEncodeError for a lone surrogate
         return string
 
     def _take(self, expected: str) -> str:
-        """Return the next character that is no space, which must be one of those expected."""
+        """Return the next character that is no space. It must be one of those expected."""
         self._skip_space()
         found = self._text[self._at : self._at + 1]
         if not found or found not in expected:
-            raise ValueError(f"{found!r} at byte {self._at}, expected {' or '.join(expected)}")
+            raise ValueError(f"{found!r} at character {self._at}, expected {' or '.join(expected)}")
         self._at += 1
         return found
 
@@ -180,13 +165,16 @@ class HeaderReader:
         self._at = space.end()
 
 
-def _utf8(text: str) -> str:
-    """Return what the bytes mean that `text` has as characters."""
-    return text if text.isascii() else text.encode("latin-1").decode("utf-8")
+def _check_depth(container: Any, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} nested brackets in a description")
+    for value in (pair[1] for pair in container) if isinstance(container, tuple) else container:
+        if isinstance(value, tuple | list):
+            _check_depth(value, depth + 1)
 
 
 def _integer(digits: str) -> int | float:
-    """Return a number as serde_json has it: what no 64 bits hold is a float, and so is -0."""
+    """Return a number as serde_json does: -0 is a float, and so is a number beyond 64 bits."""
     value = _finite(digits) if len(digits) > 20 else int(digits)
     if value == 0 and digits.startswith("-"):
         return -0.0

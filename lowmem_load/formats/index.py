@@ -13,20 +13,20 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import LocalFile, read_bytes
 
 MAX_JSON_NBYTES = 64 << 20
-"""Bytes of such a file: three times the largest published index. Parsed, it takes up to some ten times that."""
+"""Bytes of such a file: three times the largest published index. Parsed, it takes up to ten times as much."""
 
 MAX_COUNT = 1 << 20
-"""Of layers, experts or labels in a config.json: lists are made of so many entries before there is a model."""
+"""Largest number of layers, experts or labels in a config.json. transformers makes lists of this length."""
 
 _COUNTS = re.compile(r"(?:\A|_)(?:layers?|experts?|blocks?|stages?|depths?|heads?|codebooks?|quantizers?|labels)\Z")
-"""Keys of a config.json that say how many there are of something."""
+"""Keys of a config.json that count something."""
 
 
 def check_index(index: str) -> None:
     """Refuse an index that is malformed, or names files outside of its folder.
 
-    An index is untrusted input: transformers joins its names to the folder as they are. The folder belongs to the user:
-    symbolic links in it are followed wherever they lead, as transformers follows them.
+    An index is untrusted: transformers joins its names to the folder unchecked. The folder belongs to the user, so
+    symbolic links in it may lead anywhere, as in transformers.
 
     Args:
         index: path of the index that transformers is about to use.
@@ -54,7 +54,7 @@ def check_index(index: str) -> None:
 
 
 def _is_file_name(value: object) -> bool:
-    """Return whether the system can be asked for a file of this name: no zero in it, no half of a surrogate."""
+    """Return whether a file can have this name: it has no zero byte and no lone surrogate."""
     try:
         return isinstance(value, str) and bool(value) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -62,10 +62,10 @@ def _is_file_name(value: object) -> bool:
 
 
 def base_of_adapter(path: str) -> str:
-    """Return the folder or Hub id of the model that the adapter whose configuration is at `path` belongs to.
+    """Return the folder or Hub id of an adapter's base model, given the path of the adapter's configuration.
 
     Raises:
-        CheckpointError: it cannot be read, or names none.
+        CheckpointError: the file cannot be read, or names no base model.
     """
     content = read_json(path)
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
@@ -75,12 +75,12 @@ def base_of_adapter(path: str) -> str:
 
 
 def check_model_config(path: str) -> None:
-    """Refuse a config.json that no model can be made of, before lists and modules are made by the million.
+    """Refuse a config.json with impossible counts, before transformers makes millions of modules.
 
-    What is wrong with single values is transformers' to say.
+    Other values are left for transformers to check.
 
     Raises:
-        CheckpointError: names the file, and the key.
+        CheckpointError: names the file and the key.
     """
     config = read_json(path)
     if not isinstance(config, dict):
@@ -110,10 +110,10 @@ def _shown(value: Any) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Return what a JSON file holds; it is never waited for, and must not be huge.
+    """Return the content of a JSON file. It must be a regular file of limited size.
 
     Raises:
-        CheckpointError: it cannot be read, is huge, or no JSON.
+        CheckpointError: the file cannot be read, is too large, or is not JSON.
     """
     source = LocalFile(path)
     try:

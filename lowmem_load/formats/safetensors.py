@@ -1,7 +1,7 @@
-"""Safetensors files: untrusted headers in, validated tensor descriptions out.
+"""Safetensors files: validates untrusted headers and describes their tensors.
 
-Layout of a file (safetensors 0.8.0, `safetensors/src/tensor.rs`): 8 bytes little-endian header length, the header as
-a JSON object, then the data. The data offsets of the tensors must tile the data exactly: no hole, no overlap.
+A file (safetensors 0.8.0, `safetensors/src/tensor.rs`) has 8 bytes of little-endian header length, the header as a JSON
+object, then the data. The tensors must cover the data exactly, without holes or overlaps.
 """
 
 from __future__ import annotations
@@ -24,65 +24,60 @@ from lowmem_load.planning.expression import Source
 
 PREFIX_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
-"""Bytes. The limit of safetensors itself (`MAX_HEADER_SIZE`): a forged length must not allocate gigabytes."""
+"""Bytes. The limit of safetensors itself (`MAX_HEADER_SIZE`). A forged length must not allocate gigabytes."""
 
 MAX_SIZE = (1 << 64) - 1
-"""Of a dimension, an offset, and of elements and bits of a tensor, as safetensors counts them."""
+"""Limit of a dimension, an offset, and the elements and bits of a tensor, in 64 bits as in safetensors."""
 
 MAX_TORCH_SIZE = (1 << 63) - 1
-"""Of strides, in which torch counts an empty dimension as one of 1."""
+"""Limit of torch for strides, where an empty dimension counts as 1."""
 
-BITS: Mapping[str, int] = {
-    "F4": 4,
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8"), 8),
-    **dict.fromkeys(("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+_DTYPES: Mapping[str, tuple[int, str]] = {
+    "F4": (4, "float4_e2m1fn_x2"),
+    "F6_E2M3": (6, ""),
+    "F6_E3M2": (6, ""),
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
 }
-"""Bits of an element by dtype as the file spells it: those of safetensors 0.8.0, in order (`Dtype` in `tensor.rs`)."""
+"""Dtypes of safetensors 0.8.0 (`Dtype` in `tensor.rs`): bits of an element, and the name in torch; "" for none."""
 
-_TORCH_NAMES: Mapping[str, str] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-}
+BITS: Mapping[str, int] = {code: bits for code, (bits, _) in _DTYPES.items()}
+"""Bits of an element by dtype, as the file spells it."""
 
 DTYPES: Mapping[str, torch.dtype] = {
-    code: getattr(torch, name) for code, name in _TORCH_NAMES.items() if hasattr(torch, name)
+    code: getattr(torch, name) for code, (_, name) in _DTYPES.items() if name and hasattr(torch, name)
 }
-"""Those that the installed torch has, too."""
+"""The dtypes that the installed torch has too."""
 
 PACKED = {"F4": 2}
-"""How many elements, along the last dimension, are one element of the dtype that torch has for them."""
+"""Elements along the last dimension that torch packs into one element of its dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of one shard file. A file may hold tensors that torch cannot: only to use them is an error.
+    """One tensor of a file. torch may be unable to hold it; only using such a tensor is an error.
 
     Attributes:
         file_name, name: of the file and of the tensor.
         dtype_code: the dtype as the file spells it, such as "BF16".
-        file_shape: sizes in elements as the file counts them; () for a scalar.
+        file_shape: in elements as the file counts them; () for a scalar.
         start: first byte of the data, absolute in the file.
     """
 
@@ -94,7 +89,7 @@ class TensorEntry:
 
     @property
     def where(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"{self.file_name}: tensor {self.name!r}"
 
     @property
@@ -110,10 +105,10 @@ class TensorEntry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes in elements of `dtype`, as safetensors' own loader gives them.
+        """Shape in elements of `dtype`, as in safetensors' own loader.
 
         Raises:
-            UnsupportedError: torch cannot hold it; or it packs elements of this dtype, and they do not come out even.
+            UnsupportedError: torch cannot hold it, or torch packs this dtype and the last dimension does not fit.
         """
         if math.prod(max(1, size) for size in self.file_shape) > MAX_TORCH_SIZE:
             raise UnsupportedError(f"{self.where}: its shape {self.file_shape} is beyond what torch can hold")
@@ -130,20 +125,20 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data; a header in which they are not whole is refused."""
+        """Bytes of the data. `parse_header` refuses a fraction of a byte."""
         return math.prod(self.file_shape) * BITS[self.dtype_code] // 8
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A validated header: tensors by name, and the free-form string metadata (None when the file has none)."""
+    """A validated header: tensors by name, and the free-form metadata; None if the file has none."""
 
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str] | None
 
 
 def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
-    """Return the byte length of the JSON header that follows the 8 bytes of `prefix`.
+    """Return the bytes of the JSON header that follows the 8 bytes of `prefix`.
 
     Raises:
         HeaderError: the length is absurd.
@@ -168,7 +163,7 @@ def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
     """Parse and validate the JSON `header` of a file of `file_nbytes` bytes.
 
     Raises:
-        HeaderError: malformed JSON, duplicate or ill-formed entries, or offsets that do not tile the data.
+        HeaderError: malformed JSON, duplicate or malformed entries, or offsets that do not cover the data exactly.
         TruncatedFileError: the file is shorter than the tensors need.
     """
     data_start = PREFIX_NBYTES + len(header)
@@ -204,7 +199,7 @@ def _entry(name: str, fields: Mapping[str, Any], data_start: int, file_name: str
     numel = 1
     for size in shape:
         numel *= size
-        if numel > MAX_SIZE:  # though a size of 0 may follow, as in safetensors
+        if numel > MAX_SIZE:  # even if a size of 0 follows, as in safetensors
             break
     nbits = numel * BITS[code]
     if nbits > MAX_SIZE:
@@ -224,7 +219,8 @@ def _entry(name: str, fields: Mapping[str, Any], data_start: int, file_name: str
 
 def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_name: str, file_nbytes: int) -> None:
     end = data_start
-    in_file = sorted(entries.values(), key=lambda entry: entry.nbytes)  # empty ones before others of the same start
+    # Two sorts, since one by pairs needs twice the memory. Empty tensors come before others of the same start.
+    in_file = sorted(entries.values(), key=lambda entry: entry.nbytes)
     in_file.sort(key=lambda entry: entry.start)
     for entry in in_file:
         if entry.start != end:
@@ -263,21 +259,24 @@ class Safetensors:
 
 
 def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str], Source]:
-    """Return what gives the tensor of a name; it keeps little, for a model may have a hundred thousand tensors."""
+    """Return a function from names to sources. It shares equal shapes: a model may have a hundred thousand tensors."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def source_of(entry: TensorEntry) -> Source:
-        shape = entry.shape
-        return Source(path, entry.name, entry.start, shapes.setdefault(shape, shape), entry.dtype)
-
     sources: dict[str, Source] = {}
-    unsupported: dict[str, TensorEntry] = {}
+    unsupported: dict[str, str] = {}
     for name, entry in entries.items():
         try:
-            sources[name] = source_of(entry)
-        except UnsupportedError:  # it is an error only for a model that uses this tensor
-            unsupported[name] = entry
-    return lambda name: sources[name] if name in sources else source_of(unsupported[name])
+            shape, dtype = entry.shape, entry.dtype
+        except UnsupportedError as error:  # only a model that uses this tensor fails
+            unsupported[name] = str(error)
+        else:
+            sources[name] = Source(path, name, entry.start, shapes.setdefault(shape, shape), dtype)
+
+    def expression(name: str) -> Source:
+        if name in unsupported:
+            raise UnsupportedError(unsupported[name])
+        return sources[name]
+
+    return expression
 
 
 _CODE_OF: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}

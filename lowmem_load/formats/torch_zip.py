@@ -27,10 +27,10 @@ MAX_PICKLE_NBYTES = 32 << 20
 """Bytes of `data.pkl`. A tensor takes about 200, so this is 150 000 tensors in one file; more would cost gigabytes."""
 
 MAX_DIRECTORY_NBYTES = 32 << 20
-"""Bytes of the zip directory, for the same reason: about 75 for each storage."""
+"""Bytes of the zip directory, for the same reason. A storage takes about 75."""
 
 ALIGNMENT = 64
-"""Bytes, of which the first of an entry's data is a multiple."""
+"""Bytes. torch aligns the data of each entry to it."""
 
 MAX_EXTRA_NBYTES = 24 + ALIGNMENT
 """Of what stands between an entry's name and its data: sizes beyond 4 GiB, and padding."""

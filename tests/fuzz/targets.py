@@ -219,7 +219,7 @@ def _nbytes(region: Source) -> int:
 
 # -- the targets -----------------------------------------------------------------------------------------------------
 
-_STRICTER = re.compile("no end within|too many (brackets|strings)")
+_STRICTER = re.compile("no end within|too many strings")
 """What is refused though safetensors takes it, besides names that come twice; see docs/troubleshooting.md."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError, HeaderError
-from lowmem_load.formats.header_json import MAX_DESCRIPTION_NBYTES, HeaderReader
+from lowmem_load.formats.header_json import MAX_DESCRIPTION_CHARS, HeaderReader
 from lowmem_load.formats.safetensors import (
     PREFIX_NBYTES,
     parse_header,
@@ -205,7 +205,10 @@ def test_nothing_is_taken_that_safetensors_refuses(what: str, changes: list[tupl
         (b'"__metadata__":{"k":"v","k":"w"},' + U8, "'k' comes twice"),
         (b'"a":["U8",[16],[0,16]]', "lacks dtype, shape or data_offsets"),
         (U8.replace(b'"U8"', b'{"U8":null}'), "unknown dtype"),
-        (IGNORED % (b'"' + b"x" * MAX_DESCRIPTION_NBYTES + b'"'), "no end within 65536 bytes of what begins at byte 5"),
+        (
+            IGNORED % (b'"' + b"x" * MAX_DESCRIPTION_CHARS + b'"'),
+            "the description at character 5: malformed, or no end within 65536 characters",
+        ),
     ],
 )
 def test_what_safetensors_takes_and_nobody_writes_is_refused(text: bytes, message: str) -> None:
