@@ -5,8 +5,8 @@
 Each method writes to a fresh folder and deletes it again; before each, what others wrote has reached the disk. In every
 two turns ours and the floor come four times each, after each other, after themselves and after stock. Stock
 is `engine._zero3_consolidated_16bit_state_dict()` followed by `save_pretrained` on rank 0, as `Trainer.save_model` does
-it; it does not wait for the disk, the other two do. The floor writes each rank's partitions, one after the other, to
-its place in one file. The files of weights that ours and stock's wrote are compared byte by byte.
+it; it does not wait for the disk, the other two do. The floor writes each rank's partitions, one after the other, to a
+file of its own. The files of weights that ours and stock's wrote are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -72,21 +72,18 @@ def _lowmem(engine: Any, folder: Path, max_shard_size: str) -> None:
 
 
 def _floor(engine: Any, folder: Path, _: str) -> None:
-    """Write this rank's partitions beside each other, at its own place in one file."""
+    """Write this rank's partitions one after the other to a file of its own."""
     import torch
 
     from lowmem_load.ds.parameters import held_range, partition_of
 
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "all", os.O_WRONLY | os.O_CREAT)
-    parameters = list(engine.module.parameters())
-    offset = int(os.environ["RANK"]) * sum(partition_of(parameter).nbytes for parameter in parameters)
-    for parameter in parameters:
+    descriptor = os.open(folder / f"rank{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
+    for parameter in engine.module.parameters():
         partition = partition_of(parameter).detach()[: held_range(parameter).numel]
         data = memoryview(partition.view(torch.uint8).numpy())
         while data:
-            count = os.pwrite(descriptor, data[: 64 << 20], offset)
-            data, offset = data[count:], offset + count
+            data = data[os.write(descriptor, data[: 64 << 20]) :]
     os.fsync(descriptor)
     os.close(descriptor)
 

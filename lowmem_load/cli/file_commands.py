@@ -143,7 +143,6 @@ def consolidate(
     tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint; from its file `latest` by default.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: fp32, bf16, fp16 or fp64.")] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
-    processes: Annotated[int, typer.Option(min=1, help="Processes that copy at the same time.")] = 1,
     config: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the model; the checkpoint's own config.json by default.")
     ] = None,
@@ -168,7 +167,6 @@ def consolidate(
             tag=tag,
             dtype=getattr(torch, DTYPES[dtype]),
             max_shard_size=max_shard_size,
-            processes=processes,
             config=config,
         )
     answer(as_json, asdict(report), lambda: [str(report)])

@@ -154,7 +154,7 @@ def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool | None:
         kept = {key: value for key, value in state.items() if not (without_frozen and key in frozen)}
         return [recorded(scratch, kept, scratch / name, {}, is_zip=True)], []
 
-    save_described(model, given["save_dir"], describe, f"save_16bit_model {name} {without_frozen}")
+    save_described(model, given["save_dir"], describe, {"save_filename": name, "exclude_frozen": without_frozen})
     return True
 
 
@@ -171,7 +171,7 @@ def save_of_accelerator(accelerator: Any, ordinary: Callable[..., None], given: 
         return describe_save(ordinary, accelerator, {**given, "model": model}, scratch, sources), []
 
     options = {key: value for key, value in given.items() if key not in ("model", "save_directory")}
-    save_described(model, folder, describe, f"Accelerator.save_model {sorted(options.items())}")
+    save_described(model, folder, describe, options)
     return True
 
 

@@ -1,11 +1,11 @@
-"""consolidate: a checkpoint of ZeRO becomes a Hugging Face folder, by byte ranges and without a process group."""
+"""consolidate: makes a Hugging Face folder of a ZeRO checkpoint by byte ranges, without a process group."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,18 +19,23 @@ from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.of_config import describe_plain, model_of
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Source
-from lowmem_load.resume.copying import chunks_of, copy_in_processes
+from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint
 from lowmem_load.resume.zero_checkpoint import Checkpoint, find_folder
-from lowmem_load.resume.zero_layout import FP32, Chain, Pieces, SavedParameter
+from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.file_layout import FileLayout, lay_out
-from lowmem_load.saving.save_plan import Write, plan_writes, total_bytes
+from lowmem_load.saving.file_layout import FileLayout, lay_out_saved
+from lowmem_load.saving.save_plan import Write, held_writes, plan_writes, total_bytes
 from lowmem_load.saving.save_report import SaveReport
+from lowmem_load.saving.writer import Writer
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
-"""Files beside a configuration that go into the folder as they are: what Trainer writes for the tokenizer."""
+"""Files beside a configuration that are copied into the folder: what Trainer writes for the tokenizer."""
+
+CHUNK_BYTES = 32 << 20
+"""Most bytes of a parameter that are in memory at a time."""
 
 
 def consolidate(
@@ -40,72 +45,64 @@ def consolidate(
     tag: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    processes: int = 1,
     config: str | os.PathLike[str] | Literal[False] | None = None,
     progress: bool | None = None,
 ) -> SaveReport:
-    """Make a Hugging Face folder of a checkpoint that DeepSpeed's `save_checkpoint` has written under ZeRO.
+    """Make a Hugging Face folder of a checkpoint that DeepSpeed's `save_checkpoint` wrote under ZeRO.
 
     Takes what `load_checkpoint` takes: stages 1, 2 and 3, also with the optimizer on nvme, and universal checkpoints.
-    Needs no process group, no GPU and no DeepSpeed. The weights are the optimizer's fp32 ones, those of frozen
-    parameters what was saved of them. The folder appears all at once when it is complete; see `save_model`.
+    Needs no process group, no GPU and no DeepSpeed. The weights are the optimizer's fp32 values; frozen parameters have
+    the values that were saved. The folder appears all at once when it is complete; see `save_model`.
 
     Args:
-        checkpoint_folder: that `save_checkpoint` was given, or a `PartialEngine`'s; it has the folders of the tags.
+        checkpoint_folder: the folder that `save_checkpoint` was given, of an engine or a `PartialEngine`. It holds the
+            folders of the tags.
         output_folder: made if it is not there.
-        tag: of the checkpoint; None for the one that the file `latest` names (or `latest_universal`).
+        tag: of the checkpoint. None: the one that the file `latest` names (or `latest_universal`).
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: fp32.
         max_shard_size: bytes, or text such as "5GB".
-        processes: that copy at the same time. More than one are started by `spawn`, so a script that calls this must
-            do so under `if __name__ == "__main__":`.
-        config: folder with config.json, or name of a model on the Hub: the parameters are named as `save_pretrained`
-            of that model would. None: `checkpoint_folder`, if it has one, as Trainer writes it. False, or where there
-            is none: they have the names of the checkpoint, and tied ones are written under each name.
+        config: folder with config.json, or name of a model on the Hub. The parameters are named as `save_pretrained`
+            of that model names them. None: `checkpoint_folder`, if it has a config.json, as Trainer writes it. False,
+            or without a config.json: the parameters keep the names of the checkpoint, and tied parameters are written
+            under each name.
         progress: True shows a progress bar, False none, None one on long runs when stderr is a terminal.
 
     Returns:
         What was written.
 
-    Memory: 40 MiB in each process.
+    Memory: 40 MiB.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
-        ConfigError: the folder cannot be used, or an argument.
-        UnsupportedError: model parallelism, or what cannot be written piece by piece.
+        ConfigError: the folder or an argument cannot be used.
+        UnsupportedError: model parallelism, or a conversion that cannot be written piece by piece.
     """
-    if type(processes) is not int or processes < 1:
-        raise ConfigError(f"consolidate: processes={processes!r}, expected a number from 1 on")
     if dtype is not None and dtype not in saver.DTYPES:
-        raise ConfigError(f"consolidate: dtype {dtype!r}; name one of {saver.DTYPES}, or none")
+        raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")
     report = SaveReport(os.fspath(output_folder))
     if config is None and os.path.isfile(os.path.join(checkpoint_folder, "config.json")):
         config = checkpoint_folder
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name, Executor() as executor:
-        with report.phase("plan"), saver.logged_as(Path(name), report.folder):
+        scratch = Path(name)
+        with report.phase("plan"), saver.logged_as(scratch, report.folder):
             found = find_folder(checkpoint_folder, tag, ("latest", "latest_universal"))
             if found is None:
-                raise CheckpointError(f"{checkpoint_folder}: no file 'latest' in it; name the tag")
+                raise CheckpointError(f"{checkpoint_folder}: has no file 'latest'; name the tag")
             checkpoint = open_checkpoint(found, executor)
-            tensors = tensors_of(checkpoint)
-            saved = _describe(checkpoint, tensors, Path(name), config, dtype or torch.float32, max_shard_size)
-            copying = _plan(tensors, saved)
-        _write(copying, checkpoint, Path(name), report, processes, progress)
+            tensors = _tensors_of(checkpoint)
+            saved = _describe(checkpoint, tensors, scratch, config, dtype or torch.float32, max_shard_size)
+            files = [lay_out_saved(file, scratch) for file in saved]
+            writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
+            chunks = list(_chunks_of(writes, {name: each.pieces[FP32] for name, each in tensors.items()}))
+        _write(files, chunks, total_bytes(writes), executor, scratch, report, progress)
+    report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
     return report
 
 
-def tensors_of(checkpoint: Checkpoint) -> dict[str, SavedParameter]:
+def _tensors_of(checkpoint: Checkpoint) -> dict[str, SavedParameter]:
     """Return each tensor of the model, by each of its names."""
-    found = {**checkpoint.whole, **checkpoint.of_module}
+    found = {**checkpoint.replicated, **checkpoint.of_module}
     return found | {name: found[other] for name, other in checkpoint.shared.items() if other in found}
-
-
-@dataclass(frozen=True, slots=True)
-class _Copying:
-    """What is written, and where it comes from."""
-
-    files: Sequence[FileLayout]
-    writes: Sequence[Write]
-    pieces: Mapping[str, Pieces | Chain]
 
 
 def _describe(
@@ -116,7 +113,7 @@ def _describe(
     dtype: torch.dtype,
     max_shard_size: int | str,
 ) -> list[saver.SavedFile]:
-    """Return the files of weights; write all others to `scratch`."""
+    """Return the files of weights, and write all other files to `scratch`."""
     sources = {name: Source("", name, 0, each.shape, each.dtype) for name, each in tensors.items()}
     if config is None or config is False:
         return describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
@@ -133,7 +130,7 @@ def _describe(
 
 
 def _matched(model: nn.Module, sources: Mapping[str, Source], config: str | os.PathLike[str]) -> dict[int, Source]:
-    """Return what stands for each parameter and buffer of a model, by `id`.
+    """Return the source of each parameter and buffer of a model, by `id`.
 
     Raises:
         CheckpointError: the checkpoint is of another model.
@@ -158,7 +155,7 @@ def _matched(model: nn.Module, sources: Mapping[str, Source], config: str | os.P
 
 
 def _check_ties(model: nn.Module, checkpoint: Checkpoint, config: str | os.PathLike[str]) -> None:
-    """Raise CheckpointError where the model ties what was trained apart: of those only one would be written."""
+    """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
@@ -169,47 +166,92 @@ def _check_ties(model: nn.Module, checkpoint: Checkpoint, config: str | os.PathL
             )
 
 
-def _plan(tensors: Mapping[str, SavedParameter], saved: Sequence[saver.SavedFile]) -> _Copying:
-    files = [
-        lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
-        for file in saved
-    ]
-    writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
-    return _Copying(files, writes, {name: each.pieces[FP32] for name, each in tensors.items()})
+# -- copying ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A run of elements of one parameter, and where they go.
+
+    Attributes:
+        name: of the parameter.
+        elements: of the parameter.
+        expression: their source.
+        writes: that put them into files.
+    """
+
+    name: str
+    elements: FlatRange
+    expression: Expression
+    writes: tuple[Write, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.elements.numel * self.expression.dtype.itemsize
+
+
+def _chunks_of(writes: Iterable[Write], pieces: Mapping[str, Pieces]) -> Iterator[_Chunk]:
+    """Yield chunks that together are all writes, parameter by parameter."""
+    of_parameter: dict[str, list[Write]] = {}
+    for write in writes:
+        of_parameter.setdefault(write.parameter, []).append(write)
+    for name, mine in of_parameter.items():
+        source = pieces[name]
+        step = max(1, CHUNK_BYTES // source.dtype.itemsize)
+        for start in range(0, source.numel, step):
+            elements = FlatRange(start, min(start + step, source.numel))
+            yield _Chunk(name, elements, source.part(elements), tuple(held_writes(mine, {name: elements})))
 
 
 def _write(
-    copying: _Copying,
-    checkpoint: Checkpoint,
+    files: Sequence[FileLayout],
+    chunks: Sequence[_Chunk],
+    total: int,
+    executor: Executor,
     scratch: Path,
     report: SaveReport,
-    processes: int,
     progress: bool | None,
 ) -> None:
     """Write the folder, all at once."""
-    total = total_bytes(copying.writes)
-    staging = folders.make_staging(report.folder, sum(file.nbytes for file in copying.files))
+    staging = folders.make_staging([folders.find_target(report.folder)], sum(file.nbytes for file in files))
     try:
-        for file in copying.files:
-            folders.make_file(staging, file.name, file.header, file.nbytes)
-        paths = [staging.path / file.name for file in copying.files]
-        chunks = list(chunks_of(copying.writes, copying.pieces))
+        for file in files:
+            folders.make_file(staging, file)
         with progress_bar(total, "Consolidating", progress, 0) as update, report.phase("write"):
 
             def on_bytes(num_bytes: int) -> None:
                 update(num_bytes)
                 report.sample_memory()
 
-            copied = copy_in_processes(chunks, checkpoint.files, paths, on_bytes, processes)
-        if copied.written_bytes != total:
-            raise PlanError(f"{report.folder}: {copied.written_bytes} bytes were written of {total}")
+            with Writer([staging.path / file.name for file in files], on_bytes) as writer:
+                _copy(chunks, executor, writer)
+        if writer.written_bytes != total:
+            raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total}")
         with report.phase("rename"):
             folders.put_beside(staging, scratch)
-            folders.commit(staging, [file.name for file in copying.files])
+            folders.commit(staging, [file.name for file in files])
     except BaseException:
         folders.discard(staging)
         raise
-    report.files = {file.name: file.nbytes for file in copying.files}
-    report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
-    report.written_bytes, report.num_writes = copied.written_bytes, copied.num_writes
-    report.staged_bytes = copied.staged_bytes
+    report.files = {file.name: file.nbytes for file in files}
+    report.note_writes(writer)
+
+
+def _copy(chunks: Sequence[_Chunk], executor: Executor, writer: Writer) -> None:
+    """Copy the chunks, and have what was written reach the disk.
+
+    Raises:
+        CheckpointError: a file cannot be read, has changed, or cannot be written.
+    """
+    buffer = torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8, device="cpu")
+    for chunk in chunks:
+        planner = Planner()
+        fill = planner.plan_fill(chunk.name, chunk.expression, FlatRange(0, chunk.elements.numel))
+        memory = buffer[: chunk.nbytes].view(chunk.expression.dtype)
+        executor.fill(fill, memory, planner.values, planner.material)
+        executor.finish()
+        for write in chunk.writes:
+            writer.write(write, memory, chunk.elements.start)
+    executor.check_unchanged()
+    writer.sync()

@@ -22,13 +22,7 @@ from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape
-from lowmem_load.resume.optimizer_states import (
-    UNIVERSAL_STATE,
-    of_stage_3,
-    of_stages_1_and_2,
-    universal,
-    zero_state,
-)
+from lowmem_load.resume.optimizer_states import UNIVERSAL_STATE, trained_parameters, universal, zero_state
 from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, at, find_folder
 from lowmem_load.resume.zero_files import Files
 from lowmem_load.resume.zero_layout import SavedParameter, group_numels, place_fragments
@@ -61,7 +55,7 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         optims = [files.open(path) for path in paths.optims]
         optimizer = zero_state(optims[0])
         _check_worlds(models, optims, are_whole=paths.are_whole)
-        trained = (of_stages_1_and_2 if paths.are_whole else of_stage_3)(files, groups, optims)
+        trained = trained_parameters(files, groups, optims, 2 if paths.are_whole else 3)
     shared = _shared(models[0])
     if paths.are_whole:
         others = _whole_parameters(files, models[0], {*trained, *shared})
@@ -74,7 +68,7 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         parameters={**trained, **others},
         lacks_frozen=frozen is None,
         shared=shared,
-        whole={**_buffers(files, models[0]), **_replicated(files)},
+        replicated={**_buffers(files, models[0]), **_replicated(files)},
         optimizer=optimizer,
         states=models,
         files=files.opened,
@@ -213,13 +207,13 @@ def _whole_parameters(files: Files, file: TorchObjects, others: Iterable[str]) -
     module = at(file.tree, "module", dict, file.path)
     known = {*others, *_buffer_names(file)}
     found = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
-    return {name: files.whole(file, name, each) for name, each in found.items() if name not in known}
+    return {name: files.replicated(file, name, each) for name, each in found.items() if name not in known}
 
 
 def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
     """Return the buffers that the module's state dict has."""
     module = at(file.tree, "module", dict, file.path)
-    return {name: files.whole(file, name, module[name]) for name in _buffer_names(file) if name in module}
+    return {name: files.replicated(file, name, module[name]) for name in _buffer_names(file) if name in module}
 
 
 def _buffer_names(file: TorchObjects) -> list[str]:
@@ -234,7 +228,7 @@ def _replicated(files: Files) -> dict[str, SavedParameter]:
     file = files.open(path)
     masters = at(at(file.tree, "whole", dict, path), "masters", dict, path)
     held = {**at(file.tree, "buffers", dict, path), **at(file.tree, "parameters", dict, path), **masters}
-    return {name: files.whole(file, name, tensor) for name, tensor in held.items()}
+    return {name: files.replicated(file, name, tensor) for name, tensor in held.items()}
 
 
 def _refuse_confused(file: TorchObjects, *, are_whole: bool) -> None:

@@ -19,13 +19,16 @@ from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.resume.zero_checkpoint import at, base_optimizer
 from lowmem_load.resume.zero_files import Files, is_swapped, swap_file
-from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter, group_numels, place_chains, place_groups
+from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter, group_numels, place_groups
 
 UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
 """Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
 
 UNIVERSAL_STATE = "optimizer_state.pt"
 """File of a universal checkpoint with what the ZeRO optimizer has saved, on rank 0."""
+
+_MASTERS = {3: "fp32_flat_groups", 2: "single_partition_of_fp32_groups"}
+"""Entry with the fp32 values, by stage."""
 
 _STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 """By the names of DeepSpeed's `ZeroStageEnum`."""
@@ -52,78 +55,53 @@ def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
     return state
 
 
-# -- stage 3 ---------------------------------------------------------------------------------------------------------
-
-
-def of_stage_3(
-    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects]
+def trained_parameters(
+    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects], stage: int
 ) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name. See [Note: flat groups].
+    """Return the trained parameters by name. See [Note: flat groups] and [Note: chains].
+
+    `stage` is 3, or 2 for 1 and 2, which are saved alike.
 
     Raises:
-        CheckpointError: files do not go together.
+        CheckpointError: the files do not go together.
     """
-    numels = group_numels(groups, len(optims))
-    by_rank = [_states_of(files, file, numels, rank, len(optims)) for rank, file in enumerate(optims)]
-    return place_groups(groups, *_together(by_rank, optims))
-
-
-def _states_of(files: Files, file: TorchObjects, numels: list[int], rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Return what a rank has for each sub-group: flat tensors as sources, and other values."""
-    zero = zero_state(file, 3)
-    masters = at(zero, "fp32_flat_groups", list, file.path)
-    states = _base_states(zero, len(numels), len(masters), file)
-    found = []
-    for number, (master, size) in enumerate(zip(masters, numels, strict=True)):
-        flats, others = _split(files, file, master, states.get(number, {}), number)
-        placed = {
-            key: files.swapped(swap_file(files.folder, rank, world_size, value, what), what, size)
-            if is_swapped(value, size)
-            else files.flat(file, value, what, size)
-            for key, (value, what) in flats.items()
-        }
-        found.append({**placed, **others})
-    return found
-
-
-# -- stages 1 and 2 --------------------------------------------------------------------------------------------------
-
-
-def of_stages_1_and_2(
-    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects]
-) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name. See [Note: chains].
-
-    Raises:
-        CheckpointError: files do not go together.
-    """
-    paddings = [_paddings(file, groups) for file in optims]
-    if any(each != paddings[0] for each in paddings):
-        raise CheckpointError(f"{optims[0].path}: ranks have padded parameters otherwise")
+    world_size = len(optims)
+    paddings = None if stage == 3 else _paddings(optims, groups)
+    numels: Sequence[int | None] = group_numels(groups, world_size) if stage == 3 else [None] * len(groups)
     by_rank = []
-    for file in optims:
-        zero = zero_state(file, 2)
-        masters = at(zero, "single_partition_of_fp32_groups", list, file.path)
+    for rank, file in enumerate(optims):
+        zero = zero_state(file, stage)
+        masters = at(zero, _MASTERS[stage], list, file.path)
         states = _base_states(zero, len(groups), len(masters), file)
         found = []
-        for number, master in enumerate(masters):
+        for number, (master, size) in enumerate(zip(masters, numels, strict=True)):
             flats, others = _split(files, file, master, states.get(number, {}), number)
-            placed = {key: files.flat(file, value, what, None) for key, (value, what) in flats.items()}
+            placed = {
+                key: files.swapped(swap_file(files.folder, rank, world_size, value, what), what, size)
+                if size is not None and is_swapped(value, size)
+                else files.flat(file, value, what, size)
+                for key, (value, what) in flats.items()
+            }
             found.append({**placed, **others})
         by_rank.append(found)
-    return place_chains(groups, paddings[0], *_together(by_rank, optims))
+    return place_groups(groups, *_together(by_rank, optims), paddings)
 
 
-def _paddings(file: TorchObjects, groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
-    """Return how many elements lie behind each parameter of each group; releases before 0.19.5 do not say it: none."""
-    found = zero_state(file, 2).get("param_alignment_paddings", [[0] * len(group) for group in groups])
-    lengths = [len(each) if isinstance(each, list) else -1 for each in found] if isinstance(found, list) else []
-    is_right = lengths == [len(group) for group in groups] and all(
-        type(padding) is int and 0 <= padding < 1 << 20 for each in found for padding in each
-    )
-    if not is_right:
-        raise CheckpointError(f"{file.path}: its 'param_alignment_paddings' are malformed")
-    return list(found)
+def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
+    """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
+    read = []
+    for file in optims:
+        found = zero_state(file, 2).get("param_alignment_paddings", [[0] * len(group) for group in groups])
+        lengths = [len(each) if isinstance(each, list) else -1 for each in found] if isinstance(found, list) else []
+        is_right = lengths == [len(group) for group in groups] and all(
+            type(padding) is int and 0 <= padding < 1 << 20 for each in found for padding in each
+        )
+        if not is_right:
+            raise CheckpointError(f"{file.path}: its 'param_alignment_paddings' are malformed")
+        read.append(found)
+        if found != read[0]:
+            raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
+    return list(read[0])
 
 
 # -- universal -------------------------------------------------------------------------------------------------------
@@ -146,7 +124,7 @@ def universal(files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchOb
         for name, shape in group.items():
             size = math.prod(shape)
             flats = {key: (_parameter_file(files, name, key, size),) for key in UNIVERSAL_KEYS}
-            pieces = {key: Pieces(each, 0, size) for key, each in flats.items()}
+            pieces = {key: Pieces(each, size, size) for key, each in flats.items()}
             found[name] = SavedParameter(name, shape, pieces, number, first or _step_of(files, name))
     return found
 

@@ -14,7 +14,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
 from lowmem_load.resume.zero_checkpoint import Checkpoint
-from lowmem_load.resume.zero_layout import FP32, Chain, Pieces, SavedParameter
+from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter
 
 if TYPE_CHECKING:
     from lowmem_load.ds.engine_states import HeldParameter, Zero3State
@@ -93,9 +93,11 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
     ]
     frozen = [_part(planner, one, FP32, saved, *state.partition_of(one)) for one in state.frozen]
     buffers = {
-        name: _fill_of(planner, name, checkpoint.whole[name].pieces[FP32], FlatRange(0, buffer.numel()), buffer.dtype)
+        name: _fill_of(
+            planner, name, checkpoint.replicated[name].pieces[FP32], FlatRange(0, buffer.numel()), buffer.dtype
+        )
         for name, buffer in state.buffers.items()
-        if name in checkpoint.whole
+        if name in checkpoint.replicated
     }
     scheduler = None
     if wanted.scheduler and has_scheduler:
@@ -122,13 +124,13 @@ def _matched(
     saved = {name: one for name, one in checkpoint.parameters.items() if name in names}
     frozen = {one.name for one in state.frozen}
     missing = sorted(name for name in names if name not in saved and not (checkpoint.lacks_frozen and name in frozen))
-    missing += sorted(name for name in state.buffers if name not in checkpoint.whole)
+    missing += sorted(name for name in state.buffers if name not in checkpoint.replicated)
     unknown = sorted(set(checkpoint.of_module) - set(names))
     pairs = [(name, one.shape, names[name].shape) for name, one in saved.items()]
     pairs += [
-        (name, checkpoint.whole[name].shape, tuple(buffer.shape))
+        (name, checkpoint.replicated[name].shape, tuple(buffer.shape))
         for name, buffer in state.buffers.items()
-        if name in checkpoint.whole
+        if name in checkpoint.replicated
     ]
     shapes = [f"{name} is {found}, not {expected}" for name, found, expected in pairs if found != expected]
     if wanted.optimizer:
@@ -196,6 +198,6 @@ def _part(
 
 
 def _fill_of(
-    planner: Planner, name: str, pieces: Pieces | Chain, mine: FlatRange, dtype: torch.dtype, *, on_host: bool = True
+    planner: Planner, name: str, pieces: Pieces, mine: FlatRange, dtype: torch.dtype, *, on_host: bool = True
 ) -> Fill:
     return planner.plan_fill(name, cast(pieces.part(mine), dtype), FlatRange(0, mine.numel), on_host=on_host)

@@ -51,7 +51,7 @@ class Checkpoint:
         parameters: by name: the trained ones in the optimizer's order, then the frozen ones.
         lacks_frozen: whether it was saved with `exclude_frozen_parameters`.
         shared: names that stand for another parameter, by name.
-        whole: what every rank had whole, by name: buffers, and what partial ZeRO-3 does not partition.
+        replicated: what every rank had in full, by name: buffers, and what partial ZeRO-3 does not partition.
         optimizer: the tree that the ZeRO optimizer has saved, of rank 0.
         states: the tree of model states of each rank; of stages 1 and 2 one for all.
         files: all files.
@@ -62,7 +62,7 @@ class Checkpoint:
     parameters: Mapping[str, SavedParameter]
     lacks_frozen: bool
     shared: Mapping[str, str]
-    whole: Mapping[str, SavedParameter]
+    replicated: Mapping[str, SavedParameter]
     optimizer: Mapping[str, Any]
     states: Sequence[TorchObjects]
     files: Sequence[PlannedFile]

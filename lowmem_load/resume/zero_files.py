@@ -101,7 +101,7 @@ class Files:
             raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is no number, text or tensor")
         return value
 
-    def whole(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
+    def replicated(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
         """Return a tensor that was saved whole."""
         shape = tensor.size if isinstance(tensor, Tensor) else ()
         return place_fragments(name, shape, [self.flat(file, tensor, name, math.prod(shape))])

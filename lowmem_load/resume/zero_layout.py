@@ -1,15 +1,15 @@
-"""Where the elements of each parameter lie in a checkpoint of ZeRO-3. Pure.
+"""Where the elements of each parameter lie in the files of a ZeRO checkpoint. Pure.
 
-[Note: flat groups] Each of N ranks has saved one flat tensor per sub-group of the optimizer, in fp32, and one for each
-of its moments. A sub-group's flat tensor holds this rank's partitions of its parameters, one after the other, each with
-the padding that makes all N of them equally long: `ceil(numel / N)` elements. So element `i` of a parameter is element
-`offset + i % size` of rank `i // size`. Which parameters form a sub-group depends on N as well (`sub_group_size` counts
-elements of a rank), so nothing is looked for by its number: the file says the names and shapes of each sub-group.
-Frozen parameters have one padded fragment in each rank's file of model states.
+[Note: flat groups] Under stage 3 each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one
+for each of its moments. The flat tensor holds the rank's partitions of the sub-group's parameters, one after the other.
+Every partition is padded to the same length, `ceil(numel / N)` elements. So element `i` of a parameter is element
+`offset + i % size` of rank `i // size`. `sub_group_size` counts elements of a rank, so the sub-groups depend on N too:
+parameters are found by the names and shapes that the file gives for each sub-group, never by its number. Of each frozen
+parameter, each rank's file of model states has one padded fragment.
 
-[Note: chains] Stages 1 and 2 put the whole parameters of each of the optimizer's groups one behind the other, with some
-padding behind each and at the end, and cut that into N equally long flat tensors. Those of the fp32 values are saved
-without the padding at the end, so the last of them may be shorter, or empty; those of moments with it.
+[Note: chains] Stages 1 and 2 put the replicated parameters of each optimizer group one after the other, pad each of
+them and the end, and cut the result into N flat tensors of equal length. The fp32 values are saved without the padding
+at the end, so the last tensors may be shorter or empty. Moments are saved with it.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `_create_fp16_sub_groups` and `_rigid_state_dict`;
 `runtime/zero/stage_1_and_2.py`, `__init__` and `state_dict`; `runtime/engine.py`, `_get_zero_param_shapes` and
@@ -27,89 +27,71 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Expression, Shape, Source, concat
-from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
+from lowmem_load.planning.ranges import FlatRange, partition_numel
 
 FP32 = "fp32"
-"""Key of the values of a parameter, in fp32 if it was trained, beside those of the optimizer's moments."""
+"""Key of a parameter's values, beside the keys of the moments. Values of frozen parameters may have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Flats:
-    """The elements of one parameter, or of one of its moments, in flat tensors in the files of all ranks."""
+class Pieces:
+    """The elements of one parameter, or of one of its moments, in the flat tensors of all ranks.
+
+    Element `i` of the parameter is element `offset + (i + shift) % size` of the flat tensor of rank
+    `(i + shift) // size`. See [Note: flat groups], where `shift` is 0, and [Note: chains], where `offset` is 0.
+
+    Attributes:
+        flats: flat tensor of each rank.
+        numel: elements of the parameter.
+        size: elements of a rank that belong together.
+        offset: element of each flat tensor at which they start.
+        shift: element of all flat tensors together at which the parameter starts.
+    """
 
     flats: tuple[Source, ...]
-    offset: int
     numel: int
+    size: int
+    offset: int = 0
+    shift: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the elements."""
         return self.flats[0].dtype
 
-
-@dataclass(frozen=True, slots=True)
-class Pieces(_Flats):
-    """The elements of one parameter, or of one of its moments, of which each rank's flat tensor holds a partition.
-
-    Attributes:
-        flats: the flat tensor of each rank.
-        offset: element of it at which the partition starts.
-        numel: of the whole.
-    """
-
     def part(self, wanted: FlatRange) -> Expression:
-        """Return what elements `wanted` of the whole are made of: runs of the files of the ranks that hold some."""
-        size = partition_numel(self.numel, len(self.flats))
-        parts: list[Source] = []
-        for rank in range(wanted.start // size, -(-wanted.end // size)) if wanted.numel else ():
-            held = partition_range(self.numel, rank, len(self.flats))
-            first, last = max(wanted.start, held.start), min(wanted.end, held.end)
-            parts.append(_run(self.flats[rank], self.offset + first - held.start, last - first))
-        return _joined(parts, self.flats)
-
-
-@dataclass(frozen=True, slots=True)
-class Chain(_Flats):
-    """The elements of one parameter, or of one of its moments, in flat tensors that lie one behind the other.
-
-    Attributes:
-        flats: the flat tensor of each rank: all of one length, but for the last ones.
-        offset: element of all of them together at which the parameter starts.
-        numel: of the parameter.
-    """
-
-    def part(self, wanted: FlatRange) -> Expression:
-        """Return what elements `wanted` of the parameter are made of: runs of the files of the ranks that hold some."""
-        (size,) = self.flats[0].shape
-        parts: list[Source] = []
-        start, end = self.offset + wanted.start, self.offset + wanted.end
-        for rank in range(start // size, -(-end // size)) if wanted.numel else ():
-            first, last = max(start, rank * size), min(end, (rank + 1) * size)
-            parts.append(_run(self.flats[rank], first - rank * size, last - first))
-        return _joined(parts, self.flats)
+        """Return the elements `wanted` of the parameter: a run of each file that holds some of them."""
+        start, end = self.shift + wanted.start, self.shift + wanted.end
+        runs: list[Source] = []
+        for rank in range(start // self.size, -(-end // self.size)) if wanted.numel else ():
+            first, last = max(start, rank * self.size), min(end, (rank + 1) * self.size)
+            runs.append(_run(self.flats[rank], self.offset + first - rank * self.size, last - first))
+        if len(runs) == 1:
+            return runs[0]
+        return concat(runs, 0) if runs else _run(self.flats[0], 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """A parameter as a checkpoint has it.
+    """A parameter of a checkpoint.
 
     Attributes:
-        name: as the model had it.
-        shape: of the whole.
+        name: in the model that was saved.
+        shape: of the whole parameter.
         pieces: of its values (`FP32`) and of each of the optimizer's moments.
-        group: number of its sub-group; None for one that the optimizer did not have.
-        scalars: what else the optimizer keeps for its sub-group: the number of steps.
+        group: number of its sub-group; None for a parameter that the optimizer did not have.
+        scalars: other values that the optimizer keeps for the sub-group: the number of steps.
     """
 
     name: str
     shape: Shape
-    pieces: Mapping[str, Pieces | Chain]
+    pieces: Mapping[str, Pieces]
     group: int | None
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
@@ -127,52 +109,42 @@ def place_groups(
     groups: Sequence[Mapping[str, Shape]],
     flats: Mapping[str, Sequence[Sequence[Source]]],
     scalars: Sequence[Mapping[str, Any]],
+    paddings: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name.
 
-    `flats` has flat tensors by key, rank and sub-group, as long as `group_numels` says.
-    """
-    found: dict[str, SavedParameter] = {}
-    for number, group in enumerate(groups):
-        of_ranks = {key: tuple(ranks[number] for ranks in by_rank) for key, by_rank in flats.items()}
-        offset = 0
-        for name, shape in group.items():
-            numel = math.prod(shape)
-            pieces = {key: Pieces(ranks, offset, numel) for key, ranks in of_ranks.items()}
-            found[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
-            offset += partition_numel(numel, len(of_ranks[FP32]))
-    return found
-
-
-def place_chains(
-    groups: Sequence[Mapping[str, Shape]],
-    paddings: Sequence[Sequence[int]],
-    flats: Mapping[str, Sequence[Sequence[Source]]],
-    scalars: Sequence[Mapping[str, Any]],
-) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name. See [Note: chains].
-
-    `flats` has flat tensors by key, rank and group; `paddings` the elements that lie behind each parameter.
+    Args:
+        groups: names and shapes of each group's parameters.
+        flats: flat tensors by key, rank and group. Under stage 3 their lengths are those of `group_numels`.
+        scalars: other values of each group.
+        paddings: elements behind each parameter of each group under stages 1 and 2, see [Note: chains]; None under
+            stage 3, see [Note: flat groups].
 
     Raises:
-        CheckpointError: a flat tensor is too short.
+        CheckpointError: a flat tensor of stage 1 or 2 is too short.
     """
     found: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
         of_ranks = {key: tuple(ranks[number] for ranks in by_rank) for key, by_rank in flats.items()}
-        offset = 0
-        for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
+        start = needed = 0
+        for position, (name, shape) in enumerate(group.items()):
             numel = math.prod(shape)
-            chains = {key: Chain(ranks, offset, numel) for key, ranks in of_ranks.items()}
-            found[name] = SavedParameter(name, tuple(shape), chains, number, scalars[number])
-            offset += numel + padding
-        for ranks in of_ranks.values():
-            _check_chain(ranks, offset - padding if group else 0)
+            if paddings is None:
+                size = partition_numel(numel, len(of_ranks[FP32]))
+                pieces = {key: Pieces(ranks, numel, size, offset=start) for key, ranks in of_ranks.items()}
+                start += size
+            else:
+                pieces = {key: Pieces(ranks, numel, ranks[0].shape[0], shift=start) for key, ranks in of_ranks.items()}
+                needed = start + numel
+                start = needed + paddings[number][position]
+            found[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
+        for ranks in of_ranks.values() if paddings is not None else ():
+            _check_chain(ranks, needed)
     return found
 
 
 def _check_chain(flats: Sequence[Source], needed: int) -> None:
-    """Raise CheckpointError unless flat tensors together have the elements of a group, and all full ones one length."""
+    """Raise CheckpointError unless the flat tensors hold a group's elements, and all but the last ones are full."""
     size = max(flat.shape[0] for flat in flats)
     for rank, flat in enumerate(flats):
         mine = min(max(0, needed - rank * size), size)
@@ -184,14 +156,10 @@ def _check_chain(flats: Sequence[Source], needed: int) -> None:
 
 
 def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> SavedParameter:
-    """Return a frozen parameter: one padded fragment per rank, or one that is whole."""
-    return SavedParameter(name, tuple(shape), {FP32: Pieces(tuple(fragments), 0, math.prod(shape))}, None)
-
-
-def _joined(parts: Sequence[Source], flats: Sequence[Source]) -> Expression:
-    if len(parts) == 1:
-        return parts[0]
-    return concat(parts, 0) if parts else _run(flats[0], 0, 0)
+    """Return a frozen parameter: one padded fragment per rank, or one fragment that is the whole parameter."""
+    numel = math.prod(shape)
+    pieces = Pieces(tuple(fragments), numel, partition_numel(numel, len(fragments)))
+    return SavedParameter(name, tuple(shape), {FP32: pieces}, None)
 
 
 def _run(flat: Source, first: int, numel: int) -> Source:

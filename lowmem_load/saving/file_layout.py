@@ -26,6 +26,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
 from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.hf.saver import SavedFile
 from lowmem_load.io.source import LocalFile, read_bytes
 from lowmem_load.planning.expression import Expression, Shape, Source
 
@@ -51,6 +52,17 @@ class FileLayout:
     nbytes: int
     starts: Mapping[str, int]
     others: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def lay_out_saved(file: SavedFile, scratch: Path) -> FileLayout:
+    """Return the layout of a file of a save. `scratch` is a folder for temporary files.
+
+    Raises:
+        UnsupportedError: safetensors does not have a tensor's dtype.
+    """
+    if file.is_zip:
+        return lay_out_zip(file.name, file.tensors, scratch)
+    return lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
 
 
 def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:

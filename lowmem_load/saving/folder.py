@@ -1,12 +1,14 @@
-"""A folder that appears all at once: what is saved is gathered in another one, which then takes its place.
+"""A folder that appears all at once: a save fills a staging folder, which then takes the place of its target.
 
-[Note: all at once] A save goes to a folder of another name beside the one that is meant. Once all of it has reached the
-disk, the two are exchanged by one system call (`renameat2`; where the file system lacks it, by two renames), and what
-the former folder had besides is moved over. So whenever a save ends, also by a signal or with the machine, there is the
-former folder or the new one, and never a mixture of both, which would load wrongly without an error: their shards have
-the same names and shapes. A folder that cannot be renamed (one that is or has a mount point, that this process works
-in, whose parent it may not write, of a lower layer of overlayfs) is changed inside: what would make it load is taken
-away first and comes back last, so that for the moment of these renames it loads not at all.
+[Note: all at once] A save writes to a staging folder of another name. When everything in it has reached the disk, the
+staging folder and the target are exchanged by one system call (`renameat2`; two renames where the file system lacks
+it). What the former folder had besides is then moved over. So after a save that ended in any way, also by a signal or
+with the machine, there is the former folder or the new one. A mixture of both would load wrong weights without an
+error, because their shards have the same names and shapes.
+
+Some folders cannot be renamed: those that are or have a mount point, the working directory, folders whose parent may
+not be written, and those of a lower layer of overlayfs. Their files are replaced one by one. The files that loaders
+look for are removed first and come back last, so the folder does not load in between.
 """
 
 from __future__ import annotations
@@ -19,23 +21,21 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.saving.file_layout import FileLayout
 
 PROBE = ".lowmem_load_probe"
-"""File by which ranks tell that they see one folder. A folder that has it is of a save that has not ended."""
-
-EMPTY: Mapping[int, bytes] = MappingProxyType({})
+"""File by which ranks tell that they see one folder. It marks the staging folder of a save that has not ended."""
 
 _SAVING, _REMOVED = "saving-", "removed-"
-"""What names of folders have in them: of those that are filled, and of those that are on their way out."""
+"""Parts of the names of folders that are being filled, and of folders that are being deleted."""
 
 _FORMER = ".former"
-"""Folder, in one that is emptied into its target, for what the target had under the same names."""
+"""Folder in a staging folder inside the target, for files of the target that have the same names as the new ones."""
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _AT_CWD = -100  # AT_FDCWD of linux/fcntl.h
@@ -43,111 +43,165 @@ _AT_CWD = -100  # AT_FDCWD of linux/fcntl.h
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Where files lie until they take their places.
+    """The folder that files are written to before they take their places.
+
+    Ranks may reach one disk under different paths, so each rank makes its own.
 
     Attributes:
-        path: of the folder that holds them.
-        target: of the folder that they are meant for.
-        token: that ranks look for in the probe.
+        target: folder that the files are meant for, without symbolic links.
+        token: random text of this save. It is in the name of the staging folder and in the probe file.
+        is_inside: whether the staging folder lies in the target, because that cannot be renamed.
     """
 
-    path: Path
     target: Path
     token: str
+    is_inside: bool
 
     @property
-    def is_inside(self) -> bool:
-        """Whether it lies in the folder itself, which cannot be renamed."""
-        return self.path.parent == self.target
+    def path(self) -> Path:
+        """Path of the staging folder."""
+        return self.folder(_SAVING + self.token)
 
-    @property
-    def removed(self) -> str:
-        """Name of what nobody needs any more, by which the next save can tell if this one is killed."""
-        return self.path.name.replace(_SAVING + self.token, _REMOVED + self.token)
+    def folder(self, state: str) -> Path:
+        """Return the path of a hidden folder of this save, beside the target or inside it."""
+        return self.target / f".{state}" if self.is_inside else self.target.with_name(f".{self.target.name}.{state}")
 
 
-def make_staging(folder: str | os.PathLike[str], needed_bytes: int) -> Staging:
-    """Make an empty folder for a save; remove what earlier saves to the same place, which were killed, have left.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a rank knows of the folder of a save. Ranks send it to each other.
+
+    Attributes:
+        path: of the folder, without symbolic links.
+        can_be_renamed: False where a save must replace the files in it.
+    """
+
+    path: str
+    can_be_renamed: bool
+
+
+def find_target(folder: str | os.PathLike[str]) -> Target:
+    """Return what this rank knows of the folder of a save.
 
     Raises:
-        ConfigError: it cannot be made, or too little is free there.
+        ConfigError: it is a file, or cannot be reached.
     """
     target = Path(os.path.realpath(folder))
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{folder}: is a file; name a folder")
-    token = secrets.token_hex(4)
+    try:
+        return Target(str(target), not target.is_dir() or _can_be_renamed(target))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be saved to: {error}") from error
+
+
+def make_staging(targets: Sequence[Target], needed_bytes: int) -> Staging:
+    """Make an empty staging folder, and remove what earlier saves to the same target left when they were killed.
+
+    It lies inside a target that a rank cannot rename, and inside one that ranks know under different names: it might
+    be a mount point, which not all ranks see as one.
+
+    Args:
+        targets: of all ranks; the first is that of this rank.
+        needed_bytes: size of what is saved.
+
+    Raises:
+        ConfigError: the folder cannot be made, or the disk is too small.
+    """
+    target = Path(targets[0].path)
+    is_one_name = len({os.path.basename(each.path) for each in targets}) == 1
+    is_inside = target.is_dir() and not (is_one_name and all(each.can_be_renamed for each in targets))
+    staging = Staging(target, secrets.token_hex(4), is_inside)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        inside = target.is_dir() and not _can_be_renamed(target)
-        place = target if inside else target.parent
-        prefix = "." if inside else f".{target.name}."
-        _finish_what_is_left(target, place, prefix)
-        free_bytes = shutil.disk_usage(place).free
+        _finish_what_is_left(staging)
+        free_bytes = shutil.disk_usage(staging.path.parent).free
         if free_bytes < needed_bytes:
             beside = " beside the former files, which stay until the new ones are complete" if target.is_dir() else ""
             raise ConfigError(
-                f"{folder}: needs {needed_bytes} bytes{beside}, but {free_bytes} are free; nothing was written. Free "
+                f"{target}: needs {needed_bytes} bytes{beside}, but {free_bytes} are free; nothing was written. Free "
                 "space, remove the former files first, or save to another folder"
             )
-        path = place / f"{prefix}{_SAVING}{token}"
-        path.mkdir()
+        staging.path.mkdir()
         try:
-            (path / PROBE).write_text(token)
+            (staging.path / PROBE).write_text(staging.token)
             if target.is_dir():
-                shutil.copymode(target, path)
+                shutil.copymode(target, staging.path)
         except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(staging.path, ignore_errors=True)
             raise
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be saved to: {error}") from error
-    return Staging(path, target, token)
+        raise ConfigError(f"{target}: cannot be saved to: {error}") from error
+    return staging
 
 
-def check_seen(staging: Staging) -> None:
-    """Raise ConfigError unless this rank sees what rank 0 has put into the staging folder."""
+def check_seen(staging: Staging, made: str) -> None:
+    """Raise ConfigError unless this rank sees the staging folder that rank 0 made, whose path there is `made`."""
     with contextlib.suppress(OSError):
         if (staging.path / PROBE).read_text() == staging.token:
             return
     raise ConfigError(
-        f"{staging.target}: this rank does not see the folder that rank 0 made there ({staging.path.name}), so it is "
-        "on a disk of another machine; all ranks write into one folder: name one on a file system that they share"
+        f"{staging.target}: this rank does not see the folder that rank 0 made: it looked for {staging.path}, rank 0 "
+        f"made {made}. All ranks write into one folder: name the same folder on each, on a file system that they share"
     )
 
 
-def make_file(staging: Staging, name: str, header: bytes, nbytes: int, others: Mapping[int, bytes] = EMPTY) -> None:
-    """Make a file of its full length, with its first bytes and others. What is not written later stays zero."""
-    path = staging.path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(header)
-        for start, data in others.items():
-            file.seek(start)
-            file.write(data)
-        file.truncate(nbytes)
-        file.flush()
-        os.fsync(file.fileno())
+def make_file(staging: Staging, file: FileLayout) -> None:
+    """Make a file of its full length, with everything but the tensors' data. That is zero until ranks write it.
+
+    Raises:
+        CheckpointError: the system refuses: the disk is full.
+    """
+    path = staging.path / file.name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as opened:
+            _allocate(opened.fileno(), file.nbytes)
+            for offset, data in {0: file.header, **file.others}.items():
+                opened.seek(offset)
+                opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made, with {file.nbytes} bytes: {error}") from error
 
 
-def put_beside(staging: Staging, scratch: Path) -> list[str]:
-    """Copy all files below a folder into the staging folder, and have them reach the disk; return their paths in it."""
-    names = []
+def _allocate(descriptor: int, nbytes: int) -> None:
+    """Give a file its full length and, where the file system can, blocks on the disk.
+
+    Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # only Linux has it
+    if call is not None and nbytes:
+        if call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+            return
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(number, os.strerror(number))
+    os.ftruncate(descriptor, nbytes)
+
+
+def put_beside(staging: Staging, scratch: Path) -> None:
+    """Copy all files below a folder into the staging folder, and have them reach the disk."""
     for path in sorted(scratch.rglob("*")):
         if path.is_file():
-            name = path.relative_to(scratch)
-            (staging.path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, staging.path / name)
-            _sync(staging.path / name)
-            names.append(name.as_posix())
-    return names
+            copied = staging.path / path.relative_to(scratch)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copied)
+            _sync(copied)
 
 
 def commit(staging: Staging, weights: Sequence[str]) -> None:
-    """Let the staging folder take its place. See [Note: all at once].
+    """Let the staging folder take the place of its target. See [Note: all at once].
 
-    Its files are complete, and on the disk; `weights` are paths in it of the files of weights.
+    Its files are complete and on the disk. `weights` are the paths in it of the files of weights.
 
     Raises:
-        ConfigError: the folder was replaced or removed meanwhile, or cannot be renamed.
+        ConfigError: the target was replaced or removed meanwhile, or cannot be renamed.
     """
     try:
         for below, _, _ in os.walk(staging.path):
@@ -158,53 +212,54 @@ def commit(staging: Staging, weights: Sequence[str]) -> None:
             return
         try:
             former = _take_place(staging)
-        except OSError:  # EXDEV of overlayfs, EPERM below a sticky folder of somebody else's: files may be replaced
+        except OSError:  # EXDEV of overlayfs, EPERM in a sticky folder of another user: its files can be replaced
             _replace_inside(staging, stale)
             return
         (staging.target / PROBE).unlink(missing_ok=True)
         _sync(staging.target.parent)
         if former is not None:
             _move_over(former, staging.target, stale)
-            _remove(former, staging.removed)
+            _remove(former, staging)
     except OSError as error:
-        raise ConfigError(f"{staging.target}: what was saved cannot take its place: {error}") from error
+        raise ConfigError(f"{staging.target}: the saved folder cannot take its place: {error}") from error
 
 
 def discard(staging: Staging) -> None:
     """Remove the staging folder of a save that has failed."""
-    if (staging.path / PROBE).exists():  # else it is on its way to its place
+    if (staging.path / PROBE).exists():  # otherwise it is taking its place
         shutil.rmtree(staging.path, ignore_errors=True)
 
 
-def _finish_what_is_left(target: Path, place: Path, prefix: str) -> None:
-    """Finish what saves to the target did not, which were killed; leave what may be the only copy of something."""
-    for removed in place.glob(f"{glob.escape(prefix + _REMOVED)}*"):
+def _finish_what_is_left(staging: Staging) -> None:
+    """Finish earlier saves to the target that were killed. Leave folders that may be the only copy of something."""
+    target, place = staging.target, staging.path.parent
+    for removed in place.glob(f"{glob.escape(staging.folder(_REMOVED).name)}*"):
         shutil.rmtree(removed, ignore_errors=True)
-    for left in place.glob(f"{glob.escape(prefix + _SAVING)}*"):
+    for left in place.glob(f"{glob.escape(staging.folder(_SAVING).name)}*"):
         if not (left / PROBE).exists() and (left / _FORMER).exists():
-            continue  # it has what the folder lacks; see `_replace_inside`
+            continue  # it has files that the target lacks; see `_replace_inside`
         if not (left / PROBE).exists() and target.is_dir():  # the former folder, exchanged already
             _move_over(left, target, _stale([path.name for path in target.glob("*.safetensors")]))
-        _remove(left, f"{prefix}{_REMOVED}{left.name.rpartition('-')[2]}")
-    # Of a save that was killed right after the exchange. It must not be in what the next exchange takes away.
+        _remove(left, staging)
+    # A save that was killed right after the exchange left it. It must not be in what the next exchange takes away.
     (target / PROBE).unlink(missing_ok=True)
 
 
-def _remove(folder: Path, name: str) -> None:
-    """Remove a folder that nobody needs, under a name that says so; see `Staging.removed`."""
-    removed = folder.with_name(name)
+def _remove(folder: Path, staging: Staging) -> None:
+    """Delete a folder. It is renamed first, so that the next save deletes it if this one is killed."""
+    removed = staging.folder(_REMOVED + folder.name.rpartition("-")[2])
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
 
 
 def _can_be_renamed(folder: Path) -> bool:
     works_there = folder in (cwd := Path(os.path.realpath(os.getcwd())), *cwd.parents)
-    has_mounts = any(map(os.path.ismount, (folder, *folder.iterdir())))  # those could not be moved over
+    has_mounts = any(map(os.path.ismount, (folder, *folder.iterdir())))
     return not has_mounts and not works_there and os.access(folder.parent, os.W_OK | os.X_OK)
 
 
 def _take_place(staging: Staging) -> Path | None:
-    """Rename the staging folder to its target; return what the former folder is called now, if there was one.
+    """Rename the staging folder to its target; return the new path of the former folder, if there was one.
 
     Raises:
         OSError: the target cannot be renamed. Nothing has changed.
@@ -214,10 +269,8 @@ def _take_place(staging: Staging) -> Path | None:
         return None
     if _exchange(staging.path, staging.target):
         return staging.path
-    ready, former = (
-        staging.target.with_name(f".{staging.target.name}.{state}-{staging.token}") for state in ("ready", "former")
-    )
-    os.rename(staging.path, ready)  # from here on nothing may remove it as what a killed save has left
+    ready, former = staging.folder(f"ready-{staging.token}"), staging.folder(f"former-{staging.token}")
+    os.rename(staging.path, ready)  # from here on no other save may remove it
     try:
         os.rename(staging.target, former)
     except OSError:
@@ -241,7 +294,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _move_over(former: Path, new: Path, stale: re.Pattern[str]) -> None:
-    """Move what only the former folder has, but for weights that the new ones take the place of."""
+    """Move what only the former folder has, except weights that the new ones replace."""
     for entry in sorted(former.iterdir()):
         place = new / entry.name
         if entry.is_dir() and not entry.is_symlink() and place.is_dir():
@@ -253,7 +306,7 @@ def _move_over(former: Path, new: Path, stale: re.Pattern[str]) -> None:
 def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
     former = staging.path / _FORMER
     former.mkdir()
-    (staging.path / PROBE).unlink()  # from here on nothing may remove it as what a killed save has left
+    (staging.path / PROBE).unlink()  # from here on no other save may remove it
     names = [path.relative_to(staging.path) for path in sorted(staging.path.rglob("*")) if path.is_file()]
     # Single files and indexes are what loaders look for: away first, and back last.
     names.sort(key=lambda name: (_opens(name.name), name))
@@ -265,21 +318,21 @@ def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
         (staging.target / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(staging.path / name, staging.target / name)
     _sync(staging.target)
-    _remove(staging.path, staging.removed)
+    _remove(staging.path, staging)
 
 
 def _opens(name: str) -> bool:
-    """Whether loaders begin with a file of this name."""
+    """Return whether loaders look for a file of this name first."""
     return "safetensors" in name and re.search(r"-\d{5}-of-\d{5}", name) is None
 
 
 def _stale(weights: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern of the names of files that these weights take the place of."""
+    """Return a pattern of the names of files that these weights replace."""
     return re.compile("|".join((re.escape(PROBE), *_stale_patterns(weights))))
 
 
 def _stale_patterns(weights: Sequence[str]) -> Iterator[str]:
-    """Yield patterns of the names under which an earlier save may have left the same weights: shards, single, index."""
+    """Yield patterns of the names that an earlier save may have given the same weights: shards, one file, index."""
     for name in weights:
         stem = re.sub(r"-\d{5}-of-\d{5}", "", os.path.basename(name)).removesuffix(".safetensors")
         base, _, variant = stem.partition(".")

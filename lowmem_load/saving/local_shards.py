@@ -1,4 +1,4 @@
-"""What this rank holds of a model that is saved, and which of it is its to write."""
+"""What this rank holds of a model that is saved, and which elements this rank writes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NOTHING = FlatRange(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """A parameter or buffer, as far as it is on this rank.
+class LocalShard:
+    """What this rank holds of a parameter or buffer.
 
     Attributes:
-        source: what stands for it in the plan: its first name, whole shape, and the dtype that its memory has.
-        tensor: itself.
-        mine: the elements that this rank writes; of all ranks together they are each element once.
+        source: the whole tensor in the plan: its first name, its shape, and the dtype of its memory.
+        tensor: the parameter or buffer.
+        mine: elements that this rank writes. The ranges of all ranks are disjoint, and together the whole tensor.
         is_partitioned: whether it is a ZeRO-3 parameter.
-        is_master: whether what is written are the optimizer's fp32 values of it.
+        is_master: whether the optimizer's fp32 values of it are written.
     """
 
     source: Source
@@ -38,10 +38,10 @@ class Holding:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield flat memory, and which element of the whole its first one is; from nvme it is read for the block.
+        """Yield flat memory, and the number of its first element in the whole tensor.
 
-        Memory: none, but for a parameter that is whole and not contiguous, an optimizer's values on another device,
-            and a partition on nvme, which is read into one of the swapper's buffers.
+        Memory: that of a replicated parameter that is not contiguous, of an optimizer's values on another device, or
+            of a partition on nvme, which is read into one of the swapper's buffers for the block; else none.
         """
         if not self.is_partitioned:
             yield self.tensor.detach().reshape(-1), 0
@@ -55,29 +55,28 @@ class Holding:
             yield partition.detach(), self.mine.start
 
 
-def holdings_of(model: nn.Module, rank: int, *, master: bool) -> list[Holding]:
+def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:
     """Return each parameter and buffer of a model once.
 
-    What is partitioned is written by those who hold it. What is whole on every rank is written by rank 0: nothing says
-    that the others hold the same (buffers, adapters that each rank has drawn for itself), and a mixture of them would
-    be none of the models.
+    Every rank writes its partitions. Rank 0 writes what all ranks hold in full: their values may differ (buffers,
+    adapters that each rank initialised for itself), and a mixture would be no rank's model.
 
-    With `master`, the optimizer's fp32 values of partitioned parameters are meant, where there are some.
+    With `masters`, the optimizer's fp32 values of partitioned parameters are written where there are some.
 
     Raises:
-        UnsupportedError: names a tensor that has no values here.
+        UnsupportedError: names a tensor that has no values on this rank.
         ConfigError: names a parameter that a `GatheredParameters` block has gathered.
     """
     _refuse_gathered(model)
-    found: dict[int, Holding] = {}
+    found: dict[int, LocalShard] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in found:
-            found[id(tensor)] = _holding(name, tensor, rank, master)
+            found[id(tensor)] = _shard(name, tensor, rank, masters)
     return list(found.values())
 
 
 def groups_of(model: nn.Module) -> Sequence[Any]:
-    """Return the groups of torch.distributed of which all ranks together hold the partitioned parameters of a model."""
+    """Return the groups of torch.distributed that hold the partitioned parameters of a model."""
     if "deepspeed" not in sys.modules:  # else nothing can be partitioned
         return []
     from lowmem_load.ds.parameters import is_partitioned, replicas_group_of
@@ -95,12 +94,12 @@ def _refuse_gathered(model: nn.Module) -> None:
     if open_ones:
         raise ConfigError(
             f"{open_ones[0]}: is gathered by an open deepspeed.zero.GatheredParameters"
-            f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}; what is changed in it reaches the "
-            "partitions at its end only: call save_model after the block, on all ranks"
+            f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}. Changes reach the partitions when "
+            "the block ends: call save_model after it, on all ranks"
         )
 
 
-def _holding(name: str, tensor: torch.Tensor, rank: int, master: bool) -> Holding:
+def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalShard:
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
         from lowmem_load.ds.parameters import (
             has_master,
@@ -114,21 +113,21 @@ def _holding(name: str, tensor: torch.Tensor, rank: int, master: bool) -> Holdin
 
         if is_sliced(tensor):
             raise UnsupportedError(
-                f"{name}: is cut by DeepSpeed's tensor parallelism; save with the engine's own methods"
+                f"{name}: is split by DeepSpeed's tensor parallelism; save with the engine's own methods"
             )
         if is_partitioned(tensor):
             # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
             stored = partition_of(tensor).dtype
             if stored.is_floating_point != tensor.dtype.is_floating_point:
                 raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
-            is_master = master and tensor.dtype != torch.float32 and has_master(tensor)
+            is_master = masters and tensor.dtype != torch.float32 and has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
             mine = held_range(tensor) if is_first_replica(tensor) else NOTHING
-            return Holding(Source("", name, 0, whole_shape(tensor), dtype), tensor, mine, True, is_master)
+            return LocalShard(Source("", name, 0, whole_shape(tensor), dtype), tensor, mine, True, is_master)
     if hasattr(tensor, "device_mesh"):
         raise UnsupportedError(f"{name}: is a DTensor, of which this rank may hold a shard; use `save_pretrained`")
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-        raise UnsupportedError(f"{name}: is {state}, so that it has no values to save")
+        raise UnsupportedError(f"{name}: is {state}, so it has no values to save")
     mine = FlatRange(0, tensor.numel()) if rank == 0 else NOTHING
-    return Holding(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)
+    return LocalShard(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)

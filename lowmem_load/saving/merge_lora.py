@@ -16,7 +16,7 @@ import torch
 
 from lowmem_load.hf.merging import FEW_ROWS, Merge
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.saving.local_shards import Holding
+from lowmem_load.saving.local_shards import LocalShard
 
 BLOCK_BYTES = 8 << 20
 """Of a block of rows in float32. Merging it takes a few times as much."""
@@ -43,15 +43,15 @@ def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[RowBlock]
 
 
 def merged_pieces(
-    merge: Merge, holding: Holding, adapters: Mapping[int, torch.Tensor]
+    merge: Merge, shard: LocalShard, adapters: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield this rank's elements of a weight, merged, in pieces: flat memory, and which element its first one is.
 
     `adapters` has the parameters of the adapters, whole, by `id`.
     """
-    num_rows, width = holding.source.shape
-    mine, device = holding.mine, next(iter(adapters.values())).device
-    with holding.memory() as (memory, first):
+    num_rows, width = shard.source.shape
+    mine, device = shard.mine, next(iter(adapters.values())).device
+    with shard.memory() as (memory, first):
         for block in row_blocks(mine, num_rows, width):
             origin = block.lower * width
             start, end = max(mine.start, block.start * width), min(mine.end, block.end * width)
@@ -76,13 +76,13 @@ def digest_of_values(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def merged_whole(merge: Merge, holdings: Sequence[Holding]) -> list[torch.Tensor]:
+def merged_whole(merge: Merge, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
     """Return the merged weights, whole and flat, on ranks that write any of their elements; else nothing. Collective.
 
     Memory: that of the weights three times, or as often as PEFT takes it.
     """
     with _gathered([*merge.parameters, *merge.adapters()]):
-        if not any(holding.mine.numel for holding in holdings):
+        if not any(shard.mine.numel for shard in shards):
             return []
         merged = merge.run({id(parameter): parameter.detach().clone() for parameter in merge.parameters})
         return [tensor.reshape(-1) for tensor in merged]

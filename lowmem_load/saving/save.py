@@ -1,12 +1,11 @@
-"""save_model: describe, plan, agree, write, agree, rename. What each stage does: docs/saving.md."""
+"""save_model: describe, plan, agree, write, agree, rename. See docs/saving.md."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,8 +16,7 @@ from torch import nn
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.processes import Progress
-from lowmem_load.errors import PlanError, UnsupportedError
-from lowmem_load.fingerprint import fingerprint
+from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.merging import Merge
@@ -27,8 +25,8 @@ from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.file_layout import FileLayout, digest_of, lay_out, lay_out_zip
-from lowmem_load.saving.local_shards import Holding, groups_of, holdings_of
+from lowmem_load.saving.file_layout import FileLayout, digest_of, lay_out_saved
+from lowmem_load.saving.local_shards import LocalShard, groups_of, local_shards
 from lowmem_load.saving.merge_lora import digest_of_values, merged_pieces, merged_whole, whole_adapters
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.save_plan import Write, held_writes, plan_writes, total_bytes
@@ -50,90 +48,122 @@ def save_model(
     progress: bool | None = None,
     **save_pretrained_kwargs: Any,
 ) -> SaveReport:
-    """Write a model as `save_pretrained` of the whole model would, each rank the bytes that it holds.
+    """Write the folder that `save_pretrained` of the whole model would write. Each rank writes the bytes that it holds.
 
-    Every rank must call it, between steps: not inside `GatheredParameters`, whose changes reach the partitions at its
-    end. The files are ordinary Hugging Face ones: the same names, keys, shards and bytes, with transformers'
-    conversions turned back, tied and ignored weights left out. Of a PEFT model the adapters are written, or the base
-    model with the adapters merged into it. Works under ZeRO-3 whatever holds the partitions (offload to cpu or nvme,
-    hpZ, MiCS, partial ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed.
+    Every rank must call it, between steps. Do not call it inside `GatheredParameters`, whose changes reach the
+    partitions when the block ends. The files are ordinary Hugging Face files, with the same names, keys, shards and
+    bytes: transformers' conversions are turned back, tied and ignored weights are left out. Of a PEFT model the
+    adapters are written, or the base model with the adapters merged into it. Works under ZeRO-3 in every mode (offload
+    to cpu or nvme, hpZ, MiCS, partial ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed.
 
-    The folder appears all at once when all ranks are done; until then, and after any failure, what was there before is
-    there still. Files in it that a save does not write stay.
+    The folder appears all at once when all ranks are done. Until then, and after any failure, the former folder stays.
+    Files in it that a save does not write stay too.
 
     Args:
-        model: of transformers or PEFT, or what holds it: an engine of DeepSpeed's, DDP.
-        folder: on a file system that all ranks share. Made if it is not there.
+        model: of transformers or PEFT, or an engine of DeepSpeed's or DDP that holds one.
+        folder: on a file system that all ranks share; nodes may have it under different paths. Made if it is not there.
         max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
-        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16; cast on the way. None: as the model
-            has them. With torch.float32, of parameters that an engine of ZeRO-3 trains in 16 bits, the optimizer's fp32
-            values are written; `SaveReport.num_masters` counts them. (Under stages 0 to 2 it is the 16-bit values,
-            cast.)
+        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: that of the model. With
+            torch.float32, the optimizer's fp32 values are written of parameters that a ZeRO-3 engine trains in 16
+            bits; `SaveReport.num_masters` counts them. Under stages 0 to 2 the 16-bit values are cast.
         merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model itself
-            stays as it is. PEFT's own code merges, row by row, a LoRA of linear layers and embeddings; for that every
-            rank gathers the adapters (`SaveReport.adapter_bytes`). Anything else (DoRA, LoHa, IA3, experts, biases) is
-            gathered with its weight, one at a time (`SaveReport.gathered`). With a dtype, what was merged is cast.
-        processors: tokenizers, processors and the like, whose `save_pretrained` writes into the folder too.
+            does not change. PEFT's own code merges. A LoRA of linear layers and embeddings is merged row by row, for
+            which every rank gathers the adapters (`SaveReport.adapter_bytes`). Other adapters (DoRA, LoHa, IA3,
+            experts, biases) are gathered with their weight, one at a time (`SaveReport.gathered`). With a dtype, the
+            merged values are cast.
+        processors: tokenizers and processors, whose `save_pretrained` writes into the folder too.
         progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
-        **save_pretrained_kwargs: as the model's `save_pretrained` takes them: variant, save_original_format, ...
+        **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ...
 
     Returns:
         What was done on this rank.
 
-    Collective: all ranks that hold partitions of the model, or all ranks. No weight crosses the network, but for
-        adapters that are merged.
+    Collective: all ranks that hold partitions of the model, or all ranks. Only adapters that are merged cross the
+        network.
     Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; a few times that to merge rows.
 
     Raises:
-        ConfigError: the folder cannot be used, is not shared by all ranks, or too small; or an argument; or a parameter
-            is gathered by an open `GatheredParameters`.
-        UnsupportedError: names what cannot be saved without gathering it, and why.
+        ConfigError: the folder cannot be used, is not shared by all ranks, or is too small; an argument is wrong; or a
+            parameter is gathered by an open `GatheredParameters`.
+        UnsupportedError: names a tensor that cannot be saved without gathering it, and why.
         CheckpointError: the system refuses a write: the disk is full.
         RankError: another rank failed; the same error is raised on every rank.
     """
     model = unwrapped(model)
-    given: Any = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
-    describe = functools.partial(_described, model, merge_adapters, given)
-    arguments = f"{max_shard_size!r} {dtype} {merge_adapters} {sorted(save_pretrained_kwargs.items())}"
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[saver.SavedFile], list[Merge]]:
+        options: Any = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
+        if not merge_adapters:
+            return saver.describe_save(model, scratch, sources, **options), []
+        with merging.unloaded(model) as (whole, merges):
+            return saver.describe_save(whole, scratch, sources, **options), merges
+
+    arguments = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
     uses_masters = dtype == torch.float32 and not merge_adapters
-    return save_described(model, folder, describe, arguments, masters=uses_masters, also=processors, progress=progress)
-
-
-def _described(
-    model: nn.Module, merges_adapters: bool, given: Any, scratch: Path, sources: Mapping[int, Source]
-) -> tuple[list[saver.SavedFile], list[Merge]]:
-    """Return what `save_pretrained` would write of a model, with its adapters merged or not. See `Describe`."""
-    with contextlib.ExitStack() as stack:
-        whole, merges = stack.enter_context(merging.unloaded(model)) if merges_adapters else (model, [])
-        return saver.describe_save(whole, scratch, sources, **given), merges
+    return save_described(
+        model,
+        folder,
+        describe,
+        {**arguments, **save_pretrained_kwargs},
+        masters=uses_masters,
+        also=processors,
+        progress=progress,
+    )
 
 
 def save_described(
     model: nn.Module,
     folder: str | os.PathLike[str],
     describe: Describe,
-    arguments: str,
+    arguments: Mapping[str, Any],
     *,
     masters: bool = False,
     also: Sequence[Any] = (),
     progress: bool | None = None,
 ) -> SaveReport:
-    """Write the files that are described. See `save_model`. Collective.
+    """Write the files that `describe` returns. See `save_model`. Collective.
 
-    `describe` gets an empty folder of this rank's own, to which it writes all that is no file of weights, and what
-    stands for each parameter and buffer, by `id`. It returns the files of weights, and what is merged. `arguments` says
-    all that the files depend on besides; it is the same on all ranks. For the others see `save_model` and
-    `holdings_of`.
+    Args:
+        model: whose parameters and buffers are written.
+        folder: of the save.
+        describe: gets an empty folder of this rank's own, to which it writes all other files, and the source of each
+            parameter and buffer, by `id`. It returns the files of weights, and the merges.
+        arguments: all else that the files depend on. They must be equal on all ranks.
+        masters: see `local_shards`.
+        also: processors of `save_model`.
+        progress: see `save_model`.
     """
     with load_lock():
         ranks = ranks_of(model)
         report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
-        with ranks.session("save_model"):
-            return _Save(ranks, os.fspath(folder), report, progress)(model, describe, arguments, masters, also)
+        save = _Save(ranks, os.fspath(folder), report)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ranks.session("save_model"))
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
+            stack.enter_context(saver.logged_as(scratch, save.folder))
+            with ranks.step("planning the save", name=save.folder) as step, report.phase("plan"):
+                target = folders.find_target(folder)
+                planned = save.plan(model, describe, scratch, masters)
+                step.digest = _told(arguments, planned.files)
+                step.payload = total_bytes(planned.writes), target.path, target.can_be_renamed
+            save.prove(planned, [num_bytes for num_bytes, *_ in step.payloads])
+            with save.staging(planned, [folders.Target(*known) for _, *known in step.payloads]) as staging:
+                save.write(planned, staging, progress)
+                with ranks.step("renaming", name=save.folder), report.phase("rename"):
+                    if ranks.rank == 0:
+                        for processor in also:
+                            processor.save_pretrained(scratch)
+                        folders.put_beside(staging, scratch)
+                        folders.commit(staging, [file.name for file in planned.files])
+    return report
 
 
 def ranks_of(model: nn.Module) -> RankGroup:
-    """Return the ranks that save a model together. Makes a group of one where there is none."""
+    """Return the ranks that save a model together. Makes a group of one rank where there is no group.
+
+    Raises:
+        UnsupportedError: several groups of ranks hold partitions of the model.
+    """
     groups = groups_of(model)
     if len(groups) > 1:
         raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
@@ -142,73 +172,51 @@ def ranks_of(model: nn.Module) -> RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What is written, and by this rank."""
+    """A planned save.
+
+    Attributes:
+        files: of weights.
+        shards: what this rank holds, by name.
+        writes: of this rank.
+        all_bytes: that all ranks write together.
+        merges: of adapters.
+    """
 
     files: list[FileLayout]
-    holdings: dict[str, Holding]
+    shards: dict[str, LocalShard]
     writes: list[Write]
     all_bytes: int
     merges: list[Merge]
 
-    def holdings_of(self, merge: Merge) -> list[Holding]:
+    def shards_of(self, merge: Merge) -> list[LocalShard]:
         """Return those of the weights that are merged together."""
-        found = {id(holding.tensor): holding for holding in self.holdings.values()}
+        found = {id(shard.tensor): shard for shard in self.shards.values()}
         return [found[id(parameter)] for parameter in merge.parameters]
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """One save: see `save_model`."""
+    """One save, on this rank."""
 
     ranks: RankGroup
     folder: str
     report: SaveReport
-    progress: bool | None
 
-    def __call__(
-        self,
-        model: nn.Module,
-        describe: Describe,
-        arguments: str,
-        masters: bool,
-        also: Sequence[Any],
-    ) -> SaveReport:
-        with contextlib.ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
-            stack.enter_context(saver.logged_as(scratch, self.folder))
-            with self.ranks.step("planning the save", name=self.folder) as step, self.report.phase("plan"):
-                planned = self._plan(model, describe, scratch, masters)
-                told = fingerprint([os.path.realpath(self.folder), arguments])
-                step.digest = f"{told}, files {digest_of(planned.files)}"
-                step.payload = total_bytes(planned.writes)
-            self._prove(planned, step.payloads)
-            with self._staging(planned) as staging:
-                self._write(planned, staging)
-                with self.ranks.step("renaming", name=self.folder), self.report.phase("rename"):
-                    if self.ranks.rank == 0:
-                        for processor in also:
-                            processor.save_pretrained(scratch)
-                        folders.put_beside(staging, scratch)
-                        folders.commit(staging, [file.name for file in planned.files])
-        return self.report
-
-    def _plan(self, model: nn.Module, describe: Describe, scratch: Path, masters: bool) -> _Planned:
-        holdings = holdings_of(model, self.ranks.rank, master=masters)
-        saved, merges = describe(scratch, {id(holding.tensor): holding.source for holding in holdings})
-        files = [_laid_out(file, scratch) for file in saved]
+    def plan(self, model: nn.Module, describe: Describe, scratch: Path, masters: bool) -> _Planned:
+        shards = local_shards(model, self.ranks.rank, masters=masters)
+        saved, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
+        files = [lay_out_saved(file, scratch) for file in saved]
         writes = plan_writes([(layout, _once(file)) for layout, file in zip(files, saved, strict=True)])
-        mine = held_writes(writes, {holding.source.name: holding.mine for holding in holdings})
+        mine = held_writes(writes, {shard.source.name: shard.mine for shard in shards})
         self.report.files = {file.name: file.nbytes for file in files}
         used = {write.parameter for write in writes}
-        self.report.num_masters = sum(one.is_master for one in holdings if one.source.name in used)
-        return _Planned(files, {one.source.name: one for one in holdings}, mine, total_bytes(writes), merges)
+        self.report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
+        return _Planned(files, {shard.source.name: shard for shard in shards}, mine, total_bytes(writes), merges)
 
-    def _prove(self, planned: _Planned, each: Sequence[int]) -> None:
-        """Raise unless the ranks together write as many bytes as there are. See [Note: the plan read backwards].
+    def prove(self, planned: _Planned, each: Sequence[int]) -> None:
+        """Raise unless the ranks write each byte once. See [Note: the plan read backwards].
 
-        Args:
-            planned: says how many there are.
-            each: bytes that each rank writes, by rank.
+        `each` has the bytes that each rank writes, by rank.
         """
         if sum(each) != planned.all_bytes:
             raise PlanError(
@@ -217,27 +225,27 @@ class _Save:
             )
 
     @contextlib.contextmanager
-    def _staging(self, planned: _Planned) -> Iterator[folders.Staging]:
-        """Yield the folder that the files go to first: made by rank 0, seen by all; removed after a failure."""
+    def staging(self, planned: _Planned, targets: Sequence[folders.Target]) -> Iterator[folders.Staging]:
+        """Yield the folder that files are written to first. Rank 0 makes it, and removes it after a failure."""
         made: folders.Staging | None = None
         try:
             with self.ranks.step("making the folder", name=self.folder) as step:
                 if self.ranks.rank == 0:
-                    made = folders.make_staging(self.folder, sum(file.nbytes for file in planned.files))
+                    made = folders.make_staging(targets, sum(file.nbytes for file in planned.files))
                     for file in planned.files:
-                        folders.make_file(made, file.name, file.header, file.nbytes, file.others)
-                    step.payload = str(made.path), str(made.target), made.token
-            path, target, token = step.payloads[0]
-            staging = folders.Staging(Path(path), Path(target), token)
+                        folders.make_file(made, file)
+                    step.payload = str(made.path), made.token, made.is_inside
+            path, token, is_inside = step.payloads[0]
+            staging = folders.Staging(Path(targets[self.ranks.rank].path), token, is_inside)
             with self.ranks.step("reaching the folder", name=self.folder):
-                folders.check_seen(staging)
+                folders.check_seen(staging, path)
             yield staging
-        except BaseException:  # of any rank: all have stopped writing
+        except BaseException:  # on any rank: by now all have stopped writing
             if made is not None:
                 folders.discard(made)
             raise
 
-    def _write(self, planned: _Planned, staging: folders.Staging) -> None:
+    def write(self, planned: _Planned, staging: folders.Staging, show_progress: bool | None) -> None:
         report, total = self.report, total_bytes(planned.writes)
         paths = [staging.path / file.name for file in planned.files]
 
@@ -249,95 +257,80 @@ class _Save:
             update(num_bytes)
             self.ranks.check()
 
-        bar = progress_bar(total, "Saving partitions", self.progress, self.ranks.rank)
+        bar = progress_bar(total, "Saving partitions", show_progress, self.ranks.rank)
         with bar as update, Writer(paths, on_bytes) as writer:
-            todo = _in_turn(dict(_by_parameter(planned.writes)), len(planned.files), self.ranks)
+            todo = _in_turn(planned.writes, len(planned.files), self.ranks)
             self._write_gathered(planned, writer, todo)
             pieces_of = self._pieces_of(planned)
             with self.ranks.step("writing", name=self.folder, progress=progress):
                 with report.phase("write"):
                     for name, writes in todo.items():
-                        for memory, first in pieces_of(planned.holdings[name]):
-                            for write in _within(writes, memory, first):
-                                writer.write(write, memory, first)
+                        for memory, first in pieces_of(planned.shards[name]):
+                            held = FlatRange(first, first + memory.numel())
+                            for part in (part for write in writes for part in write.within(held)):
+                                writer.write(part, memory, first)
                         report.sample_memory()
                 with report.phase("sync"):
                     writer.sync()
-        report.written_bytes, report.num_writes = writer.written_bytes, writer.num_writes
-        report.staged_bytes = writer.staged_bytes
+        report.note_writes(writer)
 
     def _write_gathered(self, planned: _Planned, writer: Writer, todo: dict[str, list[Write]]) -> None:
-        """Write the weights that can only be merged whole, one after the other, and take them out of what is to do."""
+        """Write the weights that must be gathered to be merged, one after the other, and remove them from `todo`."""
         for merge in planned.merges:
             if merge.by_rows:
                 continue
-            holdings = planned.holdings_of(merge)
-            name = holdings[0].source.name
+            shards = planned.shards_of(merge)
+            name = shards[0].source.name
             with self.ranks.step(f"merging {name}", name=self.folder), self.report.phase("merge"):
-                merged = merged_whole(merge, holdings)
-                for holding, memory in zip(holdings, merged, strict=False):
-                    for write in todo.pop(holding.source.name, ()):
+                merged = merged_whole(merge, shards)
+                for shard, memory in zip(shards, merged, strict=False):
+                    for write in todo.pop(shard.source.name, ()):
                         writer.write(write, memory, 0)
-                    self.report.gathered[holding.source.name] = memory.nbytes
+                    self.report.gathered[shard.source.name] = memory.nbytes
                     self.report.sample_memory()
-            self.report.num_merged += len(holdings)
+            self.report.num_merged += len(shards)
 
-    def _pieces_of(self, planned: _Planned) -> Callable[[Holding], Iterator[tuple[torch.Tensor, int]]]:
-        """Return what yields what this rank writes of a weight: flat memory, and which element its first one is."""
+    def _pieces_of(self, planned: _Planned) -> Callable[[LocalShard], Iterator[tuple[torch.Tensor, int]]]:
+        """Return a function that yields what this rank writes of a weight: flat memory, and its first element."""
         merges = {id(merge.parameters[0]): merge for merge in planned.merges if merge.by_rows}
         adapters: dict[int, torch.Tensor] = {}
         if merges:
             with self.ranks.step("gathering the adapters", name=self.folder) as step, self.report.phase("merge"):
                 adapters = whole_adapters(merges.values())
-                step.digest = f"of the adapters {digest_of_values(adapters.values())}"
+                step.digest = f"adapters with values {digest_of_values(adapters.values())}"
             self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
             self.report.num_merged += len(merges)
 
-        def pieces(holding: Holding) -> Iterator[tuple[torch.Tensor, int]]:
-            merge = merges.get(id(holding.tensor))
+        def pieces(shard: LocalShard) -> Iterator[tuple[torch.Tensor, int]]:
+            merge = merges.get(id(shard.tensor))
             if merge is not None:
-                yield from merged_pieces(merge, holding, adapters)
+                yield from merged_pieces(merge, shard, adapters)
                 return
-            with holding.memory() as memory_and_first:
+            with shard.memory() as memory_and_first:
                 yield memory_and_first
 
         return pieces
 
 
-def _laid_out(file: saver.SavedFile, scratch: Path) -> FileLayout:
-    if file.is_zip:
-        return lay_out_zip(file.name, file.tensors, scratch)
-    return lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
+def _told(arguments: Mapping[str, Any], files: Sequence[FileLayout]) -> str:
+    """Return what must be equal on all ranks, as text that says what differs."""
+    given = ", ".join(f"{key}={value!r}" for key, value in sorted(arguments.items()))
+    names = listed([f"{file.name} of {file.nbytes} bytes" for file in files])
+    return f"arguments {given}; files {names}, with headers {digest_of(files)}"
 
 
 def _once(file: saver.SavedFile) -> Mapping[str, Expression]:
-    """Return the tensors of a file without further names of the same one, which only a zip has."""
+    """Return the tensors of a file, each under one name. Only a zip has further names of one tensor."""
     if not file.is_zip:
         return file.tensors
     return dict({id(part): (key, part) for key, part in file.tensors.items()}.values())
 
 
-def _within(writes: Iterable[Write], memory: torch.Tensor, first: int) -> Iterator[Write]:
-    """Yield the writes as far as their elements are in memory."""
-    held = FlatRange(first, first + memory.numel())
+def _in_turn(writes: Sequence[Write], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
+    """Return the writes by parameter. Each rank begins with another file: file systems let one rank write at a time."""
+    todo: dict[str, list[Write]] = {}
     for write in writes:
-        yield from write.within(held)
-
-
-def _in_turn(todo: dict[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
-    """Return what is to do beginning with another file on each rank: file systems let one write to a file at a time."""
+        todo.setdefault(write.parameter, []).append(write)
     own = ranks.rank * num_files // ranks.world_size
-    later = {name: writes for name, writes in todo.items() if writes[0].file < own}
-    return {name: writes for name, writes in todo.items() if name not in later} | later
-
-
-def _by_parameter(writes: Sequence[Write]) -> Iterator[tuple[str, list[Write]]]:
-    """Yield each parameter with its writes, which lie beside each other."""
-    together: list[Write] = []
-    for write in writes:
-        if together and together[0].parameter != write.parameter:
-            yield together[0].parameter, together
-            together = []
-        together.append(write)
-    if together:
-        yield together[0].parameter, together
+    later = {name: mine for name, mine in todo.items() if mine[0].file < own}
+    return {name: mine for name, mine in todo.items() if name not in later} | later

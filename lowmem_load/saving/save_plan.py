@@ -60,13 +60,15 @@ class Write:
 def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) -> list[Write]:
     """Return what must be written by all ranks together, proved to cover every tensor of every file once.
 
+    The order is that of the files, and of the tensors in them: file systems are fastest where offsets ascend.
+
     Raises:
         UnsupportedError: a tensor is not made of parameters by moving and casting their elements.
         PlanError: a tensor would not be covered once. That is a fault of this package.
     """
     writes: list[Write] = []
     for number, (layout, tensors) in enumerate(files):
-        for name, expression in tensors.items():
+        for name, expression in sorted(tensors.items(), key=lambda item: layout.starts[item[0]]):
             _refuse_computed(layout.name, name, expression)
             copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
             prove_coverage(f"{layout.name}: {name}", [copy.nest for copy in copies], numel(expression))

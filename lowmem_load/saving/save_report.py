@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lowmem_load.phases import Phases
 from lowmem_load.quantities import size
+from lowmem_load.saving.writer import Writer
 
 
 @dataclass(slots=True)
@@ -38,6 +39,11 @@ class SaveReport(Phases):
     num_merged: int = 0
     adapter_bytes: int = 0
     gathered: dict[str, int] = field(default_factory=dict)
+
+    def note_writes(self, writer: Writer) -> None:
+        """Take over what a writer counted."""
+        self.written_bytes, self.num_writes = writer.written_bytes, writer.num_writes
+        self.staged_bytes = writer.staged_bytes
 
     def __str__(self) -> str:
         lines = [

@@ -101,6 +101,7 @@ def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any
         save_trained(paths["llama"], out)
         save_adapter(paths["llama"], out)
         fail_together(paths["llama"], out)
+        save_by_two_paths(paths["llama"], out)
     return {way: (report.written_bytes, report.staged_bytes, report.files) for way, report in reports.items()}
 
 
@@ -191,10 +192,32 @@ def save_merged(paths: dict[str, str], out: str) -> None:
         model = adapted("gpt2", load_model(paths["gpt2"], FP32))
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad).add_(int(os.environ["RANK"]))
-    with pytest.raises(RankError, match=r"gathering the adapters failed .*\n.*holds digest of the adapters"):
+    with pytest.raises(RankError, match=r"gathering the adapters failed .*\n.*adapters with values"):
         save_model(model, f"{out}/merged-differing", merge_adapters=True)
     with pytest.raises(ConfigError, match="GPT2LMHeadModel is no PeftModel"):
         save_model(load_model(paths["gpt2"], FP32), f"{out}/merged-differing", merge_adapters=True)
+
+
+def save_by_two_paths(path: str, out: str) -> None:
+    """Rank 1 has the disk under another path, of which the system does not say that it is a link: a mount."""
+    from lowmem_load import load_model, model_digest, save_model
+
+    model, is_second = load_model(path, FP32), os.environ["RANK"] == "1"
+    folder, mounted, disk = Path(out, "two-paths"), Path(out, "mounted"), Path(out, "mounted-disk")
+    if not is_second:
+        mounted.symlink_to("two-paths")
+        disk.symlink_to(".")
+    ordinary, os.path.realpath = os.path.realpath, os.path.abspath
+    try:
+        for other in (disk / "two-paths", mounted):  # at first it is new
+            save_model(model, other if is_second else folder)
+            assert model_digest(load_model(str(folder), FP32)) == model_digest(model)
+        with pytest.raises(RankError, match=r"rank 1: ConfigError: .*another: .* looked for .*name the same folder"):
+            save_model(model, Path(out, "another") if is_second else folder)
+    finally:
+        os.path.realpath = ordinary
+    assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert not os.path.lexists(Path(out, "another")) and not [name for name in os.listdir(out) if name[0] == "."]
 
 
 def fail_together(path: str, out: str) -> None:
@@ -222,7 +245,7 @@ def fail_together(path: str, out: str) -> None:
     with pytest.raises(RankError, match=r"rank 1: ConfigError: .*does not see the folder that rank 0 made"):
         save_model(model, target)
     folders.PROBE = ".lowmem_load_probe"
-    with pytest.raises(RankError, match="planning the save failed on 1 rank"):
+    with pytest.raises(RankError, match=r"planning the save failed on 1 rank.*\n.*max_shard_size='31KB'.*'30KB'"):
         save_model(model, target, max_shard_size=f"{30 + rank}KB")
     with pytest.raises(ConfigError, match="state_dict: not among the keywords"):
         save_model(model, target, state_dict={})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import multiprocessing
 import os
 import pickle
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lowmem_load import consolidate
 from lowmem_load.cli import main
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
-from lowmem_load.resume import copying
+from lowmem_load.resume import consolidate as module
 from tests import builders
 from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3
@@ -54,7 +52,7 @@ def llama(checkpoints: Path) -> PreTrainedModel:
 def test_the_folder_is_what_save_pretrained_writes(
     llama: PreTrainedModel, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     saved_model(llama, tmp_path / "saved", world_size=world_size, sub_group_size=700)
     llama.config.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.json").write_text("{}")
@@ -91,7 +89,7 @@ def test_without_a_configuration_names_stay(tmp_path: Path) -> None:
     buffers = {"steps": torch.tensor(3), "mean": torch.randn(2).bfloat16()}
     shared = {"head.weight": "a.weight"}
     save_zero3(tmp_path / "saved", trained, world_size=2, buffers=buffers, shared=shared)
-    consolidate(tmp_path / "saved", tmp_path / "made", processes=2)
+    consolidate(tmp_path / "saved", tmp_path / "made")
     made = tensors_in(tmp_path / "made")
     assert made.keys() == {"a.weight", "b", "steps", "mean", "head.weight"}
     assert torch.equal(made["head.weight"], trained["a.weight"]) and torch.equal(made["b"], trained["b"])
@@ -197,46 +195,23 @@ def test_what_was_trained_apart_is_not_tied(llama: PreTrainedModel, tmp_path: Pa
     assert torch.equal(tensors_in(tmp_path / "made")["lm_head.weight"], llama.lm_head.weight)
 
 
-def killed(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_process_that_is_killed_leaves_the_former_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_former_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_zero3(tmp_path / "saved", {"a": torch.randn(5, 3), "b": torch.randn(7)}, world_size=1)
     consolidate(tmp_path / "saved", tmp_path / "made")
     before = (tmp_path / "made" / "model.safetensors").read_bytes()
-    forking = multiprocessing.get_context("fork")  # a process of its own takes seconds to import torch
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
-    monkeypatch.setattr(copying, "copy_chunks", killed)
-    with pytest.raises(CheckpointError, match="processes that copy was killed"):
-        consolidate(tmp_path / "saved", tmp_path / "made", processes=2)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"safetensors: cannot be written: .*No space left"):
+        consolidate(tmp_path / "saved", tmp_path / "made")
     assert (tmp_path / "made" / "model.safetensors").read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "made"}
 
 
-@pytest.mark.parametrize("reaches_them", [False, True])
-def test_an_interrupt_ends_the_processes_that_copy(reaches_them: bool) -> None:
-    before, copies = multiprocessing.active_children(), []
-
-    def interrupted() -> None:
-        with copying._pool(1, multiprocessing.get_context("fork")) as pool:
-            assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_DFL
-            pool.submit(time.sleep, 60)
-            copies.extend(set(multiprocessing.active_children()) - set(before))
-            if reaches_them:
-                os.kill(copies[0].pid or 0, signal.SIGINT)
-            raise KeyboardInterrupt
-
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not copies[0].is_alive() and time.monotonic() - began < 30
-
-
 def test_arguments_are_checked(tmp_path: Path) -> None:
     save_zero3(tmp_path, {"a": torch.zeros(3)}, world_size=1)
-    with pytest.raises(ConfigError, match="processes=0"):
-        consolidate(tmp_path, tmp_path / "made", processes=0)
     with pytest.raises(ConfigError, match="int8"):
         consolidate(tmp_path, tmp_path / "made", dtype=torch.int8)
     with pytest.raises(ConfigError, match="cannot be read"):

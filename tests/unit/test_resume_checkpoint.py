@@ -336,7 +336,7 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=1)
     edited(place, "model", lambda state: state.update(buffer_names=[["a"]]))
     with Executor() as executor:
-        assert open_checkpoint(str(place), executor).whole == {}
+        assert open_checkpoint(str(place), executor).replicated == {}
     edited(place, "model", lambda state: state.update(shared_params={"c": ["a"]}))
     with Executor() as executor, pytest.raises(CheckpointError, match="'shared_params' are malformed"):
         open_checkpoint(str(place), executor)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.folder import PROBE, Staging
+from lowmem_load.saving.file_layout import FileLayout
+from lowmem_load.saving.folder import PROBE, Staging, Target
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = "model.safetensors.index.json"
@@ -25,12 +27,17 @@ class Crash(BaseException):
     """The process ends here."""
 
 
+def staged(target: Path, num_bytes: int = 1, others: Sequence[Target] = ()) -> Staging:
+    """Make a staging folder; `others` is what other ranks know of the folder."""
+    return folders.make_staging([folders.find_target(target), *others], num_bytes)
+
+
 def stage(target: Path, text: str, *, sharded: bool = True) -> tuple[Staging, list[str]]:
     """Stage a save whose every file says `text`."""
     weights = SHARDS if sharded else ["model.safetensors"]
-    staging = folders.make_staging(target, 1)
+    staging = staged(target)
     for name in weights:
-        folders.make_file(staging, name, text.encode(), len(text))
+        folders.make_file(staging, FileLayout(name, text.encode(), len(text), {}))
     scratch = target.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -59,6 +66,16 @@ def refused(*_: Any) -> bool:
     raise OSError(errno.EXDEV, "Invalid cross-device link")
 
 
+def not_exchanged(*_: Any) -> int:
+    ctypes.set_errno(errno.EXDEV)
+    return -1
+
+
+def renamed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system have no call that exchanges folders."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+
+
 def beside(target: Path) -> list[str]:
     return sorted(path.name for path in target.parent.iterdir() if path.name not in ("scratch", target.name))
 
@@ -66,11 +83,11 @@ def beside(target: Path) -> list[str]:
 @pytest.fixture(params=["exchanged", "renamed twice", "inside", "refused"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "renamed twice":
-        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+        renamed_twice(monkeypatch)
     if request.param == "inside":
-        monkeypatch.setattr(folders, "_can_be_renamed", lambda _: False)
+        monkeypatch.setattr(os.path, "ismount", lambda _: True)
     if request.param == "refused":  # as by overlayfs, of a folder of the image that a container was made of
-        monkeypatch.setattr(folders, "_exchange", refused)
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(renameat2=not_exchanged))
     return str(request.param)
 
 
@@ -106,8 +123,8 @@ def test_what_is_inside_another_folder_goes_there(tmp_path: Path) -> None:
     """Adapters of PEFT that are not the default one have folders of their own."""
     target = tmp_path / "model"
     for text in ("old", "new"):
-        staging = folders.make_staging(target, 1)
-        folders.make_file(staging, "second/adapter_model.safetensors", text.encode(), 3)
+        staging = staged(target)
+        folders.make_file(staging, FileLayout("second/adapter_model.safetensors", text.encode(), 3, {}))
         folders.commit(staging, ["second/adapter_model.safetensors"])
         (target / "second" / "notes").write_text("mine")
     assert (target / "second" / "adapter_model.safetensors").read_text() == "new"
@@ -127,9 +144,12 @@ def steps(monkeypatch: pytest.MonkeyPatch, crash_at: int) -> list[int]:
 
         return call
 
-    for owner, name in ((os, "rename"), (os, "unlink"), (os, "mkdir"), (os, "rmdir"), (folders, "_exchange")):
+    for owner, name in ((os, "rename"), (os, "unlink"), (os, "mkdir"), (os, "rmdir"), (shutil, "rmtree")):
         monkeypatch.setattr(owner, name, ending(getattr(owner, name)))
-    monkeypatch.setattr(folders.shutil, "rmtree", ending(shutil.rmtree))
+    system = ctypes.CDLL(None, use_errno=True)
+    if hasattr(system, "renameat2"):
+        exchanging = SimpleNamespace(renameat2=ending(system.renameat2))
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: exchanging)
     return counted
 
 
@@ -171,7 +191,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, way: str
     target = tmp_path / "model"
     save(target, "old")
     staging, _ = stage(target, "killed")
-    others = folders.make_staging(tmp_path / "model2", 1)
+    others = staged(tmp_path / "model2")
     save(target, "new")
     assert not staging.path.exists()
     assert (others.path / PROBE).exists(), "another folder's is left alone"
@@ -188,23 +208,23 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, way: str) -> None:
 
 def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
     staging, _ = stage(tmp_path / "model", "new")
-    folders.check_seen(staging)
+    folders.check_seen(staging, str(staging.path))
     for token in ("another", None):
         if token is None:
             (staging.path / PROBE).unlink()
         else:
             (staging.path / PROBE).write_text(token)
-        with pytest.raises(ConfigError, match="does not see the folder that rank 0 made"):
-            folders.check_seen(staging)
+        with pytest.raises(ConfigError, match=r"does not see .*: it looked for .*, rank 0 made /mnt/\.model\.saving-0"):
+            folders.check_seen(staging, "/mnt/.model.saving-0")
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs \d+ bytes, but \d+ are free"):
-        folders.make_staging(tmp_path / "model", 1 << 60)
+        staged(tmp_path / "model", 1 << 60)
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "model", "old")
     with pytest.raises(ConfigError, match=r"needs \d+ bytes beside the former files, .* but \d+ are free"):
-        folders.make_staging(tmp_path / "model", 1 << 60)
+        staged(tmp_path / "model", 1 << 60)
     assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
 
 
@@ -217,8 +237,13 @@ def test_what_was_killed_right_after_the_exchange_does_not_cost_the_rest(
     (target / "README.md").write_text("mine")
     (target / PROBE).write_text("of the killed save")
     staging, weights = stage(target, "new")
+    ordinary = os.rename
+
+    def rename(source: Path, destination: Path) -> None:
+        ordinary(source, destination) if source.name != "README.md" else refused()
+
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "_move_over", refused)
+        patch.setattr(os, "rename", rename)
         with pytest.raises(ConfigError, match="cannot take its place"):
             folders.commit(staging, weights)
     folders.discard(staging)
@@ -237,7 +262,7 @@ def test_two_renames_of_which_one_is_refused_fall_back(tmp_path: Path, monkeypat
             refused()
         ordinary(source, destination)
 
-    monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    renamed_twice(monkeypatch)
     monkeypatch.setattr(os, "rename", rename)
     folders.commit(staging, weights)
     assert loaded(target) == {"new"} and beside(target) == []
@@ -257,16 +282,16 @@ def test_a_folder_with_a_mount_point_is_not_renamed(tmp_path: Path, monkeypatch:
 def test_a_folder_that_cannot_be_marked_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "write_text", refused)
     with pytest.raises(ConfigError, match="cannot be saved to"):
-        folders.make_staging(tmp_path / "model", 1)
+        staged(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("")
     with pytest.raises(ConfigError, match="is a file; name a folder"):
-        folders.make_staging(tmp_path / "model", 1)
+        staged(tmp_path / "model")
     with pytest.raises(ConfigError, match="cannot be saved to: "):
-        folders.make_staging(tmp_path / "model" / "below", 1)
+        staged(tmp_path / "model" / "below")
 
 
 def test_the_working_directory_is_not_renamed_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,15 +311,56 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and loaded(tmp_path / "model") == {"new"}
 
 
-@pytest.mark.parametrize(
-    ("weights", "index"),
-    [
-        ("model.fp16-00001-of-00002.safetensors", "model.safetensors.index.fp16.json"),
-        ("model.fp16.safetensors", "model.safetensors.index.fp16.json"),
-    ],
-)
-def test_variants_are_apart(weights: str, index: str) -> None:
-    stale = re.compile("|".join(folders._stale_patterns([weights])))
-    assert stale.fullmatch("model.fp16-00007-of-00009.safetensors") and stale.fullmatch("model.fp16.safetensors")
-    assert stale.fullmatch(index)
-    assert not any(map(stale.fullmatch, ("model.safetensors", "model-00001-of-00002.safetensors", INDEX)))
+@pytest.mark.parametrize("weights", ["model.fp16-00001-of-00002.safetensors", "model.fp16.safetensors"])
+def test_weights_of_a_variant_replace_those_of_the_same_variant(tmp_path: Path, weights: str) -> None:
+    stale = {"model.fp16-00007-of-00009.safetensors", "model.fp16.safetensors", "model.safetensors.index.fp16.json"}
+    others = {"model.safetensors", "model-00001-of-00002.safetensors", INDEX}
+    target = tmp_path / "model"
+    target.mkdir()
+    for name in stale | others:
+        (target / name).write_text("old")
+    staging = staged(target)
+    folders.make_file(staging, FileLayout(weights, b"new", 3, {}))
+    folders.commit(staging, [weights])
+    assert {path.name for path in target.iterdir()} == others | {weights}
+
+
+def test_a_folder_of_two_names_is_changed_inside(tmp_path: Path) -> None:
+    """Another node may have mounted the folder itself, under another name: it does not see what is beside it."""
+    target = tmp_path / "model"
+    save(target, "old")
+    assert not staged(target, others=[Target("/mnt/elsewhere/model", can_be_renamed=True)]).is_inside
+    assert staged(target, others=[Target("/mnt/model", can_be_renamed=False)]).is_inside
+    staging = staged(target, others=[Target("/mnt/other", can_be_renamed=True)])
+    assert staging.is_inside
+    (tmp_path / "other").symlink_to("model")
+    folders.check_seen(Staging(tmp_path / "other", staging.token, is_inside=True), str(staging.path))
+
+
+def test_a_folder_of_another_name_beside_it_is_another_folder(tmp_path: Path) -> None:
+    staging = staged(tmp_path / "model", others=[Target(str(tmp_path / "other"), can_be_renamed=True)])
+    with pytest.raises(ConfigError, match="name the same folder on each"):
+        folders.check_seen(Staging(tmp_path / "other", staging.token, staging.is_inside), str(staging.path))
+
+
+def test_a_file_without_allocation_has_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    for call in (None, unsupported):
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, call=call, **__: SimpleNamespace(fallocate=call))
+        staging = staged(tmp_path / "model")
+        folders.make_file(staging, FileLayout("f", b"head", 10_000, {}, {9_000: b"others"}))
+        assert (staging.path / "f").read_bytes() == b"head".ljust(9_000, b"\0") + b"others".ljust(1_000, b"\0")
+
+
+def test_a_file_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    staging = staged(tmp_path / "model")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=full))
+    with pytest.raises(CheckpointError, match=r"f: cannot be made, with 9 bytes: .*No space left"):
+        folders.make_file(staging, FileLayout("f", b"head", 9, {}))

@@ -14,7 +14,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.merging import unloaded
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import merge_lora as merged
-from lowmem_load.saving.local_shards import Holding, holdings_of
+from lowmem_load.saving.local_shards import LocalShard, local_shards
 from lowmem_load.saving.merge_lora import merged_pieces, row_blocks, whole_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but")
@@ -41,15 +41,15 @@ def test_rows_are_those_of_the_whole(dtype: torch.dtype, rank: int, monkeypatch:
     monkeypatch.setattr(merged, "BLOCK_BYTES", 40_000)
     wanted = dict(adapted(dtype).merge_and_unload().named_parameters())
     model = adapted(dtype)
-    tensors = {id(one.tensor): one for one in holdings_of(model, 0, master=False)}
+    tensors = {id(one.tensor): one for one in local_shards(model, 0, masters=False)}
     with unloaded(model) as (base, merges):
         names = {id(parameter): name for name, parameter in base.named_parameters()}
     assert [merge.by_rows for merge in merges] == [True] * 3
     for merge in merges:
         whole = tensors[id(merge.parameters[0])]
         mine = partition_range(whole.tensor.numel(), rank, 3)
-        holding = Holding(whole.source, whole.tensor, mine, False, False)
-        taken = [(memory.clone(), first) for memory, first in merged_pieces(merge, holding, whole_adapters(merges))]
+        shard = LocalShard(whole.source, whole.tensor, mine, False, False)
+        taken = [(memory.clone(), first) for memory, first in merged_pieces(merge, shard, whole_adapters(merges))]
         assert [first for _, first in taken] == [
             mine.start + sum(len(memory) for memory, _ in taken[:number]) for number in range(len(taken))
         ]

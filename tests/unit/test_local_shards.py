@@ -11,7 +11,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.saving.local_shards import holdings_of
+from lowmem_load.saving.local_shards import local_shards
 
 
 @pytest.fixture
@@ -25,15 +25,15 @@ def lone_process() -> Iterator[None]:
 def test_what_is_whole_is_written_by_rank_0() -> None:
     model = nn.Linear(3, 2)
     for rank, numels in ((0, [6, 2]), (1, [0, 0])):
-        found = holdings_of(model, rank, master=False)
+        found = local_shards(model, rank, masters=False)
         assert [(one.mine.start, one.mine.end) for one in found] == [(0, numel) for numel in numels]
 
 
 def test_a_slice_of_tensor_parallelism_is_refused() -> None:
     model = nn.Linear(3, 2)
     model.weight.tensor_model_parallel = True
-    with pytest.raises(UnsupportedError, match=r"^weight: is cut by DeepSpeed's tensor parallelism"):
-        holdings_of(model, 0, master=False)
+    with pytest.raises(UnsupportedError, match=r"^weight: is split by DeepSpeed's tensor parallelism"):
+        local_shards(model, 0, masters=False)
 
 
 def test_a_dtensor_is_refused(lone_process: None) -> None:
@@ -43,13 +43,13 @@ def test_a_dtensor_is_refused(lone_process: None) -> None:
     model = nn.Linear(3, 2)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
     with pytest.raises(UnsupportedError, match=r"^weight: is a DTensor"):
-        holdings_of(model, 0, master=False)
+        local_shards(model, 0, masters=False)
 
 
 def test_a_tensor_without_values_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^weight: is on the meta device"):
-        holdings_of(nn.Linear(3, 2, device="meta"), 0, master=False)
+        local_shards(nn.Linear(3, 2, device="meta"), 0, masters=False)
     model = nn.Module()
     model.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(UnsupportedError, match=r"^sparse: is of layout"):
-        holdings_of(model, 0, master=False)
+        local_shards(model, 0, masters=False)
