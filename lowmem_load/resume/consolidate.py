@@ -23,7 +23,7 @@ from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint
-from lowmem_load.resume.zero_checkpoint import Checkpoint, find_folder
+from lowmem_load.resume.zero_checkpoint import Checkpoint, differences_of, find_folder
 from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.file_layout import FileLayout, lay_out_saved
@@ -137,19 +137,13 @@ def _matched(model: nn.Module, sources: Mapping[str, Source], config: str | os.P
     """
     state = model.state_dict(keep_vars=True)
     named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
-    missing = sorted(set(named) - set(sources))
-    unknown = sorted(set(sources) - set(state))
-    shapes = [
-        f"{name} is {sources[name].shape}, not {tuple(tensor.shape)}"
-        for name, tensor in named.items()
-        if name in sources and sources[name].shape != tuple(tensor.shape)
-    ]
-    if missing or unknown or shapes:
-        lists = {"missing": missing, "not in the model": unknown, "of another shape": shapes}
-        told = "; ".join(f"{what}: {', '.join(names[:4])} ({len(names)})" for what, names in lists.items() if names)
+    found = {name: source.shape for name, source in sources.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    differences = differences_of(found, expected, set(sources) - set(state), "model")
+    if differences:
         raise CheckpointError(
-            f"the checkpoint is not of a {type(model).__name__} as config {config} says: {told}. Name another config, "
-            "or pass config=False, which writes the parameters under the names that the checkpoint has"
+            f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
+            "config, or pass config=False, which writes the parameters under the names that the checkpoint has"
         )
     return {id(tensor): sources[name] for name, tensor in named.items()}
 

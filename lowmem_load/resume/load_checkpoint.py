@@ -1,4 +1,4 @@
-"""load_checkpoint: open, plan, agree, read, agree. How it finds what it reads: `layout.py`."""
+"""load_checkpoint: open, plan, agree, read, agree. Where the elements lie: `zero_layout.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.processes import Progress
+from lowmem_load.errors import ConfigError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
@@ -42,37 +43,37 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any]]:
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
-    Takes the place of `engine.load_checkpoint`, whose arguments and result it has. Each rank reads the bytes of its own
-    partitions from the files of all ranks that have saved; nothing is converted first. Takes what was saved under ZeRO
-    stages 1, 2 and 3, also with the optimizer on nvme, and universal checkpoints (`ds_to_universal`).
-    All is checked before anything is changed; an engine of which a read failed afterwards cannot be run until a
-    checkpoint is loaded again.
+    Has the arguments and the result of `engine.load_checkpoint`. Each rank reads the bytes of its own partitions from
+    the files of all ranks that saved; nothing is converted first. Takes what was saved under ZeRO stages 1, 2 and 3,
+    also with the optimizer on nvme, and universal checkpoints (`ds_to_universal`). Everything is checked before
+    anything is changed. If a read fails afterwards, the engine cannot be run until a checkpoint is loaded again.
 
     Args:
         engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
-        load_dir: that `save_checkpoint` was given, on a file system that all ranks share.
-        tag: of the checkpoint; None for the one that the file `latest` names.
-        load_module_strict: whether the checkpoint must have each parameter of the module, and no others. If not, those
-            that it lacks stay as they are, with the optimizer's state for them at zero.
+        load_dir: the folder that `save_checkpoint` was given, on a file system that all ranks share; nodes may have it
+            under different paths.
+        tag: of the checkpoint. None: the one that the file `latest` names.
+        load_module_strict: whether the checkpoint must have each parameter of the module, and no others. If False,
+            parameters that it lacks stay as they are, and the optimizer's state for them becomes zero.
         load_optimizer_states: whether to load moments, hyperparameters and loss scale. The fp32 weights always are.
         load_lr_scheduler_states: whether to load the state of the lr scheduler, if the engine has one.
-        load_module_only: weights and buffers only; counters and schedulers stay too.
-        trusted: let Python unpickle the model states where the client state holds objects that only their own code can
+        load_module_only: load weights and buffers only; counters and schedulers stay as well.
+        trusted: let Python unpickle the model states if the client state holds objects that only their own code can
             make. That runs code from the file.
-        progress: True shows a progress bar on rank 0, False none, None a long one when stderr is a terminal.
+        progress: True shows a progress bar on rank 0, False none, None one on long loads when stderr is a terminal.
 
     Returns:
-        Folder of the tag, and what `save_checkpoint` was given as client_state, with DeepSpeed's version and
-        configuration; each rank its own where as many ranks resume as have saved under stage 3, else that of rank 0.
-        (None, {}) if there is no file `latest`.
+        Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
+        configuration. Each rank gets its own client state if as many ranks resume as saved under stage 3, else that of
+        rank 0. (None, {}) if there is no file `latest`.
 
-    Collective: all ranks. No weight crosses the network but those that DeepSpeed keeps whole between steps.
-    Memory: the optimizer's moments, where it has not stepped yet; 16 MiB for each reading thread where values are cast.
+    Collective: all ranks. Only weights that DeepSpeed keeps in full between steps cross the network.
+    Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread where values are cast.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed, truncated, of another model, or holds objects.
-        ConfigError: it goes with another optimizer.
-        UnsupportedError: not an engine of plain ZeRO-3, or a checkpoint of another kind of parallelism.
+        ConfigError: it is of another optimizer, or ranks read different folders.
+        UnsupportedError: the engine is not one of plain ZeRO-3, or the checkpoint has another kind of parallelism.
         RankError: another rank failed; the same error is raised on every rank.
     """
     from lowmem_load.partial.partial_engine import PartialEngine
@@ -95,9 +96,10 @@ def _load_zero3(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Do what `load_checkpoint` does, with an engine of ZeRO-3; the last arguments are those of its own method."""
+    """Do what `load_checkpoint` does, for an engine of ZeRO-3. The last arguments are those of its own method."""
+    from lowmem_load.ds.engine_states import Zero3State, has_scheduler, mark_unusable, mark_usable, wants_universal
+
     wanted = Wanted(
-        os.fspath(load_dir),
         tag,
         strict=load_module_strict,
         optimizer=load_optimizer_states and not load_module_only,
@@ -105,46 +107,58 @@ def _load_zero3(
         counters=not load_module_only,
         trusted=trusted,
     )
-    return _load(engine, wanted, progress)
-
-
-def _load(engine: Any, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
-    from lowmem_load.ds.engine_states import Zero3State, has_scheduler, mark_unusable, mark_usable, wants_universal
-
-    ranks = ranks_of(getattr(engine, "module", engine))
+    name, ranks = os.fspath(load_dir), ranks_of(getattr(engine, "module", engine))
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, _cores())) as executor:
-        with ranks.step("opening the checkpoint", name=wanted.folder) as step:
+        with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)
             latest = ("latest_universal",) if wants_universal(engine) else ("latest", "latest_universal")
-            folder = find_folder(wanted.folder, wanted.tag, latest)
-            if folder is None:
-                step.digest = "none"
-            else:
+            folder = find_folder(name, tag, latest)
+            step.digest = "no checkpoint"
+            if folder is not None:
                 checkpoint = open_checkpoint(folder, executor)
-                plan = make_plan(
-                    checkpoint, state, wanted, _own_rank(checkpoint, ranks), has_scheduler=has_scheduler(engine)
-                )
-                step.digest = _digest(checkpoint, state, wanted)
+                own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
+                plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=has_scheduler(engine))
+                step.digest = _told(checkpoint, state, wanted)
+                step.payload = os.path.realpath(folder), _times_of(checkpoint)
         if folder is None:
             return None, {}
+        _check_one_folder(step.payloads)
         mark_unusable(engine)
-        _fill(ranks, plan, state, executor, wanted.folder, progress)
-        with ranks.step("setting what is not tensors", name=wanted.folder):
+        _fill(ranks, plan, state, executor, name, progress)
+        with ranks.step("setting what is not tensors", name=name):
             _set_rest(engine, checkpoint, state, plan, wanted)
         state.finish()
         mark_usable(engine)
     return folder, plan.client_state
 
 
-def _own_rank(checkpoint: Checkpoint, ranks: RankGroup) -> int:
-    """Return whose model states a rank takes: its own, where as many ranks have saved theirs."""
-    return ranks.rank if len(checkpoint.states) == ranks.world_size else 0
+def _told(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> str:
+    """Return what must be equal on all ranks, as text that says what differs."""
+    files = sorted((os.path.basename(file.path), file.nbytes, file.digest) for file in checkpoint.files)
+    names = listed([f"{name} of {nbytes} bytes" for name, nbytes, _ in files])
+    parameters = fingerprint(f"{one.name} {one.shape}" for group in state.sub_groups for one in group)
+    headers = fingerprint(map(str, files))
+    return f"{wanted}; files {names}, with headers {headers}; parameters of the engine {parameters}"
 
 
-def _digest(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> str:
-    lines = [f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in checkpoint.files]
-    lines += [f"{one.name} {one.shape}" for group in state.sub_groups for one in group]
-    return fingerprint([*lines, repr(wanted)])
+def _times_of(checkpoint: Checkpoint) -> str:
+    """Return a fingerprint of when the files were changed: not in ns, which not all network file systems tell."""
+    return fingerprint(str(os.stat(file.path).st_mtime_ns // 1000) for file in checkpoint.files)
+
+
+def _check_one_folder(found: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError if ranks read different folders.
+
+    `found` has the path of the folder, and `_times_of` its files, of each rank. Nodes may have one disk under
+    different paths: then its files were changed at the same times. Under one path, nodes may have copies.
+    """
+    (path, times), *others = found
+    for rank, (other, other_times) in enumerate(others, 1):
+        if other != path and other_times != times:
+            raise ConfigError(
+                f"ranks read different folders: rank 0 {path}, rank {rank} {other}, whose files were changed at other "
+                "times; name the same folder on all ranks, on a file system that they share"
+            )
 
 
 # -- filling ---------------------------------------------------------------------------------------------------------
@@ -155,7 +169,7 @@ def _fill(
 ) -> None:
     done = 0
 
-    def told() -> Progress:
+    def read() -> Progress:
         return Progress(done, f"{share(done, plan.total_bytes)} read")
 
     with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update:
@@ -166,7 +180,7 @@ def _fill(
             update(num_bytes)
 
         executor.on_bytes = on_bytes
-        with ranks.step("reading the checkpoint", name=name, progress=told):
+        with ranks.step("reading the checkpoint", name=name, progress=read):
             state.prepare()
             for number, parts in enumerate(plan.sub_groups):
                 with state.memory(number, plan.moments) as (master, moments):

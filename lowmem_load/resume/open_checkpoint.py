@@ -1,7 +1,7 @@
-"""Opens a checkpoint that DeepSpeed has saved under ZeRO: checks its files against each other. Reads no weights.
+"""Opens a ZeRO checkpoint of DeepSpeed and checks its files against each other. Reads no weights.
 
-Under stage 3 each rank has saved model states and optimizer states; under stages 1 and 2 there is one file of model
-states, with 16-bit weights that are whole.
+Under stage 3 each rank saves model states and optimizer states. Under stages 1 and 2 there is one file of model states
+for all ranks, with the full 16-bit weights.
 
 Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`;
 `checkpoint/ds_to_universal.py`, `main`.
@@ -22,49 +22,50 @@ from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape
-from lowmem_load.resume.optimizer_states import UNIVERSAL_STATE, trained_parameters, universal, zero_state
+from lowmem_load.resume.optimizer_states import UNIVERSAL_STATE, trained_parameters, universal_parameters, zero_state
 from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, at, find_folder
 from lowmem_load.resume.zero_files import Files
 from lowmem_load.resume.zero_layout import SavedParameter, group_numels, place_fragments
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
-_WHOLE_STATES = "mp_rank_00_model_states.pt"
+_STATES_FOR_ALL = "mp_rank_00_model_states.pt"
 
 
 def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
-    """Return what a checkpoint holds; everything that decides what lies where is checked.
+    """Return what a checkpoint holds. Everything that decides what lies where is checked.
 
     The executor reads small values, and keeps the files open.
 
     Raises:
-        CheckpointError: a file is absent, truncated, malformed, or does not go with the others.
-        UnsupportedError: it is of model, pipeline or expert parallelism, or was saved without ZeRO.
+        CheckpointError: a file is absent, truncated, malformed, or does not match the others.
+        UnsupportedError: it was saved with model, pipeline or expert parallelism, or without ZeRO.
     """
     paths, files = _paths(folder), Files(folder, executor)
     models = [files.open(path) for path in paths.models]
     groups, frozen = _shapes(models)
-    if os.path.isdir(os.path.join(folder, "zero")):  # each parameter has a file of its own
-        _refuse_confused(models[0], are_whole=paths.are_whole)
+    if os.path.isdir(os.path.join(folder, "zero")):  # a universal checkpoint: each parameter has files of its own
+        _refuse_confused(models[0], one_for_all=paths.one_for_all)
         file = files.open(os.path.join(folder, "zero", UNIVERSAL_STATE))
-        optimizer, trained = zero_state(file), universal(files, groups, file)
+        optimizer, trained = zero_state(file), universal_parameters(files, groups, file)
     elif not paths.optims:
         raise CheckpointError(
             f"{folder}: holds no optimizer states of ZeRO: expected files *zero_pp_rank_*_mp_rank_00_optim_states.pt"
         )
     else:
         optims = [files.open(path) for path in paths.optims]
+        stage = 2 if paths.one_for_all else 3
         optimizer = zero_state(optims[0])
-        _check_worlds(models, optims, are_whole=paths.are_whole)
-        trained = trained_parameters(files, groups, optims, 2 if paths.are_whole else 3)
+        _check_worlds(models, optims, stage)
+        trained = trained_parameters(files, groups, optims, stage)
     shared = _shared(models[0])
-    if paths.are_whole:
-        others = _whole_parameters(files, models[0], {*trained, *shared})
+    if paths.one_for_all:
+        others = _frozen_for_all(files, models[0], {*trained, *shared})
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
         others = _fragments(files, frozen or {}, models)
     return Checkpoint(
         folder=folder,
-        world_size=_world_size(models[0]) if paths.are_whole else len(models),
+        world_size=_world_size(models[0]) if paths.one_for_all else len(models),
         parameters={**trained, **others},
         lacks_frozen=frozen is None,
         shared=shared,
@@ -77,9 +78,9 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
 
 
 def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
-    """Return how many ranks have saved a checkpoint under ZeRO-3; None where that cannot be told, or it is another.
+    """Return how many ranks saved a checkpoint under ZeRO-3; None if it is another one, or that is unknown.
 
-    Any file of model states tells, so that ranks which see other ones find the same.
+    Every file of model states says it, so ranks that see different files find the same number.
     """
     try:
         folder = find_folder(load_dir, tag)
@@ -95,38 +96,37 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """Files of model and optimizer states, by rank.
+    """Files of model and optimizer states.
 
     Attributes:
-        are_whole: whether there is one file of model states for all ranks.
+        models: model states, by rank.
+        optims: optimizer states, by rank.
+        one_for_all: whether there is one file of model states for all ranks.
     """
 
     models: list[str]
     optims: list[str]
-    are_whole: bool
+    one_for_all: bool
 
 
 def _paths(folder: str) -> _Paths:
-    found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     names = sorted(entry.name for entry in os.scandir(folder))
+    found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in names:
         match = _STATES.fullmatch(name)
-        is_other = name.startswith(("mp_rank_", "layer_", "expp_rank_")) and name != _WHOLE_STATES
+        is_other = name.startswith(("mp_rank_", "layer_", "expp_rank_")) and name != _STATES_FOR_ALL
         if is_other or (match and int(match[2])):
             raise UnsupportedError(
                 f"{folder}: {name}: is of tensor, pipeline or expert parallelism; load it with the engine's own "
                 "load_checkpoint"
             )
-        if match is None:
-            continue
-        rank = int(match[1])
-        if rank in found[match[3]]:
-            other = os.path.basename(found[match[3]][rank])
-            raise CheckpointError(
-                f"{folder}: {other} and {name} are both of rank {rank}: two jobs have saved into one folder; remove "
-                "the files of one"
-            )
-        found[match[3]][rank] = os.path.join(folder, name)
+        if match is not None:
+            other = found[match[3]].setdefault(int(match[1]), name)
+            if other != name:
+                raise CheckpointError(
+                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs saved into one folder; remove "
+                    "the files of one"
+                )
     for kind, by_rank in found.items():
         missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
         if missing:
@@ -135,62 +135,63 @@ def _paths(folder: str) -> _Paths:
                 f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
             )
     models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in found.values())
-    are_whole = _WHOLE_STATES in names
-    if are_whole and models:
+    one_for_all = _STATES_FOR_ALL in names
+    if one_for_all and models:
         raise CheckpointError(
-            f"{folder}: {_WHOLE_STATES} and {os.path.basename(models[0])}: two jobs have saved into one folder; remove "
-            "the files of one"
+            f"{folder}: {_STATES_FOR_ALL} and {models[0]}: two jobs saved into one folder; remove the files of one"
         )
-    if not are_whole and not models:
+    if not one_for_all and not models:
         raise CheckpointError(
             f"{folder}: holds no checkpoint of ZeRO: expected files zero_pp_rank_*_mp_rank_00_model_states.pt, or of "
-            f"stages 1 and 2 {_WHOLE_STATES}"
+            f"stages 1 and 2 {_STATES_FOR_ALL}"
         )
-    return _Paths([os.path.join(folder, _WHOLE_STATES)] if are_whole else models, optims, are_whole)
+    models = [_STATES_FOR_ALL] if one_for_all else models
+    model_paths, optim_paths = ([os.path.join(folder, name) for name in each] for each in (models, optims))
+    return _Paths(model_paths, optim_paths, one_for_all)
 
 
 def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dict[str, Shape] | None]:
     """Return names and shapes of the groups' parameters, and of the frozen ones: equal in all files."""
-    read = [(_groups_of(file), _shapes_of(file, "frozen_param_shapes")) for file in models]
-    for file, shapes in zip(models, read, strict=True):
-        if shapes != read[0]:
+    read = []
+    for file in models:
+        frozen = file.tree.get("frozen_param_shapes")
+        groups = [_checked(file, group) for group in at(file.tree, "param_shapes", list, file.path)]
+        read.append((groups, None if frozen is None else _checked(file, frozen)))
+        if read[-1] != read[0]:
             raise CheckpointError(f"{file.path}: has other parameters than {os.path.basename(models[0].path)}")
     return read[0]
 
 
-def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects], *, are_whole: bool) -> None:
-    """Raise unless every file says that as many ranks have saved as there are files of each kind."""
-    counts = {file.path: file.tree.get("dp_world_size") for file in models}
-    for file in optims:
-        counts[file.path] = _of_all_groups(zero_state(file, 2 if are_whole else 3).get("partition_count"))
+def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects], stage: int) -> None:
+    """Raise unless every file was saved at the same step, by as many ranks as there are files of each kind."""
     for file in models:
-        # As they are shown: of containers all would be compared.
+        # Compared as they are shown: containers could take for ever to compare.
         if any(shown(file.tree.get(key)) != shown(models[0].tree.get(key)) for key in COUNTERS):
             raise CheckpointError(
                 f"{file.path}: was saved at step {shown(file.tree.get('global_steps'))}, "
                 f"{os.path.basename(models[0].path)} at {shown(models[0].tree.get('global_steps'))}: a save over "
                 "an earlier one did not end; take another checkpoint"
             )
+    counts = {file.path: file.tree.get("dp_world_size") for file in models}
+    for file in optims:
+        count = zero_state(file, stage).get("partition_count")
+        # Stages 1 and 2 save it for each group.
+        if isinstance(count, list) and count and all(type(each) is int and each == count[0] for each in count):
+            count = count[0]
+        counts[file.path] = count
     for path, count in counts.items():
-        if (count != len(models) and not are_whole) or count != len(optims):
+        if (count != len(models) and stage == 3) or count != len(optims):
             raise CheckpointError(
                 f"{path}: was saved by {shown(count)} ranks, but there are {len(models)} files of model states and "
                 f"{len(optims)} of optimizer states: some are missing, or left from another save"
             )
 
 
-def _of_all_groups(count: Any) -> Any:
-    """Return the number of ranks: stages 1 and 2 say it for each group."""
-    if isinstance(count, list) and count and all(type(each) is int and each == count[0] for each in count):
-        return count[0]
-    return count
-
-
-# -- what the model states have ----------------------------------------------------------------------------------------
+# -- contents of the model states ------------------------------------------------------------------------------------
 
 
 def _fragments(files: Files, shapes: Mapping[str, Shape], models: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
-    """Return the frozen parameters, of which each rank has saved its partition."""
+    """Return the frozen parameters under stage 3: each rank saved its partition."""
     found: dict[str, SavedParameter] = {}
     for name, shape in shapes.items():
         (size,) = group_numels([{name: shape}], len(models))
@@ -202,8 +203,8 @@ def _fragments(files: Files, shapes: Mapping[str, Shape], models: Sequence[Torch
     return found
 
 
-def _whole_parameters(files: Files, file: TorchObjects, others: Iterable[str]) -> dict[str, SavedParameter]:
-    """Return the parameters that are in the model states alone: the frozen ones."""
+def _frozen_for_all(files: Files, file: TorchObjects, others: Iterable[str]) -> dict[str, SavedParameter]:
+    """Return the frozen parameters under stages 1 and 2: only the model states have them."""
     module = at(file.tree, "module", dict, file.path)
     known = {*others, *_buffer_names(file)}
     found = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
@@ -221,7 +222,7 @@ def _buffer_names(file: TorchObjects) -> list[str]:
 
 
 def _replicated(files: Files) -> dict[str, SavedParameter]:
-    """Return what partial ZeRO-3 has saved whole: buffers, parameters, and the fp32 values of those."""
+    """Return what partial ZeRO-3 saved in full: buffers, and parameters with their fp32 values."""
     path = os.path.join(files.folder, REPLICATED_FILE)
     if not os.path.exists(path):
         return {}
@@ -231,15 +232,15 @@ def _replicated(files: Files) -> dict[str, SavedParameter]:
     return {name: files.replicated(file, name, tensor) for name, tensor in held.items()}
 
 
-def _refuse_confused(file: TorchObjects, *, are_whole: bool) -> None:
-    """Raise for a universal checkpoint in which parameters have values of others.
+def _refuse_confused(file: TorchObjects, *, one_for_all: bool) -> None:
+    """Raise for a universal checkpoint in which parameters have the values of others.
 
-    Stages 1 and 2 say where each lies as if it were not for `round_robin_gradients`, which puts them in another order;
-    `ds_to_universal` goes by that. Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `_link_all_hp_params`.
+    `round_robin_gradients` puts the parameters of stages 1 and 2 in another order than these save. `ds_to_universal`
+    reads the saved order. Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `_link_all_hp_params`.
     """
     tree = file.tree.get("ds_config")
     zero = tree.get("zero_optimization") if isinstance(tree, dict) else None
-    if are_whole and isinstance(zero, dict) and zero.get("round_robin_gradients") and _world_size(file) > 1:
+    if one_for_all and isinstance(zero, dict) and zero.get("round_robin_gradients") and _world_size(file) > 1:
         raise UnsupportedError(
             f"{file.path}: was saved with round_robin_gradients, where ds_to_universal confuses the parameters; "
             "load the checkpoint that it was made of"
@@ -256,16 +257,6 @@ def _shared(file: TorchObjects) -> dict[str, str]:
     if not all(isinstance(name, str) for pair in shared.items() for name in pair):
         raise CheckpointError(f"{file.path}: its 'shared_params' are malformed")
     return shared
-
-
-def _groups_of(file: TorchObjects) -> list[dict[str, Shape]]:
-    groups = at(file.tree, "param_shapes", list, file.path)
-    return [_checked(file, group) for group in groups]
-
-
-def _shapes_of(file: TorchObjects, key: str) -> dict[str, Shape] | None:
-    shapes = file.tree.get(key)
-    return None if shapes is None else _checked(file, shapes)
 
 
 def _checked(file: TorchObjects, shapes: Any) -> dict[str, Shape]:

@@ -1,4 +1,4 @@
-"""Where the trained parameters and their moments lie in the files of optimizer states, by how these were saved.
+"""Where the trained parameters and their moments lie in the files of optimizer states.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `_rigid_state_dict`; `runtime/zero/stage_1_and_2.py` and
 `runtime/bf16_optimizer.py`, `state_dict`; `utils/zero_to_fp32.py`, `_zero2_merge_trainable_params`;
@@ -25,28 +25,27 @@ UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
 """Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
 
 UNIVERSAL_STATE = "optimizer_state.pt"
-"""File of a universal checkpoint with what the ZeRO optimizer has saved, on rank 0."""
+"""File of a universal checkpoint with the state of rank 0's ZeRO optimizer."""
 
 _MASTERS = {3: "fp32_flat_groups", 2: "single_partition_of_fp32_groups"}
 """Entry with the fp32 values, by stage."""
 
 _STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
-"""By the names of DeepSpeed's `ZeroStageEnum`."""
+"""Stage by name of DeepSpeed's `ZeroStageEnum`."""
 
 
 def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
-    """Return what a ZeRO optimizer has saved.
+    """Return the saved state of a ZeRO optimizer.
 
-    `stage` is 3, or 2 for 1 and 2, which are saved alike; None stands for any.
+    `stage` is 3, or 2 for 1 and 2, which are saved alike; None for any.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the file has no such state.
         UnsupportedError: it is of another stage, or of experts.
     """
     is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
     state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
-    found = state.get("zero_stage", 1)  # the BF16_Optimizer, which is stage 1, does not say it
-    found = member(found, _STAGES)
+    found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
     if found not in (1, 2, 3) or (stage is not None and (found == 3) != (stage == 3)):
         expected = "1, 2 or 3" if stage is None else "3" if stage == 3 else "1 or 2"
         raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
@@ -107,18 +106,21 @@ def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shap
 # -- universal -------------------------------------------------------------------------------------------------------
 
 
-def universal(files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects) -> dict[str, SavedParameter]:
+def universal_parameters(
+    files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects
+) -> dict[str, SavedParameter]:
     """Return the trained parameters of a universal checkpoint by name.
 
     Raises:
         CheckpointError: a file is absent or malformed.
     """
-    # The number of steps is that of the first sub-group or parameter: as DeepSpeed itself reads it.
+    # As in DeepSpeed, the number of steps is that of the first sub-group or parameter.
     states = base_optimizer(zero_state(file), file.path).get("state")
     first = {}
     if isinstance(states, dict) and 0 in states:
         state = at(states, 0, dict, file.path)
-        first = {key: files.scalar(file, value, key) for key, value in state.items() if _is_scalar(value)}
+        scalars = ((key, value) for key, value in state.items() if not (isinstance(value, Tensor) and value.size))
+        first = {key: files.scalar(file, value, key) for key, value in scalars}
     found: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
         for name, shape in group.items():
@@ -137,7 +139,7 @@ def _parameter_file(files: Files, name: str, key: str, size: int) -> Source:
 
 
 def _step_of(files: Files, name: str) -> dict[str, Any]:
-    """Return the number of steps of a parameter: of stages 1 and 2 each has a file of its own for it."""
+    """Return the number of steps of a parameter. From stages 1 and 2 each parameter has a file for it."""
     path = _in_folder_of(files, name, "step")
     if not os.path.exists(path):
         return {}
@@ -151,11 +153,11 @@ def _in_folder_of(files: Files, name: str, key: str) -> str:
     return os.path.join(files.folder, "zero", name, f"{key}.pt")
 
 
-# -- what all have ---------------------------------------------------------------------------------------------------
+# -- all stages ---------------------------------------------------------------------------------------------------
 
 
 def _base_states(zero: Mapping[str, Any], expected: int, num_masters: int, file: TorchObjects) -> dict[int, Any]:
-    """Return what torch's optimizer keeps, by number of its flat tensors."""
+    """Return the states of torch's optimizer, by number of the flat tensor."""
     base = base_optimizer(zero, file.path)
     states: dict[int, Any] = at(base, "state", dict, file.path)
     order = [
@@ -169,7 +171,7 @@ def _base_states(zero: Mapping[str, Any], expected: int, num_masters: int, file:
 def _split(
     files: Files, file: TorchObjects, master: Any, state: Mapping[str, Any], number: int
 ) -> tuple[dict[str, tuple[Any, str]], dict[str, Any]]:
-    """Return the tensors of a group by key, with what they are, and its other values."""
+    """Return the tensors of a group by key, each with a name for messages, and its other values."""
     flats = {FP32: (master, f"flat group {number}")}
     others: dict[str, Any] = {}
     for key, value in state.items():
@@ -183,10 +185,10 @@ def _split(
 def _together(
     by_rank: Sequence[Sequence[Mapping[str, Any]]], optims: Sequence[TorchObjects]
 ) -> tuple[dict[str, list[list[Source]]], list[dict[str, Any]]]:
-    """Return flat tensors by key, rank and group, and the other values of each group: those of rank 0.
+    """Return flat tensors by key, rank and group, and the other values that rank 0 has for each group.
 
     Raises:
-        CheckpointError: ranks have other states, or have made other steps.
+        CheckpointError: ranks have different states, or made different numbers of steps.
     """
     keys: list[str] = []
     flats: dict[str, list[list[Source]]] = {}
@@ -206,7 +208,3 @@ def _together(
                 "earlier one did not end; take another checkpoint"
             )
     return flats, scalars
-
-
-def _is_scalar(value: Any) -> bool:
-    return not (isinstance(value, Tensor) and value.size)

@@ -1,4 +1,4 @@
-"""What one rank reads of a checkpoint of ZeRO-3 to go on from it: each element of its partitions, proved."""
+"""What one rank reads of a ZeRO checkpoint to resume from it: each element of its partitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
-from lowmem_load.resume.zero_checkpoint import Checkpoint
+from lowmem_load.resume.zero_checkpoint import Checkpoint, differences_of
 from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for."""
+    """What `load_checkpoint` is asked to load; see its arguments."""
 
-    folder: str
     tag: str | None
     strict: bool
     optimizer: bool
@@ -35,12 +34,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One run of memory: the elements of one parameter, or of a moment of it, that this rank has.
+    """A run of memory: this rank's elements of one parameter, or of a moment of it.
 
     Attributes:
         held: the parameter.
         key: `FP32`, or that of a moment.
-        fill: how it is filled; None for a parameter that the checkpoint lacks: its values stay, its moments are zero.
+        fill: how it is filled. None if the checkpoint lacks the parameter: its values stay, moments become zero.
     """
 
     held: HeldParameter
@@ -50,7 +49,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is read, and what was read already: small values."""
+    """What is read, and small values that were read already.
+
+    Attributes:
+        sub_groups: parts of each sub-group of the engine's optimizer.
+        scalars: other values that the optimizer keeps, by sub-group.
+        moments: keys of the moments.
+        frozen: parts of frozen parameters.
+        buffers: how each buffer is filled.
+        param_groups: hyperparameters of each of the optimizer's groups.
+        scheduler: state of the lr scheduler; None if it is not loaded.
+        client_state: of the user.
+        planner: of the fills.
+        total_bytes: that are read.
+    """
 
     sub_groups: Sequence[Sequence[Part]]
     scalars: Sequence[Mapping[str, Any]]
@@ -65,13 +77,13 @@ class Plan:
 
 
 def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: int, *, has_scheduler: bool) -> Plan:
-    """Return what a rank reads; checks the checkpoint against the engine.
+    """Return what a rank reads, and check the checkpoint against the engine.
 
-    `rank` is the one whose model states are taken.
+    The client state and the scheduler are those of `rank`.
 
     Raises:
-        CheckpointError: it is of another model, or holds objects.
-        ConfigError: it goes with another optimizer.
+        CheckpointError: the checkpoint is of another model, or holds objects.
+        ConfigError: the checkpoint is of another optimizer.
     """
     trained = [one for group in state.sub_groups for one in group]
     saved = _matched(checkpoint, [*trained, *state.frozen], state, wanted)
@@ -115,41 +127,36 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
 def _matched(
     checkpoint: Checkpoint, held: Sequence[HeldParameter], state: Zero3State, wanted: Wanted
 ) -> dict[str, SavedParameter]:
-    """Return the saved parameters by name.
+    """Return the saved parameters that the engine has, by name.
 
     Raises:
-        CheckpointError: they are not those of the engine.
+        CheckpointError: the checkpoint is of another model.
     """
-    names = {one.name: one for one in held}
-    saved = {name: one for name, one in checkpoint.parameters.items() if name in names}
+    expected = {one.name: tuple(one.shape) for one in held}
     frozen = {one.name for one in state.frozen}
-    missing = sorted(name for name in names if name not in saved and not (checkpoint.lacks_frozen and name in frozen))
-    missing += sorted(name for name in state.buffers if name not in checkpoint.replicated)
-    unknown = sorted(set(checkpoint.of_module) - set(names))
-    pairs = [(name, one.shape, names[name].shape) for name, one in saved.items()]
-    pairs += [
-        (name, checkpoint.replicated[name].shape, tuple(buffer.shape))
-        for name, buffer in state.buffers.items()
-        if name in checkpoint.replicated
-    ]
-    shapes = [f"{name} is {found}, not {expected}" for name, found, expected in pairs if found != expected]
+    optional = frozen if checkpoint.lacks_frozen else frozenset()
+    saved = {name: one for name, one in checkpoint.parameters.items() if name in expected}
     if wanted.optimizer:
         differ = [name for name, one in saved.items() if (one.group is None) != (name in frozen)]
         if differ:
             raise CheckpointError(
-                f"{checkpoint.folder}: {listed(sorted(differ))}: trained in only one of the checkpoint and the "
-                "engine, so the optimizer's states do not go together; pass load_optimizer_states=False"
+                f"{checkpoint.folder}: {listed(sorted(differ))}: trained only in the checkpoint or only in the engine, "
+                "so the optimizer's states do not match; pass load_optimizer_states=False"
             )
-    lists = {"missing": missing, "not in the engine": unknown} if wanted.strict else {}
-    lists = {**lists, "of another shape": shapes}
-    told = "; ".join(f"{what}: {', '.join(each[:4])} ({len(each)})" for what, each in lists.items() if each)
-    if told:
-        raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {told}")
+    expected.update((name, tuple(buffer.shape)) for name, buffer in state.buffers.items())
+    found = {name: one.shape for name, one in {**checkpoint.replicated, **saved}.items() if name in expected}
+    wanted_shapes = {
+        name: shape for name, shape in expected.items() if name in found or (wanted.strict and name not in optional)
+    }
+    unknown = set(checkpoint.of_module) - set(expected) if wanted.strict else ()
+    differences = differences_of(found, wanted_shapes, unknown, "engine")
+    if differences:
+        raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {differences}")
     return saved
 
 
 def _moments(saved: Mapping[str, SavedParameter], trained: Sequence[HeldParameter]) -> tuple[str, ...]:
-    """Return the keys of the optimizer's moments; before its first step it has none."""
+    """Return the keys of the optimizer's moments. Before its first step it has none."""
     found = {tuple(sorted(set(saved[one.name].pieces) - {FP32})) for one in trained if one.name in saved}
     return next(iter(found), ())
 
@@ -161,10 +168,10 @@ def _scalars_of(
     group_id: int,
     param_groups: Sequence[Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """Return what the optimizer has kept, besides tensors, for the parameters that form a sub-group now.
+    """Return the other values that the optimizer saved for the parameters that form a sub-group now.
 
     Raises:
-        ConfigError: they were not in the same group of the optimizer, or had not made the same steps.
+        ConfigError: they were in different groups of the optimizer, or had made different numbers of steps.
     """
     found: list[Mapping[str, Any]] = []
     owner = {sub: index for index, each in enumerate(param_groups) for sub in each.get("params", ())}

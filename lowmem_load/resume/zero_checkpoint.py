@@ -1,7 +1,7 @@
-"""A checkpoint that DeepSpeed has saved under ZeRO: what lies where in its files.
+"""A ZeRO checkpoint of DeepSpeed: what lies where in its files.
 
-Two kinds of folder: what `save_checkpoint` writes on N ranks, and what `ds_to_universal` makes of it. Both are torch
-zips, of which the directories and pickles are read, and no pickle is run (`formats/inert_pickle.py`).
+There are two kinds of folder: what `save_checkpoint` writes on N ranks, and what `ds_to_universal` makes of it. Both
+hold torch zips. Their directories and pickles are read, and no pickle is run (`formats/inert_pickle.py`).
 
 Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`;
 `checkpoint/ds_to_universal.py`, `main`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowmem_load.formats.plain_objects import plain
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.read_whole import read_whole
+from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.resume.zero_layout import SavedParameter
 
@@ -35,25 +36,25 @@ OF_DEEPSPEED = frozenset(
         *("dp_world_size", "mp_world_size", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     }
 )
-"""Entries of the model states that are no client state: what DeepSpeed's `load_checkpoint` leaves out, and weights."""
+"""Entries of the model states that are not client state: those that DeepSpeed's `load_checkpoint` leaves out."""
 
 _MAX_SCALAR_NUMEL = 1 << 20
-"""Elements of a tensor that is read at once because it is part of a scheduler's or the user's own state."""
+"""Most elements of a tensor in a scheduler's or the user's own state, which is read at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint of ZeRO.
+    """A ZeRO checkpoint.
 
     Attributes:
         folder: of the tag.
-        world_size: ranks that have saved it.
-        parameters: by name: the trained ones in the optimizer's order, then the frozen ones.
+        world_size: number of ranks that saved it.
+        parameters: by name: first the trained ones in the optimizer's order, then the frozen ones.
         lacks_frozen: whether it was saved with `exclude_frozen_parameters`.
         shared: names that stand for another parameter, by name.
-        replicated: what every rank had in full, by name: buffers, and what partial ZeRO-3 does not partition.
-        optimizer: the tree that the ZeRO optimizer has saved, of rank 0.
-        states: the tree of model states of each rank; of stages 1 and 2 one for all.
+        replicated: tensors that every rank had in full, by name: buffers, and those that partial ZeRO-3 leaves whole.
+        optimizer: the tree that the ZeRO optimizer of rank 0 saved.
+        states: the tree of model states of each rank; one for all ranks under stages 1 and 2.
         files: all files.
     """
 
@@ -70,7 +71,7 @@ class Checkpoint:
 
     @property
     def of_module(self) -> dict[str, SavedParameter]:
-        """The parameters that the module's state dict names: partial ZeRO-3 may give an optimizer one that it lacks."""
+        """The parameters in the module's state dict. Partial ZeRO-3 may give the optimizer others too."""
         module = at(self.states[0].tree, "module", dict, self.states[0].path)
         return {name: one for name, one in self.parameters.items() if name in module}
 
@@ -99,12 +100,12 @@ class Checkpoint:
         return {key: tree[key] for key in COUNTERS if type(tree.get(key)) is int}
 
     def state(self, key: str, rank: int = 0, *, trusted: bool = False) -> Any:
-        """Return an entry of the model states of a rank as Python objects; None where there is none.
+        """Return an entry of a rank's model states as Python objects; None if there is none.
 
-        If `trusted`, Python's unpickler may read the file where the entry holds objects of other classes.
+        If `trusted`, Python unpickles the file where the entry holds objects of other classes.
 
         Raises:
-            CheckpointError: it holds such objects.
+            CheckpointError: the entry holds such objects.
         """
         file = self.states[rank]
         try:
@@ -118,7 +119,7 @@ class Checkpoint:
         return torch.load(file.path, map_location="cpu", mmap=True, weights_only=False).get(key)
 
     def client_state(self, rank: int, *, trusted: bool) -> dict[str, Any]:
-        """Return what the model states of a rank hold besides DeepSpeed's own state, as `state` does."""
+        """Return what a rank's model states hold besides DeepSpeed's own entries. See `state`."""
         keys = [key for key in self.states[rank].tree if key not in OF_DEEPSPEED]
         return {key: self.state(key, rank, trusted=trusted) for key in keys}
 
@@ -132,9 +133,9 @@ class Checkpoint:
 
 
 def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequence[str] = ("latest",)) -> str | None:
-    """Return the folder of a tag, or of the one that a file of the checkpoint folder names; None if there is no file.
+    """Return the folder of a tag. Without a tag, a file of the checkpoint folder names it; None if there is no file.
 
-    `latest` are names of files that may hold the tag; the first that is there counts.
+    `latest` has the names of files that may hold the tag. The first one that exists counts.
 
     Raises:
         CheckpointError: there is no such tag.
@@ -145,7 +146,8 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
         if path is None:
             return None
         named_by = os.path.basename(path)
-        tag = _read_tag(path)
+        with open(path, encoding="utf-8", errors="replace") as file:
+            tag = file.read(4096).strip()
     found = os.path.join(root, str(tag))
     if str(tag) in ("", os.curdir, os.pardir) or os.path.basename(str(tag)) != str(tag) or not os.path.isdir(found):
         there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
@@ -156,7 +158,7 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
 
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the state dict of torch's optimizer in what a ZeRO optimizer has saved: stages name it differently.
+    """Return the state dict of torch's optimizer in that of a ZeRO optimizer. Stages name it differently.
 
     Raises:
         CheckpointError: there is none.
@@ -165,14 +167,14 @@ def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         if key in zero:
             found: dict[str, Any] = at(zero, key, dict, path)
             return found
-    return zero  # a universal checkpoint of stages 1 and 2 has its groups here, and states elsewhere
+    return zero  # a universal checkpoint of stages 1 and 2 has its groups here
 
 
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
     """Return an entry of a tree.
 
     Raises:
-        CheckpointError: there is none of this kind.
+        CheckpointError: there is no entry of this kind.
     """
     found = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(found, kind):
@@ -180,6 +182,19 @@ def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
     return found
 
 
-def _read_tag(path: str) -> str:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read(4096).strip()
+def differences_of(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], unknown: Iterable[str], owner: str
+) -> str:
+    """Return how saved parameters differ from expected ones, by name and shape; empty text if they do not.
+
+    `unknown` are names that the owner of the expected ones, "engine" or "model", does not have.
+    """
+    shapes = [
+        f"{name} is {found[name]}, not {shape}" for name, shape in expected.items() if found.get(name, shape) != shape
+    ]
+    lists = {
+        "missing": sorted(set(expected) - set(found)),
+        f"not in the {owner}": sorted(unknown),
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{what}: {', '.join(names[:4])} ({len(names)})" for what, names in lists.items() if names)

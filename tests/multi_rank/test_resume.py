@@ -7,6 +7,8 @@ on elsewhere are those of `python -m benchmarks.resume matrix`.
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -449,6 +451,7 @@ def refuse(path: str, folder: str) -> None:
         engine(input_ids=torch.zeros((1, 4), dtype=torch.int64))
     load_checkpoint(engine, f"{folder}/bf16", load_module_only=True)
     assert engine.global_steps == 1
+    resume_by_two_paths(engine, folder)
     train(engine, 3, 4)
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
     engine = make_engine(path, BF16, {**config(BF16), **sgd})
@@ -456,6 +459,24 @@ def refuse(path: str, folder: str) -> None:
         load_checkpoint(engine, f"{folder}/bf16")
     with pytest.raises(UnsupportedError, match="plain ZeRO-3"):
         load_checkpoint(torch.nn.Linear(1, 1), f"{folder}/bf16")
+
+
+def resume_by_two_paths(engine: Any, folder: str) -> None:
+    """Rank 1 has the disk under another path, of which the system does not say that it is a link: a mount."""
+    from lowmem_load import load_checkpoint
+
+    if dist.get_rank() == 0:
+        Path(folder, "mounted").symlink_to(".")
+        shutil.copytree(f"{folder}/bf16", f"{folder}/another-run", copy_function=shutil.copyfile)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os.path, "realpath", os.path.abspath)
+        places = [f"{folder}/bf16", f"{folder}/mounted/bf16", f"{folder}/another-run"]
+        load_checkpoint(engine, places[dist.get_rank()], load_module_only=True)
+        with pytest.raises(ConfigError, match=r"rank 0 .*bf16.*, rank 1 .*another-run.* name the same folder"):
+            load_checkpoint(engine, places[2 * dist.get_rank()], load_module_only=True)
+    with pytest.raises(RankError, match=r"load_module_strict|strict=(True|False)"):
+        load_checkpoint(engine, f"{folder}/bf16", load_module_strict=dist.get_rank() == 0)
 
 
 def failing_on_rank_1(read_into: Any) -> Any:
