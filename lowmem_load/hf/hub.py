@@ -31,7 +31,8 @@ require(
 )
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
-_HUB_KEYWORDS = (*_DOWNLOAD_KEYWORDS, "proxies", "code_revision", "trust_remote_code")
+HUB_KEYWORDS = (*_DOWNLOAD_KEYWORDS, "proxies", "code_revision", "trust_remote_code")
+"""Keywords of `from_pretrained` that say where files come from."""
 
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})/")
 """Part of the path of a file in the Hub's cache; the group is the commit of the file."""
@@ -40,8 +41,8 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def hub_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `from_pretrained` that say where files come from."""
-    return {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
+    """Return those of `HUB_KEYWORDS` that are given."""
+    return {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
 
 
 def _download_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
