@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and what loading does to it: all that `lowmem-load inspect` says."""
+"""What a checkpoint holds, and what loading does to it: the answer of `lowmem-load inspect`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHOICES = (
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
     ("adapter_model.bin", ""),
 )
-"""A file of all weights and the index of several, in the order in which `from_pretrained` looks for them."""
+"""A single file of weights and the index of several, in the order in which `from_pretrained` looks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class StoredTensor:
     """One tensor of a file.
 
     Attributes:
-        name, file: of it.
-        dtype: as torch prints it, without "torch."; "unknown to this torch" for one that it lacks.
+        name, file: of the tensor and of its file.
+        dtype: as torch prints it, without "torch."; "unknown to this torch" if torch lacks it.
         shape: in elements.
-        nbytes: of its data; 0 for a dtype that is not known.
+        nbytes: of the data; 0 for an unknown dtype.
     """
 
     name: str
@@ -65,7 +65,7 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Conversion:
-    """What loading does to some parameters: in words, how many these are, their bytes in the model, and one of them."""
+    """What loading does to some parameters: in words, their number, their bytes in the model, and an example."""
 
     kind: str
     num_parameters: int
@@ -75,21 +75,21 @@ class Conversion:
 
 @dataclass(slots=True)
 class Inspection:
-    """What a checkpoint is.
+    """What a checkpoint holds.
 
     Attributes:
-        name, revision: of it; the commit of a Hub id.
-        architectures, model_type, dtype: as its config.json says; dtype without "torch.".
-        quantization: the method that its config names; None without one.
-        base_of_adapter: name of the model that it is an adapter of; None if it is none.
-        files: bytes of each file of weights.
-        tensors: that are stored in them.
-        num_elements: of all distinct parameters of the model, if it could be described.
+        name, revision: of the checkpoint; the revision is the commit of a Hub id.
+        architectures, model_type, dtype: as in config.json; dtype without "torch.".
+        quantization: the method in config.json; None without one.
+        base_of_adapter: the base model of an adapter; None for other checkpoints.
+        files: bytes of each weight file.
+        tensors: stored in these files.
+        num_elements: of all distinct parameters of the model; 0 if it was not described.
         tied: names of each parameter that has several.
         missing_keys, unexpected_keys, mismatched_keys: as transformers reports them.
-        conversions: what becomes of the tensors on load, most bytes first.
+        conversions: what loading does to the parameters, most bytes first.
         read_to_describe: see `LoadPlan`.
-        not_described: why the model could not be described; None if it was.
+        not_described: the reason if the model could not be described; else None.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Inspection:
 
     @property
     def by_dtype(self) -> dict[str, tuple[int, int]]:
-        """Tensors and bytes of each dtype that is stored."""
+        """Number and bytes of the stored tensors of each dtype."""
         found: dict[str, tuple[int, int]] = {}
         for tensor in self.tensors:
             number, nbytes = found.get(tensor.dtype, (0, 0))
@@ -123,10 +123,10 @@ class Inspection:
 def inspect_checkpoint(
     checkpoint: OpenCheckpoint, subfolder: str = "", auto_class: str | None = None, *, trust_remote_code: bool = False
 ) -> Inspection:
-    """Return what a checkpoint is. Reads headers, and what transformers must know to describe the model.
+    """Return what a checkpoint holds. Reads headers, and the values that transformers needs to describe the model.
 
     Raises:
-        CheckpointError: it has no weights, or a file of it is malformed.
+        CheckpointError: the checkpoint has no weights, or a file is malformed.
     """
     found = Inspection(checkpoint.name, checkpoint.revision)
     for path in weight_files(checkpoint.folder, subfolder):
@@ -183,7 +183,7 @@ def _take_parameters(found: Inspection, described: Described) -> None:
 
 
 def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[str, list[str]]:
-    """Return what loading does to make a described parameter, in words, and the stored tensors that it is made of."""
+    """Return what loading does to a described parameter, in words, and the names of its source tensors."""
     nodes = _nodes(_expression(parameter))
     sources = [node for node in nodes if isinstance(node, Source)]
     operations = dict.fromkeys(_operation(node) for node in nodes if isinstance(node, Computed | Elementwise))
@@ -205,7 +205,7 @@ def _expression(parameter: torch.Tensor) -> Expression:
 def _nodes(expression: Expression) -> list[Expression]:
     """Return the distinct nodes of an expression."""
     found, seen = [expression], {id(expression)}
-    for node in found:  # which grows meanwhile
+    for node in found:  # the list grows meanwhile
         for child in children(node):
             if id(child) not in seen:
                 seen.add(id(child))
@@ -239,10 +239,10 @@ def _spelled(dtype: torch.dtype) -> str:
 
 
 def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
-    """Return the paths of the files that `from_pretrained` would choose.
+    """Return the paths of the weight files that `from_pretrained` would choose.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: the folder has no weight files.
     """
     where = os.path.join(folder, subfolder)
     there = set(os.listdir(where)) if os.path.isdir(where) else set()
@@ -253,17 +253,17 @@ def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
             path = os.path.join(where, index)
             check_index(path)
             return [os.path.join(where, file) for file in sorted(set(read_json(path)["weight_map"].values()))]
-    loose = sorted(file for file in there if file.endswith(".safetensors"))  # a variant, or a part that is named freely
+    loose = sorted(file for file in there if file.endswith(".safetensors"))  # a variant, or free names
     if not loose:
         raise CheckpointError(f"{where}: holds no weights: no safetensors files, no pytorch_model*.bin")
     return [os.path.join(where, file) for file in loose]
 
 
 def stored_tensors(path: str, open_source: Opener) -> tuple[int, list[StoredTensor]]:
-    """Return the bytes of a weight file, and the tensors in it.
+    """Return the bytes of a weight file, and its tensors.
 
     Raises:
-        CheckpointError: it is malformed.
+        CheckpointError: the file is malformed.
     """
     with closing(open_source(path)) as source:
         described = (Safetensors() if path.endswith(".safetensors") else TorchZip()).describe(source)

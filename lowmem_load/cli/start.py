@@ -1,4 +1,4 @@
-"""Where the command `lowmem-load` begins and ends: its exit code, whatever comes. Imports the rest when it runs."""
+"""The entry point of `lowmem-load`: gives every outcome its exit code. Imports the rest when it runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 def main() -> None:
@@ -20,14 +20,14 @@ def main() -> None:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else it is ignored, as in the background of a shell
+    if before is signal.default_int_handler:  # else a shell has it ignored, for a background job
         signal.signal(signal.SIGINT, interrupted)
     try:
         from lowmem_load.cli.main import app
 
         app(prog_name="lowmem-load")
-    except BaseException as error:  # noqa: BLE001 - Python would end with 1, which says no
-        # Also where a library has made another error of it: imports of transformers do, and ranks of bench die by it.
+    except BaseException as error:  # noqa: BLE001 - Python's own exit code 1 means "no" here
+        # An interrupt may arrive as another error: transformers' imports convert it, and it ends the ranks of bench.
         sys.exit(INTERRUPTED if interrupts else _exit_code(error))
     finally:
         signal.signal(signal.SIGINT, before)

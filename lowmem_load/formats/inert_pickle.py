@@ -1,9 +1,9 @@
-"""Reads the pickle of a torch file and runs none of it: tensors are described, other objects are only named.
+"""Reads the pickle of a torch file without running it: describes tensors, and only names other objects.
 
-[Note: inert unpickling] The pickle is untrusted, and Python's unpickler never sees it. `_Machine` executes the opcodes
-that torch.save writes. It looks up names only in the tables of this module and keeps any other global as its name, so
-its stack holds nothing to call. torch's weights-only unpickler does not serve: it refuses DeepSpeed's objects, has no
-limits, and says where a storage lies only from torch 2.7 on.
+[Note: inert unpickling] The pickle is untrusted, so Python's unpickler never sees it. `_Machine` executes the opcodes
+that torch.save writes. It looks names up only in the tables of this module, and keeps any other global as its name. So
+its stack holds nothing that can be called. torch's weights-only unpickler cannot replace it: that refuses DeepSpeed's
+objects, has no limits, and gives the place of a storage only since torch 2.7.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Shape
 
 MAX_OPCODES = 1 << 22
-"""A tensor needs about 25; each may make an object of some 64 bytes."""
+"""A tensor needs about 25. Each may create an object of some 64 bytes."""
 
 MIN_NBYTES_PER_OBJECT, FREE_OBJECTS = 6, 4096
-"""A tensor makes about ten containers and ten memo entries, of at least nine bytes each, and takes up to 14 times the
-bytes of its pickle. With this bound nothing takes 30 times."""
+"""Bound on objects by the bytes of the pickle, so that memory stays below 30 times these bytes. A tensor has about ten
+containers and ten memo entries of at least nine bytes each, and takes up to 14 times the bytes of its pickle."""
 
 MAX_DIMS = 64
-"""The limit of numpy; many tensors may name one long tuple."""
+"""The limit of numpy. Many tensors may share one long tuple."""
 
 STORAGE_DTYPES: Mapping[str, torch.dtype] = {
     "torch.DoubleStorage": torch.float64,
@@ -45,14 +45,14 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = {
     "torch.ComplexFloatStorage": torch.complex64,
     "torch.storage.UntypedStorage": torch.uint8,
 }
-"""The legacy storage types. Newer dtypes (float8, uint16, ...) have an UntypedStorage and are named beside it."""
+"""Dtypes of the storage types. Tensors of newer dtypes (float8, uint16, ...) have an UntypedStorage and name them."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype): dtype
     for dtype in (
         *STORAGE_DTYPES.values(),
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-        *((torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()),  # from torch 2.7 on
+        *((torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()),  # since torch 2.7
         *(torch.uint16, torch.uint32, torch.uint64),
     )
 }
@@ -67,7 +67,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class Foreign:
-    """An object that is not made: what the pickle calls, with which arguments, and the state that it sets."""
+    """An object of another class, which is not created: the function that the pickle calls, arguments and state."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -85,7 +85,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A view of a storage; offset and strides are in elements of `dtype`; attributes that somebody has given it."""
+    """A view of a storage. Offset and strides are in elements of `dtype`; `attributes` are those set by users."""
 
     storage: Storage
     dtype: torch.dtype
@@ -96,14 +96,14 @@ class Tensor:
 
 
 class OrderedNames(dict[Any, Any]):
-    """Stands in for `collections.OrderedDict`, which takes more memory."""
+    """Stands for `collections.OrderedDict`, which takes more memory."""
 
 
 def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
-    """Return the tensors by name that a pickle describes.
+    """Return the tensors of a pickled state dict by name.
 
     Raises:
-        CheckpointError: the pickle is malformed or holds anything else.
+        CheckpointError: the pickle is malformed or holds something else.
     """
     found = objects(pickled, path, only_tensors=True)
     if not isinstance(found, dict):
@@ -118,10 +118,10 @@ def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
 
 
 def objects(pickled: bytes, path: str, *, only_tensors: bool = False) -> Any:
-    """Return the tree that a pickle describes: dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
+    """Return a pickled tree of dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
 
     Raises:
-        CheckpointError: the pickle is malformed, or, with `only_tensors`, names what describes no tensor.
+        CheckpointError: the pickle is malformed, or, with `only_tensors`, names anything that describes no tensor.
     """
     try:
         return _Machine(pickled, path, only_tensors).run()
@@ -137,7 +137,7 @@ def is_size(value: object) -> bool:
 
 
 def is_key(value: object) -> bool:
-    """Return whether a dict may have this key: of larger integers any number can have one hash."""
+    """Return whether a dict may have this key. Any number of larger integers can share one hash."""
     return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 
 
@@ -168,24 +168,24 @@ def _parameter(tensor: Any, grad: Any, _hooks: Any) -> Any:
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": lambda: OrderedNames(),  # noqa: PLW0108  (which takes arguments)
     "torch.Size": _shape,
-    "torch.device": lambda _kind, _index=None: None,  # where a tensor was does not matter
+    "torch.device": lambda _kind, _index=None: None,  # the device of the saved tensor does not matter
     "torch._utils._rebuild_tensor_v2": lambda *given: _tensor(given[0].dtype, *given),
     "torch._utils._rebuild_tensor_v3": lambda *given: _tensor(given[6], *given[:6], *given[7:]),
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, grad, hooks, _state: _parameter(tensor, grad, hooks),
 }
-"""Each takes few arguments: many calls may pass one long tuple at no cost to the pickle."""
+"""Functions that describe tensors. None takes many arguments: a short pickle can pass one long tuple many times."""
 
 
 def _call(arguments: Any, function: Any) -> Any:
-    """Return what stands for the result of a call."""
+    """Return the object that stands for the result of a call."""
     if not isinstance(function, Global) or function.name in STORAGE_DTYPES or not isinstance(arguments, tuple):
         raise TypeError(f"a {type(function).__name__} is called with a {type(arguments).__name__}")
     if function.name in _CALLS:
         return _CALLS[function.name](*arguments)
     if function.name != "torch._tensor._rebuild_from_type_v2":
         return Foreign(function.name, arguments)
-    rebuild, _, arguments, state = arguments  # of a tensor that somebody has given attributes
+    rebuild, _, arguments, state = arguments  # a tensor with attributes set by users
     made = _CALLS[rebuild.name](*arguments)
     return replace(made, attributes=state) if isinstance(made, Tensor) and isinstance(state, dict) else made
 
@@ -197,18 +197,18 @@ def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Sto
 
 
 def _change(target: Any, opcode: str, items: list[Any]) -> None:
-    """Give an object its state or items. Those of a list or dict that is `Foreign` are dropped."""
+    """Give an object its state or items. The items of a `Foreign` list or dict are dropped."""
     match opcode, target:
         case "BUILD", Foreign():
             (target.state,) = items
-        case ("BUILD", OrderedNames()) | (_, Foreign()):  # the state of the first is the versions of modules
+        case ("BUILD", OrderedNames()) | (_, Foreign()):  # a state dict's state is the versions of its modules
             pass
         case (("APPEND" | "APPENDS"), list()):
             target.extend(items)
         case (("SETITEM" | "SETITEMS"), dict()) if all(map(is_key, items[::2])):
             target.update(zip(items[::2], items[1::2], strict=True))
         case _:
-            raise TypeError(f"{opcode} changes a {type(target).__name__}, or sets a key that is no text or number")
+            raise TypeError(f"{opcode} changes a {type(target).__name__}, or sets a key that is neither text nor int")
 
 
 _OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
@@ -225,7 +225,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Return the object that the pickle describes."""
+        """Return the object that the pickle holds."""
         num_objects = 0
         for _ in range(MAX_OPCODES):
             position = self._source.tell()
@@ -244,7 +244,7 @@ class _Machine:
         raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
 
     def _execute(self, opcode: pickletools.OpcodeInfo) -> None:
-        """Execute what torch.save uses of pickle protocol 2."""
+        """Execute one opcode, if torch.save uses it in pickle protocol 2."""
         stack = self._stack
         match name := opcode.name:
             case "PROTO":
@@ -299,7 +299,7 @@ class _Machine:
         return items
 
     def _global(self, module: str, name: str) -> Any:
-        """Return what stands for a global: a dtype, or its name."""
+        """Return a dtype, or the name of any other global."""
         full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]

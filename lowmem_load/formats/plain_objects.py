@@ -1,7 +1,7 @@
-"""Makes Python objects of what the pickle of a checkpoint describes, and names the objects that it cannot make.
+"""Creates Python objects from the tree of an inert pickle, and names the objects that it cannot create.
 
-The pickle is untrusted: see [Note: inert unpickling] in `inert_pickle.py`. Only objects of the few classes in
-`_PLAIN` are made, from checked arguments.
+The pickle is untrusted: see [Note: inert unpickling] in `inert_pickle.py`. Only objects of the few classes in `_PLAIN`
+are created, from checked arguments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.inert_pickle import Foreign, Global, OrderedNames, Tensor, is_key
 
 MAX_PLAIN_NBYTES = 1 << 30
-"""Bytes of the sets and arrays that `plain` makes: many of them may name one long list at no cost to the pickle."""
+"""Bytes of the sets and arrays that `plain` creates. In a short pickle, many of them may share one long list."""
 
 
 def member(value: Any, names: Mapping[str, Any]) -> Any:
-    """Return the value of an enumeration's member, given the values by name; or `value` if it is no known member.
+    """Return the value of an enum member, given the values by name; or `value` itself if it is no known member.
 
-    Python 3.11.2, of Debian 12, pickles a member as `getattr` of the class and its name; 3.11.7 and others as the class
-    called with its value (`enum.py`, `__reduce_ex__`).
+    Python 3.11.2 (Debian 12) pickles a member as `getattr` of the class and its name. 3.11.7 and others pickle it as
+    the class called with its value (`enum.py`, `__reduce_ex__`).
     """
     match value:
         case Foreign("__builtin__.getattr" | "builtins.getattr", (Global(), str(name))):
@@ -38,9 +38,9 @@ def member(value: Any, names: Mapping[str, Any]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a tree for a message. A container is not spelled out: that may never end."""
+    """Return a value of a tree for a message. A container is only named: spelling it out may never end."""
     if isinstance(value, str):
-        return repr(value[:80])  # one long text may be in many places
+        return repr(value[:80])  # many places may share one long text
     return f"{value!r:.80}" if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
@@ -49,11 +49,11 @@ def plain(tree: Any, where: str, tensor: Callable[[Tensor, str], torch.Tensor]) 
 
     Args:
         tree: the part.
-        where: its name for messages: "client_state".
+        where: its name in messages, such as "client_state".
         tensor: reads a tensor, given its place in the tree.
 
     Raises:
-        CheckpointError: the part holds objects of other classes; names where and which.
+        CheckpointError: the part holds objects of other classes; names place and class.
     """
     maker = _Maker(tensor)
     try:
@@ -62,13 +62,13 @@ def plain(tree: Any, where: str, tensor: Callable[[Tensor, str], torch.Tensor]) 
         raise CheckpointError(f"{where} is nested too deeply") from error
     if maker.foreign:
         raise CheckpointError(
-            f"{where} holds objects that only their own code can make: {listed(maker.foreign)}; nothing was run"
+            f"{where} holds objects that only their own code can create: {listed(maker.foreign)}; nothing was run"
         )
     return made
 
 
 class _Maker:
-    """Makes Python objects of a tree. Makes each once, as a pickle may hold one many times. Notes foreign objects."""
+    """Creates the Python objects of a tree, each once even if the tree holds it many times. Notes foreign objects."""
 
     def __init__(self, tensor: Callable[[Tensor, str], torch.Tensor]) -> None:
         self.foreign: list[str] = []
@@ -97,10 +97,10 @@ class _Maker:
     def _object(self, value: Foreign | Global, where: str) -> Any:
         made, name = None, value.name.replace("__builtin__.", "builtins.").replace("numpy._core", "numpy.core")
         if isinstance(value, Foreign) and name in _PLAIN:
-            # The arguments of numpy's _reconstruct name the class; the state holds the array.
+            # The arguments of numpy's _reconstruct only name the class. The state holds the array.
             arguments = None if name.endswith("._reconstruct") else self.make(value.arguments, where)
             state = self.make(value.state, where)
-            with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # a malformed one is only named
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):  # a malformed object counts as foreign
                 made = _plain_object(name, arguments, state)
         if made is None:
             self.foreign.append(f"{where} ({value.name:.200})")
@@ -119,11 +119,11 @@ _PLAIN = {
     "numpy.core.multiarray.scalar",
     "numpy.core.multiarray._reconstruct",
 }
-"""Plain values for which pickle protocol 2 has no opcode, by what makes them."""
+"""Functions that create plain values for which pickle protocol 2 has no opcode."""
 
 
 def _plain_object(name: str, arguments: Any, state: Any) -> Any:
-    """Return the value that one of `_PLAIN` makes; None if it is not plain."""
+    """Return the value that a function of `_PLAIN` creates; None if the value is not plain."""
     match name, arguments, state:
         case "_codecs.encode", (str(text), "latin1"), None:
             return text.encode("latin1")

@@ -1,7 +1,8 @@
-"""Opens legacy torch files (`pytorch_model*.bin`): tensors become byte ranges of the file, and no pickle code is run.
+"""torch files (`pytorch_model*.bin`): describes tensors as byte ranges of the file, and runs no pickled code.
 
-Layout (torch 2.13 `torch/serialization.py`, `_save`): a zip of stored, never compressed entries. `<prefix>/data.pkl`
-is a pickle of the state dict in which each storage is a persistent id, and `<prefix>/data/<key>` holds its bytes.
+A file (torch 2.13 `torch/serialization.py`, `_save`) is a zip whose entries are stored, never compressed. Its entry
+`<prefix>/data.pkl` is a pickle of the state dict, with a persistent id for each storage. The entry
+`<prefix>/data/<key>` holds the bytes of a storage.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lowmem_load.io.source import ByteSource, SourceFile, read_bytes
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 
 MAX_PICKLE_NBYTES = 32 << 20
-"""Bytes of `data.pkl`. A tensor takes about 200, so this is 150 000 tensors in one file; more would cost gigabytes."""
+"""Bytes of `data.pkl`. A tensor takes about 200, so this is 150,000 tensors. More would cost gigabytes of memory."""
 
 MAX_DIRECTORY_NBYTES = 32 << 20
 """Bytes of the zip directory, for the same reason. A storage takes about 75."""
@@ -33,7 +34,7 @@ ALIGNMENT = 64
 """Bytes. torch aligns the data of each entry to it."""
 
 MAX_EXTRA_NBYTES = 24 + ALIGNMENT
-"""Of what stands between an entry's name and its data: sizes beyond 4 GiB, and padding."""
+"""Bytes between an entry's name and its data: sizes beyond 4 GiB, and padding."""
 
 _CONVERT = (
     "convert it once: state = torch.load(path, weights_only=True), then "
@@ -41,11 +42,11 @@ _CONVERT = (
     "or load the model without lowmem_load and call its save_pretrained(new_folder)"
 )
 
-_FOREIGN: Sequence[tuple[int, bytes, str]] = (
+_OLD_FORMATS: Sequence[tuple[int, bytes, str]] = (
     (0, b"\x80", f"is in the old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"),
     (257, b"ustar", f"is in the oldest torch format (a tar), which cannot be streamed; {_CONVERT}"),
 )
-"""Offset, bytes found there, and what such a file is."""
+"""Offset, bytes at this offset, and a description of such a file."""
 
 
 class TorchZip:
@@ -54,7 +55,7 @@ class TorchZip:
     def describe(self, source: ByteSource) -> CheckpointFile:
         """See `CheckpointFormat`. Reads the directory and `data.pkl`, no weights.
 
-        Equal views of one storage, such as tied weights, are the same expression object.
+        Equal views of one storage, such as tied weights, give the same expression object.
 
         Raises:
             CheckpointError: the file cannot be read, is not such a zip, or holds anything but tensors.
@@ -62,7 +63,7 @@ class TorchZip:
         """
         path, version = source.path, source.version
         opened = _open(source)
-        expressions: dict[str, Expression] = {}  # by text, since tensors could be made that all have one hash
+        expressions: dict[str, Expression] = {}  # keyed by text: a hostile file can give all tensors one hash
         named: dict[str, Expression] = {}
         for name, tensor in state_dict(opened.pickled, path).items():
             view = repr(tensor)
@@ -74,12 +75,12 @@ class TorchZip:
 
 @dataclass(frozen=True, slots=True)
 class TorchObjects:
-    """A torch file that holds more than tensors: a checkpoint of a training job.
+    """A torch file that holds more than tensors: part of a checkpoint of training.
 
     Attributes:
-        path, nbytes, digest, version: as of `CheckpointFile`.
-        tree: what it holds; see `inert_pickle.objects`.
-        expression: gives what a tensor of the tree is made of, named in messages as told.
+        path, nbytes, digest, version: see `CheckpointFile`.
+        tree: its content; see `inert_pickle.objects`.
+        expression: returns the expression of a tensor of the tree, given the tensor and its name in messages.
     """
 
     path: str
@@ -91,9 +92,11 @@ class TorchObjects:
 
 
 def describe_objects(source: ByteSource) -> TorchObjects:
-    """Read the directory and `data.pkl` of a torch file of any content; no code of it is run.
+    """Read the directory and `data.pkl` of a torch file with any content, without running it.
 
-    Raises: as `TorchZip.describe`, but for content.
+    Raises:
+        CheckpointError: the file cannot be read or is not such a zip.
+        TruncatedFileError: the file ends early.
     """
     version, opened = source.version, _open(source)
     tree = objects(opened.pickled, source.path)
@@ -109,7 +112,7 @@ def describe_objects(source: ByteSource) -> TorchObjects:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where an entry's data lies: first byte, absolute in the file, and bytes."""
+    """The data of a zip entry: first byte, absolute in the file, and number of bytes."""
 
     start: int
     nbytes: int
@@ -125,7 +128,7 @@ class _Opened:
 
     @property
     def digest(self) -> str:
-        """Of all that decides what lies where."""
+        """Digest of the places of all tensors."""
         digest = hashlib.sha256(self.pickled)
         digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in self.entries.items())).encode())
         return digest.hexdigest()[:16]
@@ -146,7 +149,7 @@ def _open(source: ByteSource) -> _Opened:
 
 
 def _read_directory(source: ByteSource) -> dict[str, _Entry]:
-    """Return the entries by name: stored, inside the file and apart from each other."""
+    """Return the entries by name. All are stored plainly, inside the file, without overlap."""
     path, directory_start = source.path, _directory_start(source)
     try:
         infos = zipfile.ZipFile(SourceFile(source)).infolist()
@@ -155,7 +158,7 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
     infos.sort(key=lambda info: info.header_offset)
     starts: dict[int, int] = {}
     prefetch = getattr(source, "prefetch", None)
-    if prefetch is not None:  # a request for each header would take minutes
+    if prefetch is not None:  # a remote file: one request for each entry would take minutes
         ends = [*(info.header_offset for info in infos[1:]), directory_start]
         starts = {
             info.header_offset: start
@@ -185,11 +188,11 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
 
 
 def _directory_start(source: ByteSource) -> int:
-    """Return where the zip directory begins. Checked before it is parsed, as a forged one could be huge."""
+    """Return the first byte of the zip directory. Checks its size first: zipfile would parse a huge forged one."""
     path, file_nbytes = source.path, source.nbytes
     head = read_bytes(source, 0, 512)
     if not head.startswith(b"PK\x03\x04"):
-        what = next((what for at, magic, what in _FOREIGN if head[at : at + len(magic)] == magic), None)
+        what = next((what for at, magic, what in _OLD_FORMATS if head[at : at + len(magic)] == magic), None)
         raise CheckpointError(f"{path}: {what or 'is not a torch file: it does not begin as a zip does'}")
     last_nbytes, directory_nbytes, start = 22, 0, -1
     last = read_bytes(source, max(0, file_nbytes - 98), 98)
@@ -210,13 +213,13 @@ def _name(info: zipfile.ZipInfo) -> bytes:
 
 
 def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
-    """Return the first byte of an entry's data: its own header tells, as torch pads there to align the data."""
+    """Return the first byte of an entry's data, by the entry's own header, in which torch pads to align the data."""
     name = _name(info)
     path, header = source.path, read_bytes(source, info.header_offset, 30 + len(name))
     if len(header) < 30 + len(name) or header[:4] != b"PK\x03\x04" or header[30:] != name:
         raise CheckpointError(f"{path}: no header of zip entry {info.orig_filename!r} at byte {info.header_offset}")
     method, *_, stored, size, name_nbytes, extra_nbytes = struct.unpack("<4x2xxxH2H3L2H", header[:30])
-    follows = bool(info.flag_bits & 8)  # sizes may be left to a descriptor behind the data
+    follows = bool(info.flag_bits & 8)  # a descriptor after the data may hold the sizes
     known = {info.file_size, 0xFFFFFFFF} | ({0} if follows else set())
     if method != zipfile.ZIP_STORED or name_nbytes != len(name) or not {stored, size} <= known:
         raise CheckpointError(f"{path}: header and directory disagree on zip entry {info.orig_filename!r}")
@@ -224,19 +227,19 @@ def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
 
 
 def _implied_start(info: zipfile.ZipInfo, end: int) -> int | None:
-    """Return the first byte of an entry's data, without its own header; None if that is not as torch writes it.
+    """Return the first byte of an entry's data without reading the entry's header; None if torch did not write it.
 
-    Good enough for what is described from afar, whose data are not read: torch begins an entry's data at the next
-    multiple of 64 bytes behind its header, and ends it before the next header, with a descriptor between.
+    This serves remote files, which are described and never loaded. torch starts the data at the next multiple of 64
+    bytes after the header, and ends it before the next header, with a descriptor between.
 
     Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `getPadding`.
 
     Args:
-        info: of the entry.
-        end: where the next header, or the zip directory, begins.
+        info: the entry in the directory.
+        end: first byte of the next header, or of the zip directory.
     """
     first = info.header_offset + 30 + len(_name(info))
-    for descriptor_nbytes in (16, 24) if info.flag_bits & 8 else (0,):  # the longer one beyond 4 GiB
+    for descriptor_nbytes in (16, 24) if info.flag_bits & 8 else (0,):  # 24 beyond 4 GiB
         start = end - descriptor_nbytes - info.file_size
         if start % ALIGNMENT == 0 and first <= start <= first + MAX_EXTRA_NBYTES:
             return start
@@ -265,7 +268,7 @@ def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> by
 
 
 def _expression(tensor: Tensor, entry: _Entry | None, path: str, name: str) -> Expression:
-    """Return what a view of the storage in `entry` is made of: the bytes that it spans, with its dims in place."""
+    """Return the expression of a view of the storage in `entry`: a read of the bytes that it spans, then a permute."""
     storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
     storage_nbytes = storage.numel * storage.dtype.itemsize
     if entry is None or entry.nbytes != storage_nbytes:
@@ -295,7 +298,7 @@ def _strided(tensor: Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _dense_order(size: Shape, strides: Shape) -> list[int] | None:
-    """Return the dims from outermost to innermost if the elements fill one run of memory, else None."""
+    """Return the dims from outermost to innermost if the elements are contiguous in some order, else None."""
     if 0 in size:
         return list(range(len(size)))
     wide = [dim for dim, n in enumerate(size) if n > 1]

@@ -116,14 +116,14 @@ def test_members_of_enumerations_are_told_however_they_were_pickled() -> None:
 
 @pytest.mark.parametrize("kind", ["O8", "V8", "S3", "i8,f8"])
 def test_what_is_no_plain_number_of_numpy_is_refused(kind: str) -> None:
-    with pytest.raises(CheckpointError, match=r"only their own code can make: state \(numpy.dtype\)"):
+    with pytest.raises(CheckpointError, match=r"only their own code can create: state \(numpy.dtype\)"):
         made(Call(np.dtype, kind, False, True))
 
 
 @pytest.mark.parametrize("items", [{1 << 70}, {(1,)}])
 def test_sets_hold_text_and_numbers(items: set[Any]) -> None:
     """Of larger integers any number can have one hash, and a set of them would take for ever."""
-    with pytest.raises(CheckpointError, match=r"only their own code can make: state \(__builtin__.set\)"):
+    with pytest.raises(CheckpointError, match=r"only their own code can create: state \(__builtin__.set\)"):
         made(items)
 
 
