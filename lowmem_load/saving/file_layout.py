@@ -1,12 +1,12 @@
 """What lies where in the files of a save: headers and offsets.
 
-A file is laid out as safetensors itself does it (0.8.0, `safetensors/src/tensor.rs`, `prepare`): tensors with the
-widest dtypes first, those of one dtype by name, so that all are aligned; the header is padded with spaces to 8 bytes.
+A safetensors file is laid out as safetensors itself does it (0.8.0, `safetensors/src/tensor.rs`, `prepare`): tensors of
+the widest dtypes come first, those of one dtype by name, so that all are aligned. The header is padded with spaces to 8
+bytes.
 
-What lies where in a file of `torch.save` is found out by having torch write one without data.
-`torch.serialization.skip_data` leaves out the bytes of storages: a sparse file of a few KiB on the disk. All that is
-no tensor is taken from it. The zip has a checksum of each storage, which is that of nothing then; torch does not look
-at these (it builds its zip reader without that check), other tools that unpack such a file do.
+For a file of `torch.save`, torch writes one without data (`torch.serialization.skip_data`): a sparse file of a few KiB
+on the disk. Everything in it that is not a tensor's data is taken over. That includes the zip's checksum of each
+storage, which is wrong. torch does not check it, but other tools that unpack such a file do.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One safetensors file.
+    """The layout of one file of weights.
 
     Attributes:
         name: its path in the folder, with "/".
         header: its first bytes.
-        nbytes: of all of it.
-        starts: first byte of the data of each tensor, absolute in the file, by name; in the order in which they lie.
-        others: what else is no data of a tensor, by its first byte.
+        nbytes: of the whole file.
+        starts: first byte of each tensor's data, absolute in the file, by name.
+        others: all other bytes that are not a tensor's data, by the offset of the first one.
     """
 
     name: str
@@ -66,11 +66,7 @@ def lay_out_saved(file: SavedFile, scratch: Path) -> FileLayout:
 
 
 def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
-    """Return the layout of a file that holds these tensors.
-
-    Raises:
-        UnsupportedError: safetensors has no such dtype.
-    """
+    """Return the layout of a safetensors file of these tensors. Raises as `lay_out_saved`."""
     for key, (dtype, _) in tensors.items():
         if dtype not in _CODES:
             raise UnsupportedError(f"{name}: {key} is of {dtype}, which a safetensors file cannot hold")
@@ -89,10 +85,9 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
 
 
 def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> FileLayout:
-    """Return the layout of the file in which `torch.save` puts an `OrderedDict` of these tensors.
+    """Return the layout of the file that `torch.save` writes of an `OrderedDict` of these tensors.
 
-    `name` is a path with "/", whose stem torch puts into the file. Two names of the same expression are one tensor
-    there.
+    `name` is a path with "/"; torch puts its stem into the file. Two names of one expression are one tensor.
 
     Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
     """
@@ -126,7 +121,7 @@ def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> 
 
 
 def digest_of(files: Iterable[FileLayout]) -> str:
-    """Return a fingerprint of names, sizes and headers: of all that decides what lies where."""
+    """Return a fingerprint of everything that decides what lies where: names, sizes, headers."""
     return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.others.items())}" for file in files)
 
 

@@ -1,7 +1,7 @@
-"""This rank's elements of weights into which adapters are merged while they are saved. See `hf/merging.py`.
+"""This rank's elements of weights that adapters are merged into while they are saved. See `hf/merging.py`.
 
-Of adapters that go in row by row each rank has all, which are small, and of the weight its own elements, a block of
-rows at a time. Every other weight is gathered, one at a time, by all ranks.
+To merge an adapter row by row, each rank gathers the adapter, which is small, and merges its own elements of the
+weight, a block of rows at a time. All other weights are gathered by all ranks, one at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.saving.local_shards import LocalShard
 
 BLOCK_BYTES = 8 << 20
-"""Of a block of rows in float32. Merging it takes a few times as much."""
+"""Bytes of a block of rows in float32. Merging it takes a few times as much."""
 
 
 class RowBlock(NamedTuple):
-    """Rows to merge, end exclusive; those from `lower` to `upper` are computed for it."""
+    """Rows to merge, end exclusive, and the rows from `lower` to `upper` that are computed for them."""
 
     start: int
     end: int
@@ -32,7 +32,7 @@ class RowBlock(NamedTuple):
 
 
 def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[RowBlock]:
-    """Yield the rows that have any of these elements, some at a time, but computed with at least `FEW_ROWS`."""
+    """Yield the rows that have any of these elements, in blocks. At least `FEW_ROWS` are computed at a time."""
     size = max(FEW_ROWS, BLOCK_BYTES // (width * torch.float32.itemsize))
     start, last = mine.start // width, -(-mine.end // width)
     while start < last:
@@ -45,9 +45,9 @@ def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[RowBlock]
 def merged_pieces(
     merge: Merge, shard: LocalShard, adapters: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield this rank's elements of a weight, merged, in pieces: flat memory, and which element its first one is.
+    """Yield this rank's elements of a merged weight in pieces: flat memory, and the number of its first element.
 
-    `adapters` has the parameters of the adapters, whole, by `id`.
+    `adapters` has the gathered parameters of the adapters, by `id`.
     """
     num_rows, width = shard.source.shape
     mine, device = shard.mine, next(iter(adapters.values())).device
@@ -61,25 +61,25 @@ def merged_pieces(
             yield merged.reshape(-1)[start - origin : end - origin], start
 
 
-def whole_adapters(merges: Iterable[Merge]) -> dict[int, torch.Tensor]:
-    """Return the parameters of all adapters, whole, by `id`: copies of those that are partitioned. Collective."""
+def gathered_adapters(merges: Iterable[Merge]) -> dict[int, torch.Tensor]:
+    """Return copies of the gathered parameters of all adapters, by `id`. Collective."""
     parameters = [parameter for merge in merges for parameter in merge.adapters()]
     with _gathered(parameters):
         return {id(parameter): parameter.detach().clone() for parameter in parameters}
 
 
 def digest_of_values(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a digest of the bytes of tensors. Ranks that hold different adapters would write a mixture of models."""
+    """Return a digest of the bytes of tensors: ranks with different adapters would write a mixture of models."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]
 
 
-def merged_whole(merge: Merge, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
-    """Return the merged weights, whole and flat, on ranks that write any of their elements; else nothing. Collective.
+def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
+    """Return the merged weights, gathered and flat, on ranks that write any of their elements. Collective.
 
-    Memory: that of the weights three times, or as often as PEFT takes it.
+    Memory: about three times that of the weights; PEFT's own code decides.
     """
     with _gathered([*merge.parameters, *merge.adapters()]):
         if not any(shard.mine.numel for shard in shards):

@@ -27,7 +27,7 @@ from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.file_layout import FileLayout, digest_of, lay_out_saved
 from lowmem_load.saving.local_shards import LocalShard, groups_of, local_shards
-from lowmem_load.saving.merge_lora import digest_of_values, merged_pieces, merged_whole, whole_adapters
+from lowmem_load.saving.merge_lora import digest_of_values, gathered_adapters, gathered_and_merged, merged_pieces
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.save_plan import Write, held_writes, plan_writes, total_bytes
 from lowmem_load.saving.save_report import SaveReport
@@ -282,7 +282,7 @@ class _Save:
             shards = planned.shards_of(merge)
             name = shards[0].source.name
             with self.ranks.step(f"merging {name}", name=self.folder), self.report.phase("merge"):
-                merged = merged_whole(merge, shards)
+                merged = gathered_and_merged(merge, shards)
                 for shard, memory in zip(shards, merged, strict=False):
                     for write in todo.pop(shard.source.name, ()):
                         writer.write(write, memory, 0)
@@ -296,7 +296,7 @@ class _Save:
         adapters: dict[int, torch.Tensor] = {}
         if merges:
             with self.ranks.step("gathering the adapters", name=self.folder) as step, self.report.phase("merge"):
-                adapters = whole_adapters(merges.values())
+                adapters = gathered_adapters(merges.values())
                 step.digest = f"adapters with values {digest_of_values(adapters.values())}"
             self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
             self.report.num_merged += len(merges)

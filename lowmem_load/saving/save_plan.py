@@ -1,10 +1,10 @@
-"""Who writes which bytes: from what the files of a save are made of to each rank's writes. Pure.
+"""Which rank writes which bytes of the files of a save. Pure.
 
-[Note: the plan read backwards] A load asks which bytes of files fill a rank's partition; a save asks which bytes of
-files are filled by it. `plan_copies` answers the first half for both: every tensor of a file, as loops over parameters.
-These copies are the same on all ranks, and are proved to cover each tensor once. A rank then takes the part of each
-copy whose parameter elements it holds (`Nest.clipped`). Ranks hold disjoint ranges that together are the parameter, so
-each byte of each file is written by exactly one of them; the bytes that they will write are added up to make sure.
+[Note: the plan read backwards] A load asks which bytes of files fill a rank's partition. A save asks which bytes of
+files a rank's partition fills. `plan_copies` answers the first half for both: it describes every tensor of a file as
+copies from parameters. These copies are the same on all ranks, and are proved to cover each tensor once. A rank then
+takes the part of each copy whose parameter elements it holds (`Nest.clipped`). Ranks hold disjoint ranges that together
+are the parameter, so exactly one rank writes each byte. The ranks add up their bytes to check that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Write:
         tensor: its name in the file.
         start: byte of the file at which the tensor starts.
         dtype: of the tensor.
-        copy: from the parameter (elements of the whole) to the tensor.
+        copy: from the whole parameter to the tensor.
     """
 
     file: int
@@ -58,12 +58,12 @@ class Write:
 
 
 def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) -> list[Write]:
-    """Return what must be written by all ranks together, proved to cover every tensor of every file once.
+    """Return what all ranks write together, proved to cover every tensor of every file once.
 
-    The order is that of the files, and of the tensors in them: file systems are fastest where offsets ascend.
+    The writes are in the order of the files and of the tensors in them: file systems are fastest if offsets ascend.
 
     Raises:
-        UnsupportedError: a tensor is not made of parameters by moving and casting their elements.
+        UnsupportedError: a tensor is more than moved and cast elements of parameters.
         PlanError: a tensor would not be covered once. That is a fault of this package.
     """
     writes: list[Write] = []
@@ -77,9 +77,9 @@ def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) ->
 
 
 def held_writes(writes: Iterable[Write], held: Mapping[str, FlatRange]) -> list[Write]:
-    """Return the parts of the writes whose elements lie in `held`, in the order of the parameters' first use.
+    """Return the parts of the writes that a rank does, in the order of the parameters' first use.
 
-    `held` has the elements of each parameter and buffer that are this rank's to write.
+    `held` has the elements of each parameter and buffer that the rank writes.
     """
     mine: dict[str, list[Write]] = {}
     for write in writes:
@@ -94,8 +94,8 @@ def _refuse_computed(file: str, name: str, expression: Expression) -> None:
         if not isinstance(leaf, Source):
             what = getattr(leaf, "operation", None) or getattr(leaf, "origin", "a value in memory")
             raise UnsupportedError(
-                f"{file}: {name}: is made by {what}, for which whole parameters would have to be gathered; save it "
-                "with save_original_format=False, or with stage3_gather_16bit_weights_on_model_save"
+                f"{file}: {name}: is made by {what}, which needs gathered parameters; save it with "
+                "save_original_format=False, or with stage3_gather_16bit_weights_on_model_save"
             )
 
 

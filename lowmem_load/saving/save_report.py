@@ -1,4 +1,4 @@
-"""What a save did on this rank."""
+"""What a save did on one rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lowmem_load.saving.writer import Writer
 
 @dataclass(slots=True)
 class SaveReport(Phases):
-    """What one save did on this rank.
+    """What one save did on one rank.
 
     Attributes:
         folder: where the files are.
         files: bytes of each file of weights, by its name.
         rank, world_size: of the ranks that saved together.
-        written_bytes: bytes of weights that this rank wrote; those of all ranks add up to the data of the files.
+        written_bytes: bytes of weights that this rank wrote. All ranks together wrote the data of the files.
         num_writes: system calls that wrote them.
-        staged_bytes: of `written_bytes`, what went through a buffer of 8 MiB because it was cast, rearranged or on a
-            device; the rest was written straight from the partitions.
+        staged_bytes: those of `written_bytes` that went through a buffer of 8 MiB, because they were cast, rearranged
+            or on a device. The others were written straight from the partitions.
         num_masters: parameters of which the optimizer's fp32 values were written.
-        num_merged: weights into which adapters were merged; see `save_model`.
-        adapter_bytes: bytes of the adapters that this rank held whole to merge them row by row.
-        gathered: weights that had to be whole to merge an adapter into them, one after the other: bytes, by name.
+        num_merged: weights that adapters were merged into; see `save_model`.
+        adapter_bytes: bytes of the adapters that this rank gathered to merge them row by row.
+        gathered: bytes, by name, of weights that were gathered one at a time to merge an adapter into them.
         seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
     """
 

@@ -1,4 +1,4 @@
-"""Puts a rank's elements into files, by position, as its writes say. The only module that writes weights."""
+"""Writes a rank's elements to their places in files. The only module that writes weights."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from lowmem_load.planning.nest import Nest, offsets
 from lowmem_load.saving.save_plan import Write
 
 STAGING_BYTES = 8 << 20
-"""Of the one buffer through which elements go that are cast, rearranged or on a device."""
+"""Bytes of the one buffer for elements that are cast, rearranged or on a device."""
 
 DIRECT_BYTES = 64 << 20
-"""Of one write straight from a partition: keeps the progress bar fed."""
-
-MAX_OPEN = 64
-"""Files that are open at a time: a process may often have 1024 descriptors, and models have had more shards."""
+"""Most bytes of one write straight from a partition, so that the progress bar moves."""
 
 
 class Writer:
-    """Writes into files that are there, in full length. For one thread.
+    """Writes into files that have their full length already. For one thread.
 
-    Writes number the files in the order of `paths`. `on_bytes` is told how many bytes were written, after each write.
+    One file is open at a time: writes come in the order of files.
+
+    Args:
+        paths: of the files, in the order of their numbers in writes.
+        on_bytes: called after each write with the number of bytes.
 
     Attributes:
-        num_writes, written_bytes: system calls, and what they wrote.
-        staged_bytes: of these, what went through the buffer.
+        num_writes, written_bytes: system calls that wrote, and bytes written.
+        staged_bytes: bytes that went through the buffer.
         num_synced: files that have reached the disk.
     """
 
     def __init__(self, paths: Sequence[Path], on_bytes: Callable[[int], object]) -> None:
         self._paths, self._on_bytes = paths, on_bytes
-        self._opened: dict[int, int] = {}
+        self._opened: tuple[int, int] | None = None  # number and descriptor of a file
         self._written: set[int] = set()
         self._staging: torch.Tensor | None = None
         self.num_writes = self.written_bytes = self.staged_bytes = self.num_synced = 0
@@ -46,10 +47,9 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._opened.values():
-            with contextlib.suppress(OSError):  # `sync` has told of what was lost
-                os.close(descriptor)
-        self._opened.clear()
+        if self._opened is not None:
+            with contextlib.suppress(OSError):  # `sync` has raised if anything was lost
+                os.close(self._opened[1])
 
     def write(self, write: Write, memory: torch.Tensor, first: int) -> None:
         """Write elements of a parameter.
@@ -57,7 +57,7 @@ class Writer:
         `memory` is flat; its first element is element `first` of the parameter.
 
         Raises:
-            CheckpointError: the system refuses; the disk is full, say.
+            CheckpointError: the system refuses, because the disk is full for example.
         """
         nest, itemsize = write.copy.nest.shifted(source=-first), write.dtype.itemsize
         is_same = {memory.dtype, *nest.casts} == {write.dtype}
@@ -65,7 +65,6 @@ class Writer:
             at = write.start + nest.destination * itemsize
             self._put(write.file, memory[nest.source : nest.source + nest.numel], at)
             return
-        # A view has no bytes of its own, so the buffer is measured by what it holds.
         for part in nest.split(max(1, STAGING_BYTES // itemsize)):
             staged = self._stage(part, memory, write.dtype)
             self.staged_bytes += staged.numel() * itemsize
@@ -79,12 +78,12 @@ class Writer:
             CheckpointError: it does not.
         """
         for number in sorted(self._written):
-            with self._told(number):
+            with self._named(number):
                 os.fsync(self._descriptor(number))
             self.num_synced += 1
 
     def _stage(self, part: Nest, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements of a part in the order of its loops, cast, flat, in the buffer."""
+        """Copy the elements of a part into the buffer, cast, in the order of its axes; return them, flat."""
         if self._staging is None:
             on_device = memory.device.type != "cpu" and torch.accelerator.is_available()
             self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_device)
@@ -99,7 +98,7 @@ class Writer:
         data = memoryview(elements.view(torch.uint8).numpy().data)
         while data:
             size = min(len(data), DIRECT_BYTES)
-            with self._told(number):
+            with self._named(number):
                 count = os.pwrite(self._descriptor(number), data[:size], offset)
             self.num_writes += 1
             self.written_bytes += count
@@ -107,17 +106,17 @@ class Writer:
             data, offset = data[count:], offset + count
 
     def _descriptor(self, number: int) -> int:
-        if number not in self._opened:
-            if len(self._opened) == MAX_OPEN:
-                oldest = next(iter(self._opened))
-                with self._told(oldest):
-                    os.close(self._opened.pop(oldest))
+        if self._opened is None or self._opened[0] != number:
+            if self._opened is not None:
+                (previous, descriptor), self._opened = self._opened, None
+                with self._named(previous):
+                    os.close(descriptor)
+            self._opened = number, os.open(self._paths[number], os.O_WRONLY | os.O_CLOEXEC)
             self._written.add(number)
-            self._opened[number] = os.open(self._paths[number], os.O_WRONLY | os.O_CLOEXEC)
-        return self._opened[number]
+        return self._opened[1]
 
     @contextlib.contextmanager
-    def _told(self, number: int) -> Iterator[None]:
+    def _named(self, number: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -125,7 +124,7 @@ class Writer:
 
 
 def _runs(part: Nest) -> Iterator[tuple[int, int, int]]:
-    """Yield what lies beside each other in the file: first staged element, first element there, elements."""
+    """Yield the runs of a part in the file: first staged element, first element in the tensor, number of elements."""
     run, inner = 1, len(part.axes)
     while inner and part.axes[inner - 1].destination == run:
         run *= part.axes[inner - 1].size

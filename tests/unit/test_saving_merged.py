@@ -15,7 +15,7 @@ from lowmem_load.hf.merging import unloaded
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import merge_lora as merged
 from lowmem_load.saving.local_shards import LocalShard, local_shards
-from lowmem_load.saving.merge_lora import merged_pieces, row_blocks, whole_adapters
+from lowmem_load.saving.merge_lora import gathered_adapters, merged_pieces, row_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but")
 
@@ -49,7 +49,7 @@ def test_rows_are_those_of_the_whole(dtype: torch.dtype, rank: int, monkeypatch:
         whole = tensors[id(merge.parameters[0])]
         mine = partition_range(whole.tensor.numel(), rank, 3)
         shard = LocalShard(whole.source, whole.tensor, mine, False, False)
-        taken = [(memory.clone(), first) for memory, first in merged_pieces(merge, shard, whole_adapters(merges))]
+        taken = [(memory.clone(), first) for memory, first in merged_pieces(merge, shard, gathered_adapters(merges))]
         assert [first for _, first in taken] == [
             mine.start + sum(len(memory) for memory, _ in taken[:number]) for number in range(len(taken))
         ]
@@ -69,7 +69,7 @@ def test_blocks_cover_a_range_once_and_are_never_few_rows() -> None:
     assert [tuple(block) for block in row_blocks(FlatRange(0, 50), 5, 10)] == [(0, 5, 0, 5)]
 
 
-def test_what_takes_more_than_rows_is_merged_whole() -> None:
+def test_what_takes_more_than_rows_is_gathered_and_merged() -> None:
     """A variant of LoRA, and a bias."""
     for kwargs in ({"use_dora": True}, {"lora_bias": True}):
         model = adapted(**kwargs)
