@@ -1,4 +1,4 @@
-"""What the examples share that has nothing to do with loading: arguments, data, and ranks without GPUs."""
+"""What the examples share beside loading: arguments, data, and ranks without GPUs."""
 
 from __future__ import annotations
 

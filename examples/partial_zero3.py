@@ -53,7 +53,7 @@ def make_checkpoints(folder: Path, hidden_size: int, num_layers: int) -> None:
 
 
 class Model(nn.Module):
-    """The encoders' features, projected, stand before the text; which encoder runs, the batch decides."""
+    """Puts the projected features of an encoder before the text. The batch says which encoder runs."""
 
     def __init__(self, llm: nn.Module, picture: nn.Module, sound: nn.Module) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ PROMPT_LENGTH, RESPONSE_LENGTH, BATCH_SIZE = 8, 8, 4
 KL_WEIGHT = 0.05
 
 COMMON = {"train_micro_batch_size_per_gpu": BATCH_SIZE, "gradient_clipping": 1.0}
-# DeepSpeed's own Adam would be compiled first.
+# torch_adam: DeepSpeed would have to compile its own Adam.
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 TRAINED = {**COMMON, "zero_optimization": {"stage": 3}, "optimizer": OPTIMIZER}
 REFERENCE = {**COMMON, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}}}

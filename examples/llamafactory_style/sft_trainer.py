@@ -38,7 +38,7 @@ class TrainingArguments:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> TrainingArguments:
-        """Return the arguments in `values`, which are what the model engine had no use for."""
+        """Return the arguments in `values`: the keys that are not the model engine's."""
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(values.keys() - known)
         if unknown:
@@ -65,7 +65,7 @@ class SFTTrainer:
             "gradient_accumulation_steps": self.num_micro_batches,
             "train_batch_size": args.global_batch_size,
             "gradient_clipping": args.max_grad_norm,
-            # torch_adam: DeepSpeed's own is compiled first
+            # torch_adam: DeepSpeed would have to compile its own
             "optimizer": {"type": "AdamW", "params": {"lr": args.learning_rate, "torch_adam": True}},
         }
         self.model = engine.model
