@@ -11,8 +11,8 @@ import torch
 
 from lowmem_load.differences import known_differences
 from lowmem_load.phases import Phases
-from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import REPLICATED, LoadPlan, SlowPath
+from lowmem_load.planning.sharing import Shared
 from lowmem_load.quantities import count, duration, size
 
 MAX_NAMES = 5

@@ -13,9 +13,9 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.io.executor import MIN_STAGING_BYTES
 from lowmem_load.io.uploads import NUM_LANES, SLOTS_PER_THREAD
 from lowmem_load.pipeline.load import MAX_THREADS
-from lowmem_load.planning.cooperative import node_schedule, reads_of, shared_steps, touched_bytes, wanted
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import Apply, Read, ReadLimits, Step
+from lowmem_load.planning.sharing import byte_ranges, node_schedule, reads_of, shared_steps, touched_bytes
 
 OVERHEAD_BYTES = 16 << 20
 """Bytes of a load beside its plan: threads, page tables, objects of DeepSpeed and the model. `make bench` measured 14
@@ -163,7 +163,7 @@ def _slow_ways(plan: LoadPlan) -> dict[str, tuple[int, int]]:
 def node_reads(plans: Sequence[LoadPlan]) -> NodeReads | None:
     """Return what the ranks of one node read together, given their plans; None if each reads alone."""
     chosen = [shared_steps(plan) for plan in plans]
-    ranges = [wanted(read for step in steps for read in reads_of(step)) for steps in chosen if steps]
+    ranges = [byte_ranges(read for step in steps for read in reads_of(step)) for steps in chosen if steps]
     if len(ranges) < 2:
         return None
     block_bytes = max(plan.read_cost.block_bytes for plan in plans)

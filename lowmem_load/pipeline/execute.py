@@ -12,8 +12,8 @@ from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.shared_reads import SharedReads
 from lowmem_load.pipeline.make_plan import Planned
-from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
+from lowmem_load.planning.sharing import Shared
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.targets.target import Target

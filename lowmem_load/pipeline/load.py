@@ -40,7 +40,7 @@ from lowmem_load.pipeline.disk_space import DiskUse, check_room, disk_uses
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened
-from lowmem_load.pipeline.share_reads import LITTLE_SPARED, shared_reads, shares_reads
+from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
 from lowmem_load.pipeline.streamable import (
     check_around,
     check_described,
@@ -132,20 +132,19 @@ class Load:
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(base64.b64decode(payloads[0][1]) or None))
             executor = stack.enter_context(self._executor())
+            sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable():
                 described = self._describe(call, executor, cache, report)
-                planned, views, offers = self._plan(described, around, report)
+                planned, views, offers = self._plan(described, around, sharing, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
             if described.settings.stage == 3:  # not before: a load that is left to stock logs it by itself
                 loader.log_zero_init(described.model)
             report.take_plan(planned.plan, described.settings.ds_config)
             self._check_files(described, executor, views, report)
-            together, why_alone = shared_reads(self.ranks, nodes, offers, planned)
+            together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
-            if together is not None and report.shared is None:
-                why_alone = LITTLE_SPARED
-            if why_alone:
+            if why_alone := sharing.why_alone if together is None else together.why_alone:
                 report.notes.append(f"no reads were shared with other ranks: {why_alone}")
             if executor.sources.num_retries:
                 report.notes.append(f"{executor.sources.num_retries} reads again after a fault of the storage")
@@ -219,8 +218,10 @@ class Load:
             step.digest = f"{fingerprint(topics)}, configuration {configuration}{of_commits}"
         return described
 
-    def _plan(self, described: Described, around: Any, report: LoadReport) -> tuple[Planned, list[Opened], list[bool]]:
-        """Return the plan; and of each rank the files that it planned against, and whether it has reads to share."""
+    def _plan(
+        self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport
+    ) -> tuple[Planned, list[Opened], list[Place | None]]:
+        """Return the plan; and of each rank the files that it planned against, and its offer to share reads."""
         # Not in one with describing: a rank that still does would hear of another's failure here, and stop, instead of
         # finding out the same, by which all leave the load to stock.
         planning = self.ranks.step("planning", name=described.name, progress=computing())
@@ -232,7 +233,9 @@ class Load:
             cost, shares = read_cost(described.paths), can_share and shares_reads()
             planned = make_plan(described, self.ranks.rank, cost, shares)
             step.digest = planned.plan.fingerprint
-            step.payload = opened(described.files), bool(planned.shared)
+            if planned.shared:
+                sharing.make()
+            step.payload = opened(described.files), sharing.offer
         return planned, [(view, seed) for (view, seed), _ in step.payloads], [offers for _, offers in step.payloads]
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.pipeline.describe import Described
-from lowmem_load.planning.cooperative import reads_of, shared_steps
 from lowmem_load.planning.expression import (
     IN_MEMORY,
     Cast,
@@ -39,6 +38,7 @@ from lowmem_load.planning.load_plan import (
 from lowmem_load.planning.planner import Material, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
+from lowmem_load.planning.sharing import reads_of, shared_steps
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor

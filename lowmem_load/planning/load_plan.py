@@ -241,7 +241,7 @@ class LoadPlan:
         costs: of executing the plan.
         read_cost: by which it was chosen what one read takes.
         shareable_bytes: of `read_bytes`, those of reads that the ranks of a node rather do together; see
-            [Note: cooperative reading] in `cooperative.py`. Each of them holds a window of `WINDOW_BYTES` for that.
+            [Note: shared reads] in `sharing.py`. Each of them holds two chunks of `CHUNK_BYTES` for that.
         seconds: that describing and planning took on this machine; two plans that differ in them alone are equal.
         planning_bytes: anonymous host memory that these two took, and that stays taken for as long as the model is
             described: of a plan that was made without loading, else 0. Compared as little.

@@ -15,10 +15,10 @@ from lowmem_load import phases as phases_module
 from lowmem_load import report as report_module
 from lowmem_load.phases import Memory, host_memory
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.cooperative import Shared
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.sharing import Shared
 from lowmem_load.report import DeviceMemory, LoadReport, Overlap, device_memory
 
 MIB = 1 << 20

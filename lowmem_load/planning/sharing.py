@@ -1,0 +1,331 @@
+"""Decides which reads the ranks of a node share, and which rank reads which chunk of them. Pure: data in, data out.
+
+[Note: shared reads] A conversion that transposes interleaves the partitions of neighbouring ranks in the file. A rank
+that reads alone then also reads, or leaves gaps for, what its neighbours need. So the ranks of a node read the union of
+their byte ranges once. The union is cut into chunks of some MiB. In each round every rank reads one chunk into memory
+that all of them share; after a barrier each rank takes its own elements from all chunks of the round. This is two-phase
+collective I/O (ROMIO), with shared memory in place of messages. Every rank knows the byte ranges of all the others, and
+computes the same schedule from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lowmem_load.planning.load_plan import HeldValue, LoadPlan, Value
+from lowmem_load.planning.nest import Nest, extent
+from lowmem_load.planning.reads import Apply, Move, Read, ReadCost, Step
+
+CHUNK_BYTES = 2 << 20
+"""Largest chunk. Each rank holds two: one is filled while the ranks take their elements from the other."""
+
+SEGMENTS_PER_CHUNK = 4
+"""A chunk is read in at least so many pieces, so that several threads can read it. Blocks are not cut for that."""
+
+MAX_OPEN_BYTES = 16 << 20
+"""Most memory for elementwise operations that wait for the rest of their inputs."""
+
+MIN_SAVED_S = 0.05
+"""A rank that would save less does not share: setting up the shared memory costs some milliseconds."""
+
+MIN_ADVANTAGE = 1.5
+"""A read is shared if it takes so many times as long alone: shared reading makes ranks wait for each other."""
+
+MEMORY_BYTES_PER_S = ReadCost().bytes_per_s
+"""Bytes per second through shared memory, whatever storage they come from."""
+
+PAGE_BYTES = 1 << 12
+"""Smallest amount that a local file system reads."""
+
+_ALIGNMENT = 64
+"""Bytes. Segments start at multiples of it in a chunk, so that their memory can be viewed as any dtype."""
+
+
+class ByteRange(NamedTuple):
+    """Bytes `[start, end)` of the file at `path`, inside a tensor.
+
+    The tensor starts at byte `tensor_start` of the file and has elements of `itemsize` bytes.
+    """
+
+    path: str
+    tensor_start: int
+    itemsize: int
+    start: int
+    end: int
+
+
+class Segment(NamedTuple):
+    """A piece of a chunk: the bytes `part` of a file are read to byte `place` of the chunk's memory."""
+
+    part: ByteRange
+    place: int
+
+
+Chunk = tuple[Segment, ...]
+"""What one rank reads in one round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the ranks of a node read together; equal on all of them.
+
+    Attributes:
+        num_ranks: ranks of the node that take part.
+        chunks: in round `b // num_ranks`, chunk `b` is read by the rank at place `b % num_ranks`.
+        wanted_bytes: bytes that these ranks would read if each read alone, added up.
+    """
+
+    num_ranks: int
+    chunks: tuple[Chunk, ...]
+    wanted_bytes: int
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds until everything is read."""
+        return -(-len(self.chunks) // self.num_ranks)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return nbytes_of(segment.part for chunk in self.chunks for segment in chunk)
+
+    def touched_bytes(self, block_bytes: int) -> int:
+        """Return the bytes of all file blocks that the chunks touch, counted for each chunk by itself."""
+        return sum(touched_bytes((segment.part for segment in chunk), block_bytes) for chunk in self.chunks)
+
+    def chunk(self, round_number: int, place: int) -> Chunk:
+        """Return what the rank at `place` reads in a round; nothing once the chunks are used up."""
+        number = round_number * self.num_ranks + place
+        return self.chunks[number] if number < len(self.chunks) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Result of reading together.
+
+    Attributes:
+        num_ranks: ranks that read together, this one included.
+        wanted_bytes: bytes that they would have read for the shared reads if each had read alone, added up.
+        node_bytes: bytes that all of them read instead.
+        read_bytes: bytes of these that this rank read.
+    """
+
+    num_ranks: int
+    wanted_bytes: int
+    node_bytes: int
+    read_bytes: int
+
+
+def shared_steps(plan: LoadPlan) -> tuple[Step, ...]:
+    """Return the steps of a plan that this rank would rather do together with other ranks of its node.
+
+    Returns no steps if sharing them saves this rank less than `MIN_SAVED_S`.
+    """
+    if plan.world_size == 1:
+        return ()
+    steps, saved_s = [], 0.0
+    for target in plan.targets:
+        for destination in target.destinations:
+            for step in destination.fill.steps if destination.fill is not None else ():
+                if not _can_be_shared(step, plan.values):
+                    continue
+                alone_s, together_s = read_seconds(reads_of(step), plan.read_cost)
+                if alone_s > MIN_ADVANTAGE * together_s:
+                    steps.append(step)
+                    saved_s += alone_s - together_s
+    return tuple(_within_memory(steps)) if saved_s >= MIN_SAVED_S else ()
+
+
+def reads_of(step: Step) -> list[Read]:
+    """Return the reads of a step; of an operation, those that fill its inputs."""
+    if isinstance(step, Read):
+        return [step]
+    return [part for part in input_steps(step) if isinstance(part, Read)]
+
+
+def input_steps(step: Step) -> Iterator[Step]:
+    """Yield the steps that fill the inputs of an operation; none for other steps."""
+    for piece in step.pieces if isinstance(step, Apply) else ():
+        for fill in piece.inputs:
+            yield from fill.steps
+
+
+def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
+    """Return whether a step is a read, or an operation whose inputs are only read or already in memory."""
+    if not isinstance(step, Apply):
+        return isinstance(step, Read)
+    inputs_are_simple = all(
+        isinstance(part, Read) or (isinstance(part, Move) and isinstance(values[part.value], HeldValue))
+        for part in input_steps(step)
+    )
+    # A piece without reads would never be computed: its inputs arrive with the chunks.
+    return inputs_are_simple and all(
+        any(isinstance(part, Read) for fill in piece.inputs for part in fill.steps) for piece in step.pieces
+    )
+
+
+def read_seconds(reads: Sequence[Read], cost: ReadCost) -> tuple[float, float]:
+    """Return about how many seconds this rank needs for some reads alone, and together with its node.
+
+    Alone, a rank reads whole blocks. Together, the node reads each needed byte once and moves it through memory.
+    """
+    nbytes = sum(_block_bytes(read, cost.block_bytes) for read in reads)
+    alone_s = sum(read.num_reads for read in reads) * cost.call_s + nbytes / cost.bytes_per_s
+    needed = sum(read.needed_bytes_each * read.num_reads for read in reads)
+    read_s = math.ceil(needed / CHUNK_BYTES) * cost.call_s + needed / cost.bytes_per_s
+    return alone_s, read_s + needed / MEMORY_BYTES_PER_S
+
+
+def _block_bytes(read: Read, block_bytes: int) -> int:
+    """Return about the bytes of the file blocks that a read touches.
+
+    Counts the blocks of the first read for each of them, but no block twice where the reads lie close together.
+    """
+    if block_bytes == 1:
+        return read.read_bytes
+    itemsize = read.tensor.dtype.itemsize
+    start, nbytes = read.tensor.start + read.first * itemsize, read.numel * itemsize
+    reach = nbytes + (extent(read.outer, "source") - 1) * itemsize
+    return min(read.num_reads * _blocks(start, start + nbytes, block_bytes), _blocks(start, start + reach, block_bytes))
+
+
+def _blocks(start: int, end: int, block_bytes: int) -> int:
+    """Return the bytes of the blocks that `[start, end)` touches."""
+    return ((end - 1) // block_bytes + 1 - start // block_bytes) * block_bytes
+
+
+def _within_memory(steps: Sequence[Step]) -> Iterator[Step]:
+    """Yield the steps, leaving out operations that would exceed `MAX_OPEN_BYTES`.
+
+    Chunks are read in the order of the files. So a piece of an operation holds its inputs and its result from the first
+    byte that it reads to the last.
+    """
+    changes: list[tuple[tuple[str, int], int, int]] = []  # position in the files, bytes held from there on, step
+    operations = ((number, step) for number, step in enumerate(steps) if isinstance(step, Apply))
+    for number, step in operations:
+        for piece in step.pieces:
+            ranges = byte_ranges(part for fill in piece.inputs for part in fill.steps if isinstance(part, Read))
+            size = piece.numel * (step.dtype.itemsize + sum(fill.dtype.itemsize for fill in piece.inputs))
+            changes.append(((ranges[0].path, ranges[0].start), size, number))
+            changes.append(((ranges[-1].path, ranges[-1].end), -size, number))
+    held, refused = 0, set()
+    for _, size, number in sorted(changes):
+        if size > 0 and held + size > MAX_OPEN_BYTES:
+            refused.add(number)
+        held += size
+    yield from (step for number, step in enumerate(steps) if number not in refused)
+
+
+def byte_ranges(reads: Iterable[Read]) -> list[ByteRange]:
+    """Return what some reads fetch, with the gaps that they read along, merged and in order."""
+    found = []
+    for read in reads:
+        tensor_start, itemsize = read.tensor.start, read.tensor.dtype.itemsize
+        for first, _ in read.each():
+            start = tensor_start + first * itemsize
+            found.append(ByteRange(read.tensor.path, tensor_start, itemsize, start, start + read.numel * itemsize))
+    return union(found)
+
+
+def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+    """Return ranges in order; those of one tensor that touch or overlap become one."""
+    found: list[ByteRange] = []
+    for each in sorted(ranges):
+        if found and found[-1][:3] == each[:3] and each.start <= found[-1].end:
+            found[-1] = found[-1]._replace(end=max(found[-1].end, each.end))
+        else:
+            found.append(each)
+    return found
+
+
+def nbytes_of(ranges: Iterable[ByteRange]) -> int:
+    """Return the bytes of ranges, added up."""
+    return sum(each.end - each.start for each in ranges)
+
+
+def touched_bytes(ranges: Iterable[ByteRange], block_bytes: int) -> int:
+    """Return the bytes of the file blocks that ranges in ascending order touch, each block once."""
+    total, path, end = 0, "", 0
+    for each in ranges:
+        start = max(each.start // block_bytes * block_bytes, end) if each.path == path else each.start
+        if each.end > start:
+            total += _blocks(start, each.end, block_bytes)
+            end = -(-each.end // block_bytes) * block_bytes
+        path = each.path
+    return total
+
+
+def plan_schedule(
+    ranges_by_rank: Sequence[Sequence[ByteRange]], block_bytes: int, chunk_bytes: int = CHUNK_BYTES
+) -> Schedule:
+    """Return which rank reads which chunk, so that each byte of the union is read once.
+
+    Args:
+        ranges_by_rank: what each rank of the node needs.
+        block_bytes: bytes that storage reads as a whole. Chunks end at blocks, so that no two ranks read the same one.
+        chunk_bytes: bytes of the largest chunk. Chunks are smaller where there is less than that for each rank.
+    """
+    ranges = union(each for of_rank in ranges_by_rank for each in of_rank)
+    num_ranks, wanted_bytes = len(ranges_by_rank), sum(map(nbytes_of, ranges_by_rank))
+    chunk_bytes = min(chunk_bytes, -(-nbytes_of(ranges) // num_ranks) + block_bytes + _ALIGNMENT)
+    segment_bytes = min(chunk_bytes, max(chunk_bytes // SEGMENTS_PER_CHUNK, block_bytes))
+    parts = (part for each in ranges for part in _cut(each, segment_bytes, block_bytes))
+    return Schedule(num_ranks, tuple(_packed(parts, chunk_bytes)), wanted_bytes)
+
+
+def node_schedule(
+    ranges_by_rank: Sequence[Sequence[ByteRange]], block_bytes: int, chunk_bytes: int = CHUNK_BYTES
+) -> Schedule | None:
+    """Return the schedule of a node; None where its ranks would read little less together than alone.
+
+    Args are those of `plan_schedule`, with `block_bytes` as in `ReadCost`.
+    """
+    found = plan_schedule(ranges_by_rank, max(block_bytes, PAGE_BYTES), chunk_bytes)
+    alone = sum(touched_bytes(ranges, block_bytes) for ranges in ranges_by_rank)
+    return found if alone > MIN_ADVANTAGE * found.touched_bytes(block_bytes) else None
+
+
+def _cut(each: ByteRange, max_bytes: int, block_bytes: int) -> Iterator[ByteRange]:
+    """Yield parts of at most `max_bytes`. They end between two elements, and near the end of a block if they can."""
+    start = each.start
+    while start < each.end:
+        end, limit = each.end, start + max_bytes
+        if end > limit:
+            end = _element_border(each, limit // block_bytes * block_bytes)
+            if end <= start:  # the block is larger than the part
+                end = _element_border(each, limit)
+        yield each._replace(start=start, end=end)
+        start = end
+
+
+def _element_border(each: ByteRange, at: int) -> int:
+    return at - (at - each.tensor_start) % each.itemsize
+
+
+def _packed(parts: Iterable[ByteRange], chunk_bytes: int) -> Iterator[Chunk]:
+    """Yield chunks that hold the parts in order."""
+    segments: list[Segment] = []
+    place = 0
+    for part in parts:
+        nbytes = part.end - part.start
+        if place + nbytes > chunk_bytes and segments:
+            yield tuple(segments)
+            segments, place = [], 0
+        segments.append(Segment(part, place))
+        place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    if segments:
+        yield tuple(segments)
+
+
+def nests_within(read: Read, segment: Segment) -> Iterator[Nest]:
+    """Yield how the elements of a read that lie in a segment go from the segment to the destination of the read."""
+    tensor, part = read.tensor, segment.part
+    if (tensor.path, tensor.start, tensor.dtype.itemsize) != part[:3]:
+        return
+    start, end = (part.start - part.tensor_start) // part.itemsize, (part.end - part.tensor_start) // part.itemsize
+    whole = replace(read.nest, source=read.first + read.nest.source, axes=(*read.outer, *read.nest.axes))
+    for nest in whole.clipped(start, end, "source"):
+        yield nest.shifted(source=-start)

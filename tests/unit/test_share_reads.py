@@ -1,0 +1,96 @@
+"""Which ranks of a node read together, and the reason where none do. The other ranks are simulated."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from lowmem_load.distributed.nodes import Nodes
+from lowmem_load.distributed.shared_memory import memory_of
+from lowmem_load.errors import ConfigError
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.shared_buffer import SharedBuffer
+from lowmem_load.io.shared_reads import SharedReads
+from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.pipeline.share_reads import ALONE, SHARE_READS, Place, ReadSharing, shares_reads
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.planner import Material
+from lowmem_load.planning.reads import ReadCost
+from tests.together import leaf, plan_of
+
+NODES = ("a", "b", "a", "b", "a")
+PLANNED = Planned(plan_of(ex.permute(leaf(), (2, 0, 1)), 5, ReadCost()), Material(), {}, {}, {})
+
+
+def ended() -> None:
+    raise InterruptedError
+
+
+def test_ranks_may_read_together_unless_the_environment_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shares_reads()
+    for text, expected in (("auto", True), ("off", False), ("", True)):
+        monkeypatch.setenv(SHARE_READS, text)
+        assert shares_reads() is expected
+    monkeypatch.setenv(SHARE_READS, "on")
+    with pytest.raises(ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'on', expected auto or off"):
+        shares_reads()
+
+
+def meet(rank: int, sharing: ReadSharing, others: Sequence[Place | None]) -> SharedReads | None:
+    offers = [sharing.offer if each == rank else place for each, place in enumerate(others)]
+    return sharing.meet(Nodes(rank, NODES), offers, PLANNED, ended)
+
+
+def test_a_rank_meets_those_of_its_node_that_have_reads_to_share() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with contextlib.closing(ReadSharing()) as first, contextlib.closing(ReadSharing()) as second:
+        first.make()
+        second.make()
+        for rank, mine, other in ((0, first, second), (4, second, first)):
+            found = meet(rank, mine, [other.offer, (1 << 30, 5, "of b"), None, (1 << 30, 5, "of b"), other.offer])
+            assert found is not None and mine.why_alone == ""
+    del found
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_rank_without_reads_to_share_meets_nobody() -> None:
+    sharing = ReadSharing()
+    assert meet(0, sharing, [None, None, (1 << 30, 5, "name"), None, None]) is None
+    assert sharing.why_alone == ""
+
+
+def test_a_rank_whose_node_has_no_other_with_reads_to_share_reads_alone() -> None:
+    with contextlib.closing(ReadSharing()) as sharing:
+        sharing.make()
+        assert meet(1, sharing, [(1 << 30, 5, "of a"), None, (1 << 30, 5, "of a"), None, None]) is None
+        assert sharing.why_alone == ALONE
+
+
+def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others_so() -> None:
+    with contextlib.closing(ReadSharing()) as sharing, contextlib.closing(ReadSharing()) as other:
+        sharing.make()
+        other.make()
+        places = [None, None, (1 << 30, 5, "name"), None, other.offer]
+        assert meet(0, sharing, places) is None
+        assert sharing.why_alone.startswith(
+            f"rank 0 cannot open the shared memory of rank 2, process {1 << 30}: [Errno 2] No such file"
+        )
+        assert sharing.offer is not None and other.offer is not None
+        memories = [memory_of(*offer, SharedBuffer.NBYTES) for offer in (sharing.offer, other.offer)]
+        third = SharedReads((), SharedBuffer(memories, 1), 1, check=ended)
+        with Executor() as executor:
+            assert third.run(executor, (), Material()) is None, "it does not wait"
+        assert third.why_alone == sharing.why_alone
+
+
+def test_memory_that_cannot_be_made_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    sharing = ReadSharing()
+    sharing.make()
+    assert sharing.offer is None
+    assert sharing.why_alone == f"{SharedBuffer.NBYTES} bytes of shared memory cannot be made: not on this system"

@@ -1,0 +1,181 @@
+"""What the ranks of a node read together is read once, and every rank gets its elements; in threads, without ranks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowmem_load.distributed.shared_memory import make_memory, memory_of, new_name
+from lowmem_load.errors import TruncatedFileError
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.shared_buffer import SharedBuffer
+from lowmem_load.io.shared_reads import TOO_MANY_RANGES, SharedReads, decline
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.reads import Apply, ReadLimits
+from lowmem_load.planning.sharing import Shared
+from tests.together import CONTENT, NUMEL, VALUES, fills, in_threads, leaf
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def together(
+    num_ranks: int, act: Callable[[int, SharedBuffer], object], chunk_bytes: int = 1 << 13
+) -> list[BaseException | object]:
+    """Returns what `act` returns or raises for each rank, each in a thread with its own mappings of the same memory."""
+    nbytes = mmap.PAGESIZE + 2 * chunk_bytes
+    name = new_name()
+    descriptors = [make_memory(name, nbytes) for _ in range(num_ranks)]
+
+    def run(place: int) -> object:
+        memories = [memory_of(os.getpid(), descriptor, name, nbytes) for descriptor in descriptors]
+        return act(place, SharedBuffer(memories, place))
+
+    found = in_threads(num_ranks, run)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return found
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 10, 1 << 13], ids=["many rounds", "one round"])
+def test_what_is_read_together_equals_torch(file: Path, chunk_bytes: int) -> None:
+    node = ex.cast(ex.permute(leaf(file), (2, 0, 1)), torch.float64)
+    planner, plans = fills(node, 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    results = [torch.full((fill.numel,), -1.0, dtype=torch.float64) for fill in plans]
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
+        with Executor(num_threads=1 + place) as executor:
+            assert sharing.take(plans[place], results[place], planner.material).steps == ()
+            shared = sharing.run(executor, planner.values, planner.material)
+            assert isinstance(shared, Shared) and executor.stats.read_bytes == shared.read_bytes
+            return shared
+
+    shared = together(3, load, chunk_bytes)
+    assert torch.equal(torch.cat(results), VALUES.permute(2, 0, 1).reshape(-1).double())
+    assert all(isinstance(each, Shared) for each in shared), shared
+    assert sum(each.read_bytes for each in shared if isinstance(each, Shared)) == NUMEL * 4
+    assert {(each.node_bytes, each.wanted_bytes > 2 * NUMEL * 4) for each in shared if isinstance(each, Shared)} == {
+        (NUMEL * 4, True)
+    }
+
+
+def test_an_operation_is_computed_once_its_inputs_have_come(file: Path) -> None:
+    turned = ex.permute(leaf(file), (2, 0, 1))
+    parts = (turned, ex.expand(ex.reshape(ex.slice_dim(turned, 2, 3, 1, 1), (30, 5, 1)), (30, 5, 12)))
+    node = ex.Elementwise("sum", lambda inputs: inputs[0] + inputs[1], parts, (30, 5, 12), torch.int32)
+    planner, plans = fills(node, 2, ReadLimits(1 << 12, 1 << 12, 1 << 20))
+    assert all(isinstance(step, Apply) for fill in plans for step in fill.steps)
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
+        with Executor() as executor:
+            sharing.take(plans[place], results[place], planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert all(isinstance(each, Shared) for each in together(2, load))
+    expected = VALUES.permute(2, 0, 1)
+    assert torch.equal(torch.cat(results), (expected + expected[:, :, 3:4]).reshape(-1))
+
+
+def test_where_little_is_spared_each_reads_alone(file: Path) -> None:
+    planner, plans = fills(leaf(file), 2, ReadLimits())
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
+        with Executor() as executor:
+            sharing.take(plans[place], results[place], planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert together(2, load) == [None, None]
+    assert torch.equal(torch.cat(results), VALUES.reshape(-1))
+
+
+@pytest.mark.parametrize("case", ["one declines", "one has too many ranges to list"])
+def test_if_one_rank_cannot_share_each_reads_alone(file: Path, case: str) -> None:
+    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 0))
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        if case == "one declines" and place == 1:
+            decline(buffer, "rank 1 cannot open the shared memory of rank 0")
+            return ""
+        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
+        with Executor() as executor:
+            sharing.take(plans[place], results[place], planner.material)
+            assert sharing.run(executor, planner.values, planner.material) is None
+        assert torch.equal(results[place], VALUES.permute(2, 0, 1).reshape(-1)[place * 600 : place * 600 + 600])
+        return sharing.why_alone
+
+    if case == "one declines":
+        reason = "rank 1 cannot open the shared memory of rank 0"
+        assert together(3, load) == [reason, "", reason]
+    else:
+        assert together(3, load, 64) == [TOO_MANY_RANGES] * 3
+
+
+def test_slices_that_share_a_block_are_read_once_where_blocks_count(file: Path) -> None:
+    planner, plans = fills(leaf(file), 3, ReadLimits())
+    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        block_bytes = 1 << 20 if place == 1 else 1  # of what the ranks of a node find, the largest counts
+        sharing = SharedReads(plans[place].steps, buffer, block_bytes, check=lambda: None)
+        with Executor() as executor:
+            sharing.take(plans[place], results[place], planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert all(isinstance(each, Shared) and each.node_bytes == NUMEL * 4 for each in together(3, load))
+    assert torch.equal(torch.cat(results), VALUES.reshape(-1))
+
+
+def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
+    """Its own error is raised there; the others raise what their check raises once they have heard of it."""
+    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    failed = threading.Event()
+
+    def check() -> None:
+        if failed.is_set():
+            raise InterruptedError
+
+    class Failing(Executor):
+        def read_range(self, *args: object) -> None:
+            failed.set()
+            raise TruncatedFileError("ended early")
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        sharing = SharedReads(plans[place].steps, buffer, 1, check=check)
+        with Failing() if place == 1 else Executor() as executor:
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.material)
+            return sharing.run(executor, planner.values, planner.material)
+
+    assert [type(each) for each in together(3, load)] == [InterruptedError, TruncatedFileError, InterruptedError]
+
+
+def test_waiting_for_others_counts_as_progress(file: Path) -> None:
+    """Else a heartbeat would name the ranks that wait for one that hangs."""
+    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    has_waited = threading.Event()
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        sharing = SharedReads(plans[place].steps, buffer, 1, check=has_waited.set if place == 0 else lambda: None)
+        with Executor() as executor:
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.material)
+            if place == 1:
+                assert has_waited.wait(30)
+            sharing.run(executor, planner.values, planner.material)
+        return sharing.waited
+
+    assert together(2, load)[0] != 0
