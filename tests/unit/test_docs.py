@@ -13,6 +13,7 @@ import pytest
 import lowmem_load
 from lowmem_load import errors
 from lowmem_load.errors import LowMemLoadError
+from tests.unit.test_layering import LADDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lowmem_load"
@@ -141,6 +142,13 @@ def test_the_layout_names_every_folder_and_nothing_else() -> None:
     assert _missing_paths(_layout()) == []
     folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
     assert folders - {path for path, _ in _paths(_layout())} == set()
+
+
+def test_the_ladder_is_that_of_the_layering_test() -> None:
+    rows = re.findall(r"^\| (\d+) \|([^|]+)\|", _layout(), re.MULTILINE)
+    shown = {name: int(row) for row, names in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", names)}
+    lines = [line.split() for line in LADDER.strip().splitlines()]
+    assert shown == {name: row for row, names in enumerate(lines) for name in names if not name.startswith("__")}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
