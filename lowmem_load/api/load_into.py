@@ -67,8 +67,7 @@ def load_into(
         with ranks.step("checking the arguments") as step:
             plain = _transformers_model(model)
             sharded = ShardedModel(plain)
-            request = Request(spelled(name), *_ordinary(plain, auto_class, from_pretrained_kwargs))
-            settings = _settings(plain, dtype, ranks.world_size)
+            request, settings = ordinary_load(plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size)
             is_folder = os.path.isdir(request.name)
             step.digest = f"{settings.fingerprint}, {'a local folder' if is_folder else 'a name on the Hub'}"
             if is_folder:
@@ -95,25 +94,30 @@ def _transformers_model(model: nn.Module) -> nn.Module:
     return found[0] if found else model
 
 
-def _ordinary(
-    model: nn.Module, auto_class: str | type | None, kwargs: Mapping[str, Any]
-) -> tuple[str | type | None, str, dict[str, Any]]:
-    """Return class, dtype and keywords of the ordinary load that has the same values."""
+def ordinary_load(
+    model: nn.Module,
+    name: str | os.PathLike[str],
+    dtype: str | torch.dtype | None,
+    auto_class: str | type | None,
+    kwargs: Mapping[str, Any],
+    world_size: int,
+) -> tuple[Request, Settings]:
+    """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`.
+
+    Raises:
+        ConfigError: an argument says where parameters go, which the model says already.
+    """
     for keyword in _PLACES_BY_ITSELF:
         if kwargs.get(keyword) is not None:
             raise ConfigError(f"load_into: remove {keyword}; the model says where its parameters go")
-    if not transformers_models(model):
-        return auto_class, "auto", dict(kwargs)
-    config = copy.deepcopy(model.config)
-    vars(config).pop("distributed_config", None)
-    return auto_class or plain_class(model), "auto", {"config": config, **kwargs}
-
-
-def _settings(model: nn.Module, dtype: str | torch.dtype | None, world_size: int) -> Settings:
-    """Return the settings of a load whose parameters are cut up, in the dtype of the ordinary load."""
+    if transformers_models(model):
+        config = copy.deepcopy(model.config)
+        vars(config).pop("distributed_config", None)
+        auto_class, kwargs = auto_class or plain_class(model), {"config": config, **kwargs}
     floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     if dtype is None:
         dtype = next(iter(floating)) if len(floating) == 1 else torch.float32
-    name = str(dtype).removeprefix("torch.")
-    precision = {"bf16": {"enabled": name == "bfloat16"}, "fp16": {"enabled": name == "float16"}}
-    return read_settings({"zero_optimization": {"stage": 3}, **precision}, world_size=world_size)
+    precision = str(dtype).removeprefix("torch.")
+    sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
+    settings = read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
+    return Request(spelled(name), auto_class, "auto", kwargs), settings

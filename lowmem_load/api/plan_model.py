@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import nn
 
+from lowmem_load.api.load_into import ordinary_load
 from lowmem_load.api.request import Checked, Request, spelled
 from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.distributed.fake_group import fake_group
+from lowmem_load.dtensor.mesh import mesh_device
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import intercept, loader
+from lowmem_load.hf import intercept, loader, names
+from lowmem_load.hf.active import ordinary_path
 from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.pipeline.plan_only import describe_only, plan_only
@@ -44,7 +52,7 @@ def plan(
 
     Args:
         name: as for `load_model`.
-        ds_config: as for `load_model`.
+        ds_config: as for `load_model`, but for a `DeviceMesh`, which needs the processes of its ranks.
         rank: of the partition group, `0 <= rank < world_size`.
         world_size: ranks among which parameters are cut up.
         auto_class: as for `load_model`.
@@ -61,6 +69,8 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    if names.is_distributed_config(ds_config):
+        return _plan_sharded(name, ds_config, rank, world_size, auto_class, dtype, from_pretrained_kwargs)
     return plan_ranks(
         *(name, ds_config),
         ranks=[rank],
@@ -71,6 +81,37 @@ def plan(
         partition=partition,
         **from_pretrained_kwargs,
     )[0]
+
+
+def _plan_sharded(
+    name: str | os.PathLike[str],
+    sharding: Any,
+    rank: int,
+    world_size: int,
+    auto_class: str | type | None,
+    dtype: str | torch.dtype | None,
+    kwargs: Mapping[str, Any],
+) -> LoadPlan:
+    """Return the plan of a model that transformers shards, as one rank of a fake process group."""
+    where, made = spelled(name), list[LoadPlan]()
+
+    def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
+        allocate(model, None)
+        device = "cpu" if names.offloads(model) else mesh_device(model).type
+        sharded = ShardedModel(model, planned_device=device)
+        request, settings = ordinary_load(model, where, dtype, auto_class, file_keywords(kwargs), world_size)
+        checked = request.checked(settings)
+
+        def planned(call: loader.Call) -> list[LoadPlan]:
+            return plan_only(call, checked.settings, lambda _: lambda _, described: Sharded(sharded, described), [rank])
+
+        made.extend(_instead_of_loading(checked, planned))
+        raise _Done(made[0])
+
+    cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
+    with load_lock(), fake_group(rank, world_size), ordinary_path(), filled_by(fill), contextlib.suppress(_Done):
+        cls.from_pretrained(where, distributed_config=sharding, **{names.DTYPE_KEYWORD: dtype}, **kwargs)
+    return made[0]
 
 
 def plan_ranks(

@@ -27,16 +27,18 @@ class ShardedModel:
 
     Args:
         model: built by transformers; sharded, with memory for its shards.
+        planned_device: the type of device that will have that memory, for a plan of a model that has none.
 
     Attributes:
         parameters: by name; tied ones under each of their names.
         buffers: by name.
+        planned_device: as given.
 
     Raises:
         UnsupportedError: the model is wrapped by FSDP1, which has flat parameters.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, planned_device: str | None = None) -> None:
         flat = [name for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)]
         if flat:
             raise UnsupportedError(
@@ -49,8 +51,9 @@ class ShardedModel:
         )
         self.parameters = {_plain(name): parameter for name, parameter in parameters}
         self.buffers = {_plain(name): buffer for name, buffer in buffers}
+        self.planned_device = planned_device
         self._shards = {
-            id(tensor): local_shard(name, tensor)
+            id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
             for name, tensor in chain(self.parameters.items(), self.buffers.items())
         }
 
@@ -129,7 +132,7 @@ class Sharded(Target):
         if len(dtypes) > 1:
             raise UnsupportedError(f"{name}: tied parameters have the dtypes {dtypes}; give them one dtype")
         grids = tuple(grid for grid, _ in shards)
-        on_host = all(memory.device.type == "cpu" for _, memory in shards)
+        on_host = all((self._sharded.planned_device or memory.device.type) == "cpu" for _, memory in shards)
         return Layout(KIND, dtypes.pop(), grids, tuple(grid.numel for grid in grids), on_host)
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:

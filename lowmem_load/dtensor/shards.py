@@ -73,10 +73,10 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
     return joined or [(0, 0)]
 
 
-def local_shard(name: str, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
+def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple[Grid, torch.Tensor]:
     """Return the elements of a tensor that this rank holds, and the memory that holds them: flat, row-major. Local.
 
-    A tensor that is no DTensor is held in full.
+    A tensor that is no DTensor is held in full. Without `needs_memory` it may be on the meta device.
 
     Raises:
         UnsupportedError: the tensor has a placement that no file can fill, no memory yet, memory that is not
@@ -91,7 +91,7 @@ def local_shard(name: str, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
                 f"{name}: its placements {tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)} give this "
                 f"rank a shard of shape {grid.sizes}, but its local tensor has shape {tuple(local.shape)}"
             )
-    if local.is_meta:
+    if local.is_meta and needs_memory:
         raise UnsupportedError(f"{name}: has no memory (meta device); call model.to_empty(device=...) first")
     if not local.is_contiguous():
         raise UnsupportedError(f"{name}: its local tensor is not contiguous; call model.to_empty(device=...) first")

@@ -68,12 +68,13 @@ def filled_by(fill: Fill) -> Iterator[None]:
         yield
 
 
-def allocate(model: Any, device: torch.device) -> None:
-    """Give a skeleton memory for its shards, and tie again what that unties.
+def allocate(model: Any, device: torch.device | None) -> None:
+    """Give a skeleton memory for its shards, unless `device` is None. Tie again what sharding and memory have untied.
 
     Source: transformers 5.23 `distributed/mixin.py`, `_load_and_finalize_distributed_pretrained_model`.
     """
-    model.to_empty(device=device)
+    if device is not None:
+        model.to_empty(device=device)
     model.tie_weights(recompute_mapping=False)
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import lowmem_load
-from lowmem_load import ConfigError, UnsupportedError, load_model, load_report, streaming
+from lowmem_load import ConfigError, UnsupportedError, load_model, load_report, plan, streaming
 from tests import builders
 from tests.multi_rank.test_load_into import differing, start
 from tests.ranks import run_ranks
@@ -23,11 +23,11 @@ SIZES: dict[int, list[dict[str, Any]]] = {
 EXPERTS = {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}
 
 
-def load_all(paths: list[str], moe: str) -> None:
-    """Rank function."""
+def load_all(paths: list[str], moe: str) -> list[list[Any]]:
+    """Rank function: what each load has read."""
     from transformers.distributed import DistributedConfig
 
-    world_size = start()
+    world_size, costs = start(), list[list[Any]]()
     cases = [(path, sizes) for path in paths for sizes in SIZES[world_size]]
     for path, sizes in [*cases, *([(moe, EXPERTS)] if world_size == 4 else [])]:
         cls = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
@@ -41,7 +41,10 @@ def load_all(paths: list[str], moe: str) -> None:
             )
         assert differing(again, reference) == [], (path, sizes)
         assert not info["missing_keys"]
-        assert load_report(again).read_bytes == load_report(model).read_bytes > 0
+        report = load_report(model)
+        assert load_report(again).read_bytes == report.read_bytes > 0
+        costs.append([path, sizes, report.needed_bytes, report.read_bytes, report.num_reads])
+    return costs
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -49,7 +52,11 @@ def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, wo
     pytest.importorskip("transformers.distributed")
     moe = str(builders.tiny_mixtral(checkpoints))
     paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_qwen2_tied(checkpoints)), moe]
-    run_ranks(load_all, paths, moe, world_size=world_size, timeout_s=240)
+    for rank, costs in enumerate(run_ranks(load_all, paths, moe, world_size=world_size, timeout_s=240)):
+        for path, sizes, *cost in costs:
+            config = transformers.distributed.DistributedConfig(**sizes)
+            planned = plan(path, config, rank=rank, world_size=world_size, dtype=torch.bfloat16)
+            assert [planned.needed_bytes, planned.read_bytes, planned.num_reads] == cost, (path, sizes, rank)
 
 
 def losses(model: nn.Module, num_steps: int = 10) -> list[float]:
