@@ -1,7 +1,7 @@
-"""The ranks that do something together: each step of it either succeeds on all of them, or raises on all.
+"""Ranks that work together: each step of theirs succeeds on all of them, or raises on all.
 
-Which steps take place depends only on what all ranks know. So a failure of one is an error on all, and never a hang.
-How ranks hear of each other: `distributed/store_channel.py`.
+All ranks do the same steps, whatever happens: so a failure of one rank is an error on all, and never a hang. How ranks
+learn of each other's failures: `distributed/store_channel.py`.
 """
 
 from __future__ import annotations
@@ -12,41 +12,40 @@ import json
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from lowmem_load.distributed.heartbeat import Limits
-from lowmem_load.distributed.processes import Progress
+from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, spelled
 
 MAX_TEXT = 20_000
-"""Characters of an error that other ranks hear: a message of many megabytes would break the store's connection."""
+"""Characters of an error that are sent to other ranks: megabytes would break the store's connection."""
 
 _KNOWN = "_lowmem_load_known_to_all"
 """Attribute of errors that all ranks know of."""
 
 _NEVER = timedelta(days=7)
-"""Timeout of clients whose calls wait for other ranks; who waits is watched over otherwise."""
+"""Timeout of the store's clients, whose calls wait for other ranks."""
 
 
 class Step:
     """What this rank brings to a step, and what all ranks have brought.
 
     Attributes:
-        digest: fingerprint of what must be equal on all ranks; set within the block.
-        payload: for the other ranks, JSON data; set within the block.
+        digest: values that must be equal on all ranks, by topic ("commit", "files"), or one value; set in the block.
+        payload: for the other ranks, JSON data; set in the block.
         payloads: of all ranks, by rank; there after the block.
     """
 
     __slots__ = ("digest", "payload", "payloads")
 
     def __init__(self) -> None:
-        self.digest = ""
+        self.digest: Mapping[str, str] | str = {}
         self.payload: Any = None
         self.payloads: list[Any] = []
 
@@ -90,60 +89,66 @@ class RankGroup:
 
     @property
     def hears_of_failures(self) -> bool:
-        """Whether `check` tells this rank that another one has failed: there are others, and a store."""
+        """Whether there are other ranks, so that `check` may raise."""
         return self._channel() is not None
 
     @contextlib.contextmanager
     def step(
-        self, title: str, *, name: str = "", progress: Callable[[], Progress] | None = None, demand: str = ""
+        self,
+        title: str,
+        *,
+        name: str = "",
+        progress: Callable[[], Progress] | None = None,
+        is_prompt: bool = False,
     ) -> Iterator[Step]:
         """Run the block on every rank; then all ranks go on, or all raise.
 
         All raise if one rank raised, ended or got stuck, if ranks are at steps of different titles, or if their
         digests differ. An interrupt or exit of this rank stays one, and is a `RankError` on the others. Steps may
-        nest. On a single rank, and on torch's fake backend, where every rank counts as a copy of this one, only the
-        own error counts.
+        nest. A single rank, or one of torch's fake backend, raises its own error only.
 
         Collective: one step of `distributed/store_channel.py`, whatever happens.
 
         Args:
             title: what is done: "planning".
-            name: of what it is done with, for messages. It may differ between ranks.
-            progress: says how far the block is; asked by another thread. If it says the same for longer than
-                `Limits.silence_s`, the other ranks give this one up. None: nothing is known of that, so it gets the
-                timeout of the process group; see [Note: gone or silent] in `distributed/heartbeat.py`.
-            demand: what scripts have to do, for a step that they are likely to run on one rank only: the others have
-                to come within `Limits.silence_s`.
+            name: what it is done with, for messages. It may differ between ranks.
+            progress: how far the block is; called in another thread. If the amount stays the same for longer than
+                `Limits.silence_s`, the other ranks give this one up. None if the progress is not known: then this
+                rank has the timeout of the process group; see [Note: lost ranks] in `distributed/heartbeat.py`.
+            is_prompt: whether ranks have to come within `Limits.silence_s` instead of the timeout of the process
+                group. For steps that scripts are likely to run on one rank only.
 
         Raises:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
-            BaseException: the block's own error, where there is one rank, or all ranks failed alike: nothing is learnt
-                from a wrapper then.
+            BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
-        step, error, payload, channel = Step(), None, "null", self._channel()
-        with self._doing(f"{name}: {title}" if name else title, progress):
+        step, entry, error, channel = Step(), Entry(title, name), None, self._channel()
+        with self._doing(entry.full_title, progress):
             try:
                 if channel is not None:
-                    timeout_s = _default_store().timeout.total_seconds()
-                    channel.set_limits(Limits.from_environment(timeout_s, demand))
+                    channel.limits = Limits.from_environment(
+                        _default_store().timeout.total_seconds(), is_prompt=is_prompt
+                    )
                 yield step
-                payload = json.dumps(step.payload)
+                digest = {"digest": step.digest} if isinstance(step.digest, str) else step.digest
+                entry = Entry(title, name, digest=digest, payload=json.loads(json.dumps(step.payload)))
             except RankError:
                 raise
             except (Exception, KeyboardInterrupt, SystemExit, StoppedError) as caught:
                 if getattr(caught, _KNOWN, False):  # an inner step has ended with it
                     raise
                 error = caught
-            verdict = self._verdict(_entry(title, name, step, payload, error))
+                entry = Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
+            verdict = self._verdict(channel, entry)
         if error is not None and (verdict.is_alike or not isinstance(error, Exception | StoppedError)):
-            raise _known(error)  # an interrupt stays one, now that the others have heard of it
+            raise _known(error)  # an interrupt stays one, now that the others know of it
         if verdict.failures:
             raise RankError(verdict.title, dict(verdict.failures)) from error
-        step.payloads = verdict.by_rank()
+        step.payloads = list(verdict.payloads)
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
-        """Send heartbeats within the block, also between steps; an error of this rank alone that leaves it aborts it.
+        """Send heartbeats within the block, also between steps. An error of this rank alone that leaves it aborts it.
 
         Args:
             what: is done, for messages: "save_model".
@@ -161,17 +166,17 @@ class RankGroup:
         """Tell the other ranks that this one does not come to their next step. Local.
 
         Args:
-            what: is left, for messages: "streaming()".
-            error: by which; nothing is told of one that all ranks know of.
+            what: is aborted, for messages: "streaming()".
+            error: the reason; ignored if all ranks know of it.
             any_group: whether the group of these ranks is not known.
         """
         channel = self._channel() if dist.is_initialized() and not getattr(error, _KNOWN, False) else None
         if channel is not None:
-            channel.abort(None if any_group else self._place(channel), f"left {what}: {spelled(error, MAX_TEXT)}")
+            channel.abort(None if any_group else self._members(channel), f"left {what}: {spelled(error, MAX_TEXT)}")
             _known(error)
 
     def check(self) -> None:
-        """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes a microsecond."""
+        """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes microseconds."""
         channel = RankGroup._channels.get(_default_group())
         if channel is not None:
             channel.check()
@@ -179,30 +184,32 @@ class RankGroup:
     @contextlib.contextmanager
     def _doing(self, what: str, progress: Callable[[], Progress] | None) -> Iterator[None]:
         channel = self._channel()
-        with contextlib.nullcontext() if channel is None else channel.doing(self._place(channel), what, progress):
+        with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
             yield
 
-    def _verdict(self, entry: Entry) -> Verdict:
-        channel = self._channel()
-        if channel is not None:
-            try:
-                return channel.agree(self._place(channel), entry)
-            except BaseException as interrupt:
-                _known(interrupt)  # by `agree`
-                raise
-        if self.world_size == 1 or self.is_fake:
+    def _verdict(self, channel: StoreChannel | None, entry: Entry) -> Verdict:
+        if channel is None:
             return verdict_on(dict.fromkeys(range(self.world_size), entry))
-        members, texts = dist.get_process_group_ranks(self._group or _default_group()), [""] * self.world_size
-        dist.all_gather_object(texts, entry.encoded(), group=self._group)
-        return verdict_on(dict(zip(members, map(Entry.decoded, texts), strict=True)))
+        try:
+            return channel.agree(self._members(channel), entry)
+        except BaseException as interrupt:
+            _known(interrupt)  # `agree` has told the others
+            raise
 
     def _channel(self) -> StoreChannel | None:
-        """Return the channel to the other ranks; None where there are none, or torch.distributed has no store (MPI)."""
-        if self.world_size == 1 or self.is_fake or (store := _default_store()) is None:
+        """Return the channel to the other ranks; None if there are none.
+
+        Raises:
+            ConfigError: the process group has no store (MPI), or this process was forked from a rank.
+        """
+        if self.world_size == 1 or self.is_fake:
             return None
         found = RankGroup._channels.get(_default_group())
         if found is None:
-            found = RankGroup._channels[_default_group()] = StoreChannel(lambda: _own_client(store), dist.get_rank())
+            store = _default_store()
+            if store is None:
+                raise ConfigError(f"the process group (backend {dist.get_backend()}) has no store; use gloo or nccl")
+            found = RankGroup._channels[_default_group()] = StoreChannel(lambda: _new_client(store), dist.get_rank())
         if found.pid != os.getpid():
             raise ConfigError(
                 "this process was forked from a rank, whose connections it must not use; load in the rank itself, or "
@@ -210,27 +217,21 @@ class RankGroup:
             )
         return found
 
-    def _place(self, channel: StoreChannel) -> Group:
+    def _members(self, channel: StoreChannel) -> Group:
         group = self._group or _default_group()
         members = tuple(dist.get_process_group_ranks(group))
         return channel.group(hashlib.sha256(f"{group.group_name} {members}".encode()).hexdigest()[:16], members)
 
 
-def _entry(title: str, name: str, step: Step, payload: str, error: BaseException | None) -> Entry:
-    if error is None:
-        return Entry(title, name, digest=step.digest, payload=json.loads(payload))
-    return Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
-
-
 def _known(error: BaseException) -> BaseException:
-    """Mark an error of which all ranks know."""
-    with contextlib.suppress(AttributeError, TypeError):  # somebody's own class
+    """Mark an error that all ranks know of."""
+    with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
         setattr(error, _KNOWN, True)
     return error
 
 
 def require_live() -> None:
-    """Raise ConfigError where there is no default group."""
+    """Raise ConfigError if there is no default group."""
     if not dist.is_initialized():
         raise ConfigError(
             "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
@@ -244,18 +245,15 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _default_store() -> Any:
-    """Return the store that the ranks of the default group met in; None for a group that needs none (MPI).
-
-    Source: torch 2.13 distributed_c10d.py, `_get_default_store`.
-    """
+    """Return the store of the default group; None if it has none. Source: torch 2.13 distributed_c10d.py."""
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
-def _own_client(store: Any) -> Any:
+def _new_client(store: Any) -> Any:
     """Return another client of the same store: each serves one call at a time, and some calls wait long.
 
-    Before torch 2.8 stores have no `clone`. There the store is connected to, or opened, anew. That leaves out the
-    prefixes around it, which tell a group from an earlier one in the same store: the ranks agree on one of their own.
+    Before torch 2.8 stores have no `clone`. There the client connects anew, without the prefixes of the store, which
+    tell a group from an earlier one; the ranks agree on a new prefix.
     """
     if hasattr(store, "clone"):
         client = store.clone()

@@ -1,72 +1,93 @@
-"""Heartbeats: what a rank writes about itself each second, and how another rank judges it by that.
+"""Heartbeats: what a rank writes about itself each second, and how another rank judges it by them. Pure but for /proc.
 
-[Note: gone or silent] Clocks of different machines are never compared: a rank counts the seconds in which it saw no
-change. A process of the same machine can be looked up, so its end is known at once, and while it lives it is never
-taken for gone. A look is trusted only after it found that very process, with its start time: clones of one virtual
-machine have equal boot ids and process numbers. A process that cannot be looked up is gone when its heartbeats stop.
-They come from a thread of their own, which the interpreter's lock may keep waiting; so a rank that runs code gets half
-as long again as one that only waits for others. A rank whose heartbeats come but which makes no progress is silent: it
-waits for a file server, say, and gets much longer. What counts as progress is what its step says, such as bytes that
-were read. Of a step that runs others' code (it may download or compile) nothing is known, so it gets as long as the
-process group gives a collective.
+[Note: lost ranks] Clocks of different machines are never compared: a rank counts the seconds in which it saw no change.
+- A process of the same machine can be looked up, so its end is known at once. A lookup counts only after one found that
+  very process, with its start time: clones of one virtual machine have equal boot ids and process numbers.
+- A process that cannot be looked up is lost when its heartbeats stop. They come from a thread, which may wait for the
+  interpreter's lock; so the limit is `BUSY_FACTOR` times as long for a rank that runs code as for one that waits.
+- A rank whose heartbeats come but which makes no progress may wait for a file server, so it gets much longer. Progress
+  is what the step reports, such as bytes read. A step that runs other people's code, which may download or compile,
+  reports none, and gets as long as the process group gives a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lowmem_load.distributed.environment import positive_number
-from lowmem_load.distributed.processes import pid_space, started
+from lowmem_load.distributed.nodes import pid_space, start_time
 from lowmem_load.distributed.verdict import Stored
 
 ANY_GROUP = "*"
-"""Stands for the name of a group that is not known, since the caller gave something else."""
+"""Stands for every group that the rank has not used yet."""
 
 BUSY, WAITING, IDLE = "busy", "waiting", "idle"
-"""What a rank does: its own part of a step; it has done that and waits for other ranks; nothing here."""
+"""What a rank does: its own part of a step; it has done that and waits for other ranks; no load."""
 
 SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
-"""Variables of the environment that set the limits of the same names, seconds."""
+"""Environment variables that set the limits of the same names, seconds."""
+
+SAME_ORDER = "all ranks have to do the same loads and saves in the same order"
 
 BUSY_FACTOR = 1.5
-"""How much longer than one that waits a busy rank may send no heartbeat; see [Note: gone or silent]."""
+"""A busy rank may send no heartbeat for this many times as long as one that waits; see [Note: lost ranks]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a step is.
+
+    Attributes:
+        amount: grows as the step makes progress.
+        detail: for messages: "512.0 MiB read, model-00003.safetensors".
+    """
+
+    amount: int
+    detail: str
+
+
+def computing() -> Callable[[], Progress]:
+    """Return the progress of a step that only computes, in the calling thread: the processor time of the thread."""
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+
+    def progress() -> Progress:
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # not Linux
+            return Progress(int(time.process_time() * 10), "")
+        return Progress((int(fields[11]) + int(fields[12])) // 10, "")  # utime, stime in ticks of 10 ms, see proc(5)
+
+    return progress
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long ranks are waited for, seconds.
+    """How long a rank waits for others, seconds.
 
     Attributes:
-        silence_s: while their heartbeats come, but they make no progress.
-        gone_s: while no heartbeats come, where their process cannot be looked up.
-        absence_s: while they have not come to the step.
-        absence: for people: what sets `absence_s`, and what the ranks have to do.
-        may_be_skipped: whether scripts are likely to run the step on some ranks only; see `Verdict`.
+        silence_s: for a rank that sends heartbeats but makes no progress.
+        gone_s: for a rank that sends no heartbeats and cannot be looked up, and for the store.
+        absence_s: for a rank that has not come to the step.
     """
 
     silence_s: float = 300.0
     gone_s: float = 15.0
     absence_s: float = 1800.0
-    absence: str = "the timeout of the process group; all ranks have to load the same models in the same order"
-    may_be_skipped: bool = False
 
     @classmethod
-    def from_environment(cls, absence_s: float, demand: str = "") -> Limits:
-        """Return the limits that the environment sets, else the defaults.
-
-        Args:
-            absence_s: see `Limits`.
-            demand: what the ranks have to do; then `absence_s` is as short as `silence_s`.
+    def from_environment(cls, absence_s: float, *, is_prompt: bool = False) -> Limits:
+        """Return the limits that the environment sets, else the defaults. `is_prompt`: see `RankGroup.step`.
 
         Raises:
             ConfigError: a variable holds no positive number.
         """
         silence_s = positive_number(SILENCE, cls().silence_s, "seconds")
         gone_s = positive_number(GONE, cls().gone_s, "seconds")
-        if demand:
-            return cls(silence_s, gone_s, silence_s, f"{SILENCE}; {demand}", may_be_skipped=True)
-        return cls(silence_s, gone_s, absence_s)
+        return cls(silence_s, gone_s, silence_s if is_prompt else absence_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +97,28 @@ class Heartbeat(Stored):
     Attributes:
         count: of its heartbeats so far.
         state: BUSY, WAITING or IDLE.
-        doing: its step.
-        detail: how far that is, for people.
-        amount: how far that is; None where the step does not say.
+        title: of its step.
+        detail: how far that is, for messages.
+        amount: how far that is; None where the step does not report it.
         group: name of the group of the step.
-        numbers: by group, the number of the step that it comes to next.
-        aborted: name of a group, or ANY_GROUP; number of the step of it that this rank does not come to; and why. None
-            if it comes.
-        pid_space, pid, started: which process it is; see the functions of these names.
+        number: of the step in the group.
+        failed: ranks that failed in this step, as far as this rank knows.
+        aborted: by group, or ANY_GROUP, the number of the step that this rank does not come to.
+        why_aborted: for messages.
+        pid_space, pid, started: identify the process; see `nodes.py`.
         host: name of its machine.
     """
 
     count: int
     state: str
-    doing: str
+    title: str
     detail: str
     amount: int | None
     group: str
-    numbers: Mapping[str, int]
-    aborted: tuple[str, int, str] | None
+    number: int
+    failed: Sequence[int]
+    aborted: Mapping[str, int]
+    why_aborted: str
     pid_space: str
     pid: int
     started: str
@@ -102,31 +126,24 @@ class Heartbeat(Stored):
 
     @property
     def who(self) -> str:
-        """Which process, for people."""
+        """The process, for messages."""
         return f"pid {self.pid} on {self.host}"
 
     @property
     def last_seen(self) -> str:
-        """What the rank did, for people."""
+        """What the rank did, for messages."""
         if self.state == IDLE:
             return "between loads"
-        return f"{'after' if self.state == WAITING else 'while'} {self.doing}" + f", {self.detail}" * bool(self.detail)
-
-    def why_aborted(self, group: str, number: int) -> str:
-        """Return why this rank does not come to a step of a group; "" if it has not said so."""
-        of, at, why = self.aborted or ("", 0, "")
-        if of == ANY_GROUP:
-            of, at = group, self.numbers.get(group, 0)
-        return why if (of, at) == (group, number) else ""
+        return f"{'after' if self.state == WAITING else 'while'} {self.title}" + f", {self.detail}" * bool(self.detail)
 
 
-class Watched:
+class Peer:
     """What this rank knows of another one. Seconds are those of this rank's own clock."""
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
-        self._seen_s = self._moved_s = 0.0  # when the latest heartbeat came, and when it told of progress
-        self._was_found = False  # whether a look found the process of the heartbeat alive
+        self._changed_s = self._progress_s = 0.0  # when the count changed, and when anything else did
+        self._was_found = False  # whether a lookup found the process alive
 
     def note(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take the latest heartbeat."""
@@ -134,57 +151,80 @@ class Watched:
         if before is None or (heartbeat.pid, heartbeat.started) != (before.pid, before.started):
             self._was_found, before = False, None
         if before is None or heartbeat.count != before.count:
-            self._seen_s = now_s
+            self._changed_s = now_s
         if before is None or replace(heartbeat, count=0, detail="") != replace(before, count=0, detail=""):
-            self._moved_s = now_s
+            self._progress_s = now_s
 
     def has_ended(self) -> bool | None:
-        """Look the process up: return whether it has ended; None where that cannot be known from here."""
+        """Look the process up: return whether it has ended; None where this rank cannot know."""
         heartbeat = self.heartbeat
         if heartbeat is None or not heartbeat.pid_space or heartbeat.pid_space != pid_space():
             return None
-        now = started(heartbeat.pid)
+        now = start_time(heartbeat.pid)
         self._was_found = self._was_found or now == heartbeat.started
         return None if now is None or not self._was_found else now != heartbeat.started
 
     def why_ended(self) -> str:
-        """Look the process up; return how it ended, "" if it did not or that is not known."""
+        """Look the process up; return how it ended, "" if it did not or this rank cannot know."""
         found = self.heartbeat
         return f"its process ({found.who}) has ended, {found.last_seen}" if found and self.has_ended() else ""
 
     def why_lost(self, limits: Limits, group: str, number: int, now_s: float, waited_s: float | None) -> str:
-        """Return why the other rank is waited for no longer; "" if it is.
+        """Return the reason for giving up on the peer; "" if there is none.
 
         Args:
-            limits: how long it is waited for.
-            group: name of the group in which it is waited for.
+            limits: how long to wait.
+            group: name of the group in which this rank waits.
             number: of the step.
             now_s: this rank's clock.
-            waited_s: for how long this rank has waited; None if it is still busy itself.
+            waited_s: how long this rank has waited; None if it is still busy itself.
         """
         heartbeat, is_absent = self.heartbeat, waited_s is not None and waited_s > limits.absence_s
-        absent = f"has not come to this point in {limits.absence_s:g} s, {limits.absence}" if is_absent else ""
+        absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}" if is_absent else ""
         if heartbeat is None:
             return absent
-        has_ended, state, who, last_seen = self.has_ended(), heartbeat.state, heartbeat.who, heartbeat.last_seen
+        has_ended, is_busy = self.has_ended(), heartbeat.state == BUSY
         if has_ended:
             return self.why_ended()
-        if state == IDLE or (state == WAITING and heartbeat.group != group):
-            return absent if waited_s is None else heartbeat.why_aborted(group, number) or absent
-        quiet_s, gone_s = now_s - self._seen_s, limits.gone_s * (BUSY_FACTOR if state == BUSY else 1)
-        if has_ended is None and quiet_s > gone_s:
+        if heartbeat.state == IDLE or (heartbeat.state == WAITING and heartbeat.group != group):
+            has_aborted = heartbeat.aborted.get(group, heartbeat.aborted.get(ANY_GROUP)) == number
+            return heartbeat.why_aborted if has_aborted and waited_s is not None else absent
+        silent_s, gone_s = now_s - self._changed_s, limits.gone_s * (BUSY_FACTOR if is_busy else 1)
+        if has_ended is None and silent_s > gone_s:
             return (
-                f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({who}) or its machine has "
-                f"ended or cannot be reached; last seen {last_seen}"
+                f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({heartbeat.who}) or its "
+                f"machine has ended or cannot be reached; last seen {heartbeat.last_seen}"
             )
         limit_s, origin = limits.silence_s, SILENCE
-        if state == BUSY and quiet_s <= limit_s:  # of a stopped process here no heartbeats come
-            quiet_s = now_s - self._moved_s
+        if is_busy and silent_s <= limit_s:  # else its process is stopped: it sends nothing at all
+            silent_s = now_s - self._progress_s
             if heartbeat.amount is None:
                 limit_s, origin = max(limit_s, limits.absence_s), "the timeout of the process group"
-        if quiet_s <= limit_s:
+        if silent_s <= limit_s:
             return ""
         return (
-            f"has made no progress for more than {limit_s:g} s ({origin}), {last_seen}; look what its process ({who}) "
-            "waits for"
+            f"has made no progress for more than {limit_s:g} s ({origin}), {heartbeat.last_seen}; look what its "
+            f"process ({heartbeat.who}) waits for"
         )
+
+
+class StoreWatch:
+    """Tells whether the store is silent. Seconds are those of this rank's own clock.
+
+    The thread that asks the store may wait for the interpreter's lock, or the process may have been stopped. So the
+    store is silent only if this many looks in a row, a heartbeat apart, see no answer.
+    """
+
+    NUM_LOOKS = 5
+
+    def __init__(self, now_s: float) -> None:
+        self.answered_s = self._seen_s = self._look_s = now_s
+        self._num_looks = 0
+
+    def is_silent(self, now_s: float, limit_s: float, beat_s: float) -> bool:
+        """Look; return whether there was no answer for more than `limit_s`."""
+        if self._seen_s != self.answered_s:
+            self._seen_s, self._look_s, self._num_looks = self.answered_s, now_s, 0
+        elif now_s - self._look_s >= beat_s:
+            self._look_s, self._num_looks = now_s, self._num_looks + 1
+        return self._num_looks >= self.NUM_LOOKS and now_s - self.answered_s > limit_s

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.nodes import Nodes, node_name
-from lowmem_load.distributed.processes import started
+from lowmem_load.distributed.nodes import Nodes, node_name, start_time
 from lowmem_load.distributed.shared_memory import make_memory, new_name, open_memory
 from lowmem_load.distributed.store_channel import StoppedError
 
@@ -58,7 +57,7 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
         self._descriptor = _made(name) if ranks.hears_of_failures else -1
         self.offer: list[Any] = [node_name(ranks.rank), os.getpid(), self._descriptor, name]
         self._writes = False
-        self._pid, self._started = 0, started(0)
+        self._pid, self._started = 0, start_time(0)
         self._places: dict[str, tuple[int, int]] = {}  # of contents, by key: offset and bytes
         self._end = 0  # of the records that this rank has seen
         self._stage, self._num_stages = "", 0
@@ -68,7 +67,7 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
         names = [f"rank {rank}" if self._ranks.is_fake else name for rank, (name, *_) in enumerate(offers)]
         nodes = Nodes(self._ranks.rank, tuple(names))
         _, self._pid, theirs, name = offers[nodes.first]
-        self._started, self._writes = started(self._pid), nodes.first == nodes.rank
+        self._started, self._writes = start_time(self._pid), nodes.first == nodes.rank
         if len(nodes.neighbours) == 1 or theirs < 0:
             self._let_go()
         elif not self._writes:
@@ -158,7 +157,7 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
         return _read(self._descriptor, offset, nbytes)
 
     def _has_ended(self) -> bool:
-        now = started(self._pid)
+        now = start_time(self._pid)
         return now is not None and (not now or now != self._started)
 
     def _look(self) -> None:

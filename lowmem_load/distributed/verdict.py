@@ -1,20 +1,19 @@
-"""The verdict of a step: all ranks go on, or all raise, by what each of them brought to it. Pure."""
+"""The verdict on a step: all ranks go on, or all raise, as the entries of all ranks say. Pure."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound="Stored")
 
 
 class Stored:
-    """A dataclass that ranks tell each other through the store, as JSON."""
+    """A dataclass that lies in the store as JSON."""
 
     __slots__ = ()
 
@@ -24,7 +23,7 @@ class Stored:
 
     @classmethod
     def decoded(cls: type[T], content: bytes | str) -> T:
-        """Return what `encoded` made JSON of; sequences are lists then."""
+        """Return the object that `encoded` was called on; its sequences are lists."""
         return cls(**json.loads(content))
 
 
@@ -34,10 +33,10 @@ class Entry(Stored):
 
     Attributes:
         title: of the step; equal on all ranks that are at the same one.
-        name: of what it is done with, for people; it may differ between ranks.
-        error: what went wrong on this rank; None if nothing did.
-        is_stopped: whether the error is only that this rank stopped because of another one.
-        digest: fingerprint of what must be equal on all ranks; None after an error.
+        name: what the step is about, for messages; it may differ between ranks.
+        error: of this rank; None if it has none.
+        is_stopped: whether this rank only stopped because another one failed.
+        digest: values that must be equal on all ranks, by topic.
         payload: for the other ranks, JSON data.
     """
 
@@ -45,76 +44,83 @@ class Entry(Stored):
     name: str = ""
     error: str | None = None
     is_stopped: bool = False
-    digest: str | None = None
+    digest: Mapping[str, str] = field(default_factory=dict)
     payload: Any = None
 
     @property
-    def whole_title(self) -> str:
-        """What is done with what, for people."""
+    def full_title(self) -> str:
+        """The title with the name, for messages."""
         return f"{self.name}: {self.title}" if self.name else self.title
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Stored):
-    """What comes of a step.
+    """The outcome of a step.
 
     Attributes:
-        title: of the step that failed, for people.
-        failures: ranks of the world that failed, each with its message.
-        lost: those of them that did not come.
+        title: of the step that failed, for messages.
+        failures: ranks of the world that failed, each with its message; empty if the step succeeded.
         is_alike: whether all ranks failed with the same message.
-        payloads: of all ranks if none failed; neighbours that are equal once, with their number.
-        may_be_skipped: whether ranks that did not come go on as if there had been no such step.
+        is_complete: whether the entries of all ranks were there. If not, `failures` are the ranks that were lost.
+        payloads: of all ranks, by rank, if the step succeeded.
     """
 
     title: str = ""
     failures: Sequence[tuple[int, str]] = ()
-    lost: Sequence[int] = ()
     is_alike: bool = False
-    payloads: Sequence[tuple[int, Any]] = ()
-    may_be_skipped: bool = False
-
-    def by_rank(self) -> list[Any]:
-        """Return the payload of each rank of the group."""
-        return [payload for number, payload in self.payloads for _ in range(number)]
+    is_complete: bool = True
+    payloads: Sequence[Any] = ()
 
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
-    """Return what comes of a step, given the entry of each rank, by rank in the world and in the group's order.
+    """Return the verdict on a step.
 
-    Errors come first, those of ranks that stopped because of another one last of them; then titles, then digests.
+    Errors count before different titles, and those before different digests. A rank that stopped because of another
+    one is named only if no other rank failed.
+
+    Args:
+        entries: of all ranks, by rank in the world, in the group's order.
     """
-    failed = {rank: entry.error for rank, entry in entries.items() if entry.error is not None}
+    errors = {rank: entry.error for rank, entry in entries.items() if entry.error is not None}
     failures = (
-        {rank: error for rank, error in failed.items() if not entries[rank].is_stopped}
-        or failed
-        or _minorities({rank: entry.title for rank, entry in entries.items()}, "is at {!r}", "are at {!r}")
-        or _minorities({rank: entry.digest for rank, entry in entries.items()}, "holds digest {}", "hold {}")
+        {rank: error for rank, error in errors.items() if not entries[rank].is_stopped}
+        or errors
+        or _differences({rank: repr(entry.title) for rank, entry in entries.items()}, "is at", "are at")
+        or _differing_digests({rank: entry.digest for rank, entry in entries.items()})
     )
     if failures:
-        is_alike = len(failed) == len(entries) and len(set(map(_comparable, failed.values()))) == 1
-        title = next(entry for rank, entry in entries.items() if rank in failures).whole_title
+        is_alike = len(errors) == len(entries) and len(set(map(_comparable, errors.values()))) == 1
+        title = next(entry for rank, entry in entries.items() if rank in failures).full_title
         return Verdict(title, list(failures.items()), is_alike=is_alike)
-    alike = itertools.groupby(entry.payload for entry in entries.values())
-    return Verdict(payloads=[(len(list(equal)), payload) for payload, equal in alike])
+    return Verdict(payloads=[entry.payload for entry in entries.values()])
 
 
 _OF_ONE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|(?<=[a-z]:)[0-9]+")
-"""What differs between ranks in the text of one and the same error: addresses, and the indices of devices (cuda:1)."""
+"""The parts of one error's text that differ between ranks: addresses, and the indices of devices (cuda:1)."""
 
 
 def _comparable(text: str) -> str:
     return _OF_ONE_PROCESS.sub("#", text)
 
 
-def _minorities(held: Mapping[int, Any], this: str, others: str) -> dict[int, str]:
-    """Return a message for each rank that does not hold what most do (of equals: what the lowest rank does)."""
-    usual = Counter(held.values()).most_common(1)[0][0]
-    holders = spell_ranks([rank for rank, one in held.items() if one == usual])
+def _differing_digests(digests: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
+    """Return a message for each rank with other values than most; it names the topics and both values of each."""
+    found: dict[int, list[str]] = {}
+    for topic in dict.fromkeys(topic for digest in digests.values() for topic in digest):
+        values = {rank: digest.get(topic, "none") for rank, digest in digests.items()}
+        for rank, text in _differences(values, f"holds {topic}", "hold").items():
+            found.setdefault(rank, []).append(text)
+    return {rank: "; ".join(found[rank]) for rank in digests if rank in found}
+
+
+def _differences(values: Mapping[int, str], this: str, others: str) -> dict[int, str]:
+    """Return a message for each rank whose value is not the most frequent one (of equals: the lowest rank's)."""
+    usual = Counter(values.values()).most_common(1)[0][0]
+    usual_ranks = spell_ranks([rank for rank, value in values.items() if value == usual])
     return {
-        rank: f"{this.format(one)}, where rank(s) {holders} {others.format(usual)}"
-        for rank, one in held.items()
-        if one != usual
+        rank: f"{this} {value}, where rank(s) {usual_ranks} {others} {usual}"
+        for rank, value in values.items()
+        if value != usual
     }
 
 

@@ -192,8 +192,8 @@ def save_of_state(save: WantedSave) -> None:
     Raises:
         RankError: a rank failed, or did not call this within `LOWMEM_LOAD_SILENCE_S` seconds.
     """
-    demand = "save_pretrained with the state of get_state_dict has to be called on all ranks, not by the main one alone"
-    with ranks_of(save.model).step("save_pretrained", demand=demand):
+    title = "save_pretrained with the state of get_state_dict, to be called on all ranks and not by the main one alone"
+    with ranks_of(save.model).step(title, is_prompt=True):
         pass  # wait for all ranks
     _save(save)
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.processes import Progress
+from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.checksums import checksums_of
 from lowmem_load.io.open_sources import OpenSources

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lowmem_load.distributed.processes import machine
+from lowmem_load.distributed.nodes import machine
 from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.errors import ConfigError
 

@@ -18,8 +18,8 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed import environment
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.node_cache import NodeCache
-from lowmem_load.distributed.processes import Progress, computing
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
     NotStreamedWarning,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.processes import Progress, machine
+from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.nodes import machine
 from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.errors import CheckpointError
 from lowmem_load.fingerprint import fingerprint

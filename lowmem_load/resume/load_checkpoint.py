@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.processes import Progress
+from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import ConfigError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io.executor import Executor

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.distributed.processes import Progress
 from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.load_lock import load_lock

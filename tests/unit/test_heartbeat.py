@@ -12,30 +12,40 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.distributed import processes
-from lowmem_load.distributed.heartbeat import ANY_GROUP, BUSY, IDLE, WAITING, Heartbeat, Limits, Watched
-from lowmem_load.distributed.processes import computing, machine, pid_space, started
+from lowmem_load.distributed import nodes
+from lowmem_load.distributed.heartbeat import (
+    ANY_GROUP,
+    BUSY,
+    IDLE,
+    WAITING,
+    Heartbeat,
+    Limits,
+    Peer,
+    StoreWatch,
+    computing,
+)
+from lowmem_load.distributed.nodes import machine, pid_space, start_time
 from lowmem_load.errors import ConfigError
 
 HERE = Heartbeat(
-    *(1, BUSY, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", {"world": 4}, None),
-    *(pid_space(), os.getpid(), started(os.getpid()) or "", "node1"),
+    *(1, BUSY, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", 4, [], {}, ""),
+    *(pid_space(), os.getpid(), start_time(os.getpid()) or "", "node1"),
 )
 ELSEWHERE = dataclasses.replace(HERE, pid_space="another machine")
 LIMITS = Limits(silence_s=300, gone_s=15, absence_s=1800)
 
 
-def seen(*heartbeats: tuple[float, Heartbeat]) -> Watched:
+def seen(*heartbeats: tuple[float, Heartbeat]) -> Peer:
     """Another rank, of which this one has seen these; it looked at its process each time."""
-    watched = Watched()
+    peer = Peer()
     for at, heartbeat in heartbeats:
-        watched.note(heartbeat, at)
-        watched.has_ended()
-    return watched
+        peer.note(heartbeat, at)
+        peer.has_ended()
+    return peer
 
 
-def why(watched: Watched, now: float, waited_s: float | None = None, group: str = "world", number: int = 4) -> str:
-    return watched.why_lost(LIMITS, group, number, now, waited_s)
+def why(peer: Peer, now: float, waited_s: float | None = None, group: str = "world", number: int = 4) -> str:
+    return peer.why_lost(LIMITS, group, number, now, waited_s)
 
 
 def changed(heartbeat: Heartbeat, **changes: Any) -> Heartbeat:
@@ -48,14 +58,14 @@ def test_a_heartbeat_survives_the_store() -> None:
 
 
 def test_a_rank_that_makes_progress_is_waited_for_however_long_it_takes() -> None:
-    watched = seen(*((at, changed(HERE, count=at, amount=at)) for at in range(0, 100_000, 250)))
-    assert why(watched, 100_000.0, waited_s=99_000.0) == ""
+    peer = seen(*((at, changed(HERE, count=at, amount=at)) for at in range(0, 100_000, 250)))
+    assert why(peer, 100_000.0, waited_s=99_000.0) == ""
 
 
 def test_a_rank_that_makes_no_progress_is_named_with_what_it_did() -> None:
-    watched = seen((0.0, HERE), *((float(at), changed(HERE, count=at)) for at in range(1, 301)))
-    assert why(watched, 300.0) == ""
-    words = why(watched, 300.5)
+    peer = seen((0.0, HERE), *((float(at), changed(HERE, count=at)) for at in range(1, 301)))
+    assert why(peer, 300.0) == ""
+    words = why(peer, 300.5)
     for word in ("no progress for more than 300 s", "LOWMEM_LOAD_SILENCE_S", "model: reading", "a.safetensors", "pid"):
         assert word in words
 
@@ -84,21 +94,21 @@ def ended_process() -> tuple[Heartbeat, Any]:
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()
     assert process.pid is not None
-    return changed(HERE, pid=process.pid, started=started(process.pid)), process
+    return changed(HERE, pid=process.pid, started=start_time(process.pid)), process
 
 
 def test_a_process_that_has_ended_is_known_at_once() -> None:
     heartbeat, process = ended_process()
-    watched = seen((0.0, heartbeat))
-    assert why(watched, 0.5) == ""
+    peer = seen((0.0, heartbeat))
+    assert why(peer, 0.5) == ""
     process.kill()
     deadline = time.monotonic() + 10
-    while not why(watched, 0.5) and time.monotonic() < deadline:
+    while not why(peer, 0.5) and time.monotonic() < deadline:
         time.sleep(0.01)  # not joined: a zombie has ended, too
-    assert "has ended, while model: reading" in why(watched, 0.5)
+    assert "has ended, while model: reading" in why(peer, 0.5)
     process.join()
-    assert "has ended" in why(watched, 0.5)
-    assert watched.why_ended() == why(watched, 0.5)
+    assert "has ended" in why(peer, 0.5)
+    assert peer.why_ended() == why(peer, 0.5)
 
 
 def test_a_look_is_trusted_only_after_it_found_that_process() -> None:
@@ -116,27 +126,27 @@ def test_a_look_is_trusted_only_after_it_found_that_process() -> None:
 
 def test_where_boots_are_not_told_apart_no_process_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pid_space().startswith(machine())
-    monkeypatch.setattr(processes, "boot_id", lambda: "")
+    monkeypatch.setattr(nodes, "boot_id", lambda: "")
     assert (pid_space.__wrapped__(), machine()) == ("", platform.node())
     assert seen((0.0, changed(HERE, pid_space=""))).has_ended() is None
 
 
 @pytest.mark.parametrize("heartbeat", [None, changed(HERE, state=IDLE)])
 def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(heartbeat: Heartbeat | None) -> None:
-    watched = seen(*([(0.0, heartbeat)] if heartbeat else []))
-    assert why(watched, 1e6) == ""  # nobody waits
-    assert why(watched, 1e6, waited_s=1800.0) == ""
-    assert "has not come to this point in 1800 s" in why(watched, 1e6, waited_s=1801.0)
+    peer = seen(*([(0.0, heartbeat)] if heartbeat else []))
+    assert why(peer, 1e6) == ""  # nobody waits
+    assert why(peer, 1e6, waited_s=1800.0) == ""
+    assert "has not come to this point in 1800 s" in why(peer, 1e6, waited_s=1801.0)
 
 
 def test_a_rank_that_aborts_a_step_is_named_to_those_who_wait_in_it() -> None:
-    left = changed(HERE, state=IDLE, aborted=("world", 4, "left streaming(): ValueError: no"))
+    left = changed(HERE, state=IDLE, aborted={"world": 4}, why_aborted="left streaming(): ValueError: no")
     assert why(seen((0.0, left)), 1.0) == ""
     assert why(seen((0.0, left)), 1.0, 0.5) == "left streaming(): ValueError: no"
     assert why(seen((0.0, left)), 1.0, 0.5, number=5) == "", "of the steps before"
     assert why(seen((0.0, left)), 1.0, 0.5, group="other") == ""
     assert why(seen((0.0, changed(left, state=BUSY))), 1.0, 0.5) == "", "it came after all"
-    of_any = changed(left, aborted=(ANY_GROUP, 0, "no"))
+    of_any = changed(left, aborted={"world": 4, ANY_GROUP: 0}, why_aborted="no")
     assert why(seen((0.0, of_any)), 1.0, 0.5) == "no"
     assert why(seen((0.0, of_any)), 1.0, 0.5, group="other", number=0) == "no"
     assert why(seen((0.0, of_any)), 1.0, 0.5, group="other", number=1) == ""
@@ -147,8 +157,6 @@ def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("LOWMEM_LOAD_SILENCE_S", "60")
     monkeypatch.setenv("LOWMEM_LOAD_GONE_S", "2.5")
     assert Limits.from_environment(7.0) == Limits(60.0, 2.5, 7.0)
-    with_demand = Limits.from_environment(7.0, "call it on all ranks")
-    assert (with_demand.absence_s, with_demand.absence) == (60.0, "LOWMEM_LOAD_SILENCE_S; call it on all ranks")
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf"])
@@ -183,3 +191,12 @@ def test_computing_counts_as_progress_and_sleeping_does_not() -> None:
     while time.thread_time() < until:
         pass
     assert progress().amount > before
+
+
+def test_a_store_is_silent_only_if_several_looks_in_a_row_see_no_answer() -> None:
+    watch = StoreWatch(0.0)
+    assert not any(watch.is_silent(now, 15, 1) for now in (1.0, 2.0, 3.0, 4.0, 5.0, 14.0))
+    assert watch.is_silent(15.5, 15, 1)
+    watch.answered_s = 16.0
+    assert not watch.is_silent(100.0, 15, 1), "the thread that asks may have waited, as this one did"
+    assert [watch.is_silent(100.0 + look, 15, 1) for look in range(1, 6)] == [False] * 4 + [True]

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowmem_load.distributed.heartbeat import Limits
-from lowmem_load.distributed.processes import Progress
+from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict
 
@@ -47,7 +46,7 @@ class Ranks:
 
 def step(channel: StoreChannel, group: Group, title: str = "step", limits: Limits = LIMITS, **brought: Any) -> Verdict:
     with channel.doing(group, title):
-        channel.set_limits(limits)
+        channel.limits = limits
         return channel.agree(group, Entry(title, **brought))
 
 
@@ -88,7 +87,7 @@ def test_every_rank_gets_the_payloads_of_all(store: Any, world_size: int) -> Non
     ranks = Ranks(world_size, store)
     for turn in range(5):
         found = ranks.all(lambda channel, group, rank, turn=turn: step(channel, group, payload=[turn, rank % 3]))
-        assert [verdict.by_rank() for verdict in found] == [
+        assert [verdict.payloads for verdict in found] == [
             [[turn, rank % 3] for rank in range(world_size)]
         ] * world_size
 
@@ -116,7 +115,7 @@ def test_no_thread_stays() -> None:
 
 
 class CountingClient:
-    """A client of a store, which counts the round trips of a load: `set` is not answered, and reads wait first."""
+    """A client of a store that counts round trips: `set` is not answered, and reads wait for the key first."""
 
     def __init__(self, client: Any, counts: Counter[str]) -> None:
         self._client, self._counts = client, counts
@@ -125,27 +124,33 @@ class CountingClient:
         call = getattr(self._client, name)
 
         def counted(*arguments: Any) -> Any:
-            is_look = threading.current_thread().name == "lowmem_load-heartbeat" and name != "delete_key"
-            self._counts["looks" if is_look else "steps"] += {"set": 0, "get": 2, "multi_get": 2}.get(name, 1)
+            self._counts[name] += {"set": 0, "get": 2, "multi_get": 2}.get(name, 1)
             return call(*arguments)
 
         return counted
 
 
-def test_a_load_takes_at_most_25_round_trips() -> None:
-    """That is, its six steps. Looks at other ranks come beside that, each second, and nobody waits for them."""
-    store, counts = dist.HashStore(), [Counter[str]() for _ in range(3)]
-    channels = [StoreChannel(lambda rank=rank: CountingClient(store, counts[rank]), rank) for rank in range(3)]
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_load_takes_at_most_25_round_trips(world_size: int) -> None:
+    """That is, its six steps. Heartbeats, which come too seldom to disturb here, are beside that."""
+    store, counts = dist.HashStore(), [Counter[str]() for _ in range(world_size)]
+    channels = [
+        StoreChannel(lambda rank=rank: CountingClient(store, counts[rank]), rank, beat_s=60.0)
+        for rank in range(world_size)
+    ]
 
     def load(rank: int) -> None:
-        group = channels[rank].group("group", (0, 1, 2))
+        group = channels[rank].group("group", tuple(range(world_size)))
         with channels[rank].doing(group, "loading"):
             for number in range(6):
                 assert not failed(step(channels[rank], group, f"{number}"))
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(load, range(3)))
-    assert max(count["steps"] for count in counts) <= 25, counts
+    for _ in range(2):
+        for count in counts:
+            count.clear()
+        with ThreadPoolExecutor(world_size) as pool:
+            list(pool.map(load, range(world_size)))
+        assert all(0 < count.total() <= 25 for count in counts), counts
 
 
 def test_a_slow_rank_that_makes_progress_is_waited_for() -> None:
@@ -252,7 +257,7 @@ def test_busy_ranks_hear_of_a_failure() -> None:
 def test_busy_ranks_hear_of_one_that_is_lost() -> None:
     def work(channel: StoreChannel, group: Group, rank: int) -> Any:
         with channel.doing(group, "reading", busy(lambda: 5) if rank == 2 else busy()):
-            channel.set_limits(LIMITS)
+            channel.limits = LIMITS
             if rank == 2:
                 time.sleep(4 * LIMITS.silence_s)
             else:

@@ -24,19 +24,16 @@ def failures(*entries: Entry) -> dict[int, str]:
     return dict(verdict(*entries).failures)
 
 
-def test_payloads_come_back_by_rank_and_equal_neighbours_are_written_once() -> None:
-    found = verdict(*(entry(payload=rank // 4) for rank in range(512)))
-    assert found.by_rank() == [rank // 4 for rank in range(512)]
-    assert len(found.payloads) == 128
-    assert verdict(*[entry(payload=None)] * 1000).payloads == [(1000, None)]
+def test_payloads_come_back_by_rank() -> None:
+    assert verdict(*(entry(payload=rank // 4) for rank in range(512))).payloads == [rank // 4 for rank in range(512)]
 
 
 def test_entries_and_verdicts_survive_the_store() -> None:
-    sent = entry(digest="d", payload=[1, {"a": "b"}])
+    sent = entry(digest={"files": "d"}, payload=[1, {"a": "b"}])
     assert Entry.decoded(sent.encoded().encode()) == sent
     for found in (verdict(sent, sent), verdict(sent, entry(error="no"))):
         again = Verdict.decoded(found.encoded().encode())
-        assert (dict(again.failures), again.by_rank()) == (dict(found.failures), found.by_rank())
+        assert (dict(again.failures), [*again.payloads]) == (dict(found.failures), [*found.payloads])
 
 
 def test_each_rank_that_failed_is_named() -> None:
@@ -65,23 +62,29 @@ def test_whether_all_failed_alike(texts: list[str], is_alike: bool) -> None:
 
 
 def test_an_error_comes_before_a_difference_of_titles_and_that_before_one_of_digests() -> None:
-    saving, other = Entry("saving", "folder", digest="a"), entry(digest="b")
+    saving, other = Entry("saving", "folder", digest={"files": "a"}), entry(digest={"files": "b"})
     assert failures(other, saving, entry(error="no")) == {2: "no"}
     assert failures(other, saving, other) == {1: "is at 'saving', where rank(s) 0, 2 are at 'planning'"}
-    assert failures(other, entry(digest="a"), other) == {1: "holds digest a, where rank(s) 0, 2 hold b"}
+    assert failures(other, entry(digest={"files": "a"}), other) == {1: "holds files a, where rank(s) 0, 2 hold b"}
     assert verdict(other, saving, other).title == "folder: saving"
 
 
 def test_what_differs_is_measured_against_what_most_hold() -> None:
-    def of(*digests: str | None) -> dict[int, str]:
-        return failures(*(entry(digest=digest) for digest in digests))
+    def of(*digests: str) -> dict[int, str]:
+        return failures(*(entry(digest={"files": digest} if digest else {}) for digest in digests))
 
     assert of("a", "a", "a") == {}
-    assert of("a", "b") == {1: "holds digest b, where rank(s) 0 hold a"}
-    assert of("x", "a", "a", None) == {
-        0: "holds digest x, where rank(s) 1-2 hold a",
-        3: "holds digest None, where rank(s) 1-2 hold a",
+    assert of("a", "b") == {1: "holds files b, where rank(s) 0 hold a"}
+    assert of("x", "a", "a", "") == {
+        0: "holds files x, where rank(s) 1-2 hold a",
+        3: "holds files none, where rank(s) 1-2 hold a",
     }
+
+
+def test_each_topic_that_differs_is_named() -> None:
+    usual = {"commit": "c1", "files": "f1", "configuration": "k1"}
+    found = failures(*(entry(digest=digest) for digest in (usual, usual, {**usual, "commit": "c2", "files": "f2"})))
+    assert found == {2: "holds commit c2, where rank(s) 0-1 hold c1; holds files f2, where rank(s) 0-1 hold f1"}
 
 
 @pytest.mark.parametrize(
