@@ -190,14 +190,12 @@ def forecast(
     """Return what a job will need. Reads headers only.
 
     Args:
-        checkpoint: the checkpoint to load.
-        ds_config: as for `load_model`.
-        world_size: ranks of the job.
-        gpus_per_node: ranks of a node.
+        checkpoint, ds_config: to load, as for `load_model`.
+        world_size, gpus_per_node: ranks of the job and of a node.
         device: type of the accelerator.
         limits: the memory of a node and of a GPU.
         read_rate: bytes per second that a node reads.
-        dequantize: whether quantized weights are loaded dequantized.
+        dequantize: whether to dequantize quantized weights.
         **keywords: as for `plan`.
 
     Raises:
@@ -223,11 +221,11 @@ def forecast(
     settings = settings.for_model(model_config(checkpoint.folder, keywords))
     setup, model = _setup(settings, gpus_per_node, is_host=is_host), model_of(plan, settings)
     rank = rank_needs(plan, settings, is_host=is_host)
-    together = None
+    together, node_bytes = None, setup.node_size * plan.read_bytes
     if plan.shareable_bytes and settings.offload_device != "nvme":
         together = node_reads(planned(ranks=range(setup.node_size)))
-    spared_bytes = 0 if together is None else together.wanted_bytes - together.shared_bytes
-    node_bytes = setup.node_size * plan.read_bytes - spared_bytes
+    if together is not None:
+        node_bytes -= together.wanted_bytes - together.shared_bytes
     return Forecast(
         name=checkpoint.name,
         dtype=str(settings.dtype).removeprefix("torch."),

@@ -92,15 +92,15 @@ def test_objects_are_named_and_nothing_is_run(tmp_path: Any) -> None:
     assert not mark.exists()
 
 
-def test_nothing_is_read_for_an_object_that_is_not_made() -> None:
+def test_nothing_is_read_for_an_object_that_is_not_created() -> None:
     def read(tensor: Tensor, where: str) -> Any:
         raise AssertionError(where)
 
-    with pytest.raises(CheckpointError, match=r"can make: state \(.*Mine\); nothing"):
+    with pytest.raises(CheckpointError, match=r"can create: state \(.*Mine\); nothing"):
         plain(objects(saved(Call(Mine, torch.zeros(2), {"x": Mine()})), "x.pt"), "state", read)
 
 
-def test_members_of_enumerations_are_told_however_they_were_pickled() -> None:
+def test_enum_members_are_recognised_however_python_pickled_them() -> None:
     names = {"first": 1}
     for value, found in (
         (Call(getattr, Mine, "first"), 1),
