@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -190,8 +189,10 @@ def forecast(
     """Return what a job will need. Reads headers only.
 
     Args:
-        checkpoint, ds_config: to load, as for `load_model`.
-        world_size, gpus_per_node: ranks of the job and of a node.
+        checkpoint: the checkpoint to load.
+        ds_config: as for `load_model`.
+        world_size: ranks of the job.
+        gpus_per_node: ranks of a node.
         device: type of the accelerator.
         limits: the memory of a node and of a GPU.
         read_rate: bytes per second that a node reads.
@@ -208,22 +209,14 @@ def forecast(
     _require_estimable(settings)
     if dequantize:
         keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-    planned = partial(
-        plan_ranks,
-        checkpoint.folder,
-        ds_config,
-        world_size=world_size,
-        device=_device(device),
-        open_source=checkpoint.open_source,
-        **keywords,
-    )
-    (plan,) = planned(ranks=[0])
+    options = {"world_size": world_size, "device": _device(device), "open_source": checkpoint.open_source, **keywords}
+    (plan,) = plan_ranks(checkpoint.folder, ds_config, ranks=[0], **options)
     settings = settings.for_model(model_config(checkpoint.folder, keywords))
     setup, model = _setup(settings, gpus_per_node, is_host=is_host), model_of(plan, settings)
     rank = rank_needs(plan, settings, is_host=is_host)
     together, node_bytes = None, setup.node_size * plan.read_bytes
     if plan.shareable_bytes and settings.offload_device != "nvme":
-        together = node_reads(planned(ranks=range(setup.node_size)))
+        together = node_reads(plan_ranks(checkpoint.folder, ds_config, ranks=range(setup.node_size), **options))
     if together is not None:
         node_bytes -= together.wanted_bytes - together.shared_bytes
     return Forecast(

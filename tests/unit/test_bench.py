@@ -1,4 +1,4 @@
-"""The comparison of a checkpoint's loads: what is run, what is left out, and what the figures are of."""
+"""`lowmem-load bench`: which methods run, which are skipped, and what the figures mean."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = {"zero_optimization": {"stage": 3}}
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What ranks were started for; each run is a second slower than the one before it."""
+    """The specs of started ranks. Each run takes a second longer than the one before."""
     specs: list[dict[str, Any]] = []
 
     def run(module: str, spec: dict[str, Any], out: Path, world_size: int, *, on_gpu: bool) -> list[str]:
@@ -46,7 +46,7 @@ def compared(folder: Path, **options: Any) -> dict[str, Row]:
     return {row.method: row for row in compare(str(folder), CONFIG, **given)}
 
 
-def test_seconds_are_of_the_slowest_rank_and_the_middle_run(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
+def test_seconds_are_the_median_run_of_the_slowest_rank(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
     rows = compared(tiny_llama(tmp_path), repeats=3, is_cold=True)
     assert [(row.seconds, row.all_seconds) for row in rows.values()] == [
         (3, (2, 3, 4)),
@@ -57,7 +57,7 @@ def test_seconds_are_of_the_slowest_rank_and_the_middle_run(tmp_path: Path, ran:
     assert len(ran) == 9 and all(spec["files"] and spec["ds_config"] == CONFIG for spec in ran)
 
 
-def test_what_has_no_room_is_left_out(
+def test_methods_that_need_too_much_memory_are_skipped(
     tmp_path: Path, ran: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_llama(tmp_path)
@@ -68,12 +68,12 @@ def test_what_has_no_room_is_left_out(
     assert [spec["method"] for spec in ran] == [STREAMED, FLOOR]
 
 
-def test_weights_are_compared() -> None:
+def test_digests_of_weights_are_compared() -> None:
     assert equal_weights([Row("a", digest="d"), Row("b", digest="d"), Row("floor")])
     assert not equal_weights([Row("a", digest="d"), Row("b", digest="e")])
 
 
-def test_the_floor_is_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_floor_reads_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(range(251)))
     (tmp_path / "b").write_bytes(b"xyz")
     monkeypatch.setattr("lowmem_load.cli.bench_worker.CHUNK_BYTES", 100)
@@ -91,7 +91,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         compared(tmp_path)
 
 
-def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_failed_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match=r"rank 0 of 1 ended with status 1; .*rank0\.log:\n(.|\n)*No module named"):
         run_ranks("lowmem_load.no_such_module", {}, tmp_path, 1, on_gpu=False)
 
@@ -108,7 +108,7 @@ def test_the_command_shows_what_it_measured(
     assert found["equal_weights"] and [row["method"] for row in found["rows"]] == [STOCK, STREAMED, FLOOR]
 
 
-def test_memory_is_counted_above_the_start() -> None:
+def test_peaks_are_above_the_memory_at_the_start() -> None:
     with MemorySampler() as sampler:
         held = bytearray(64 << 20)
         held[:: mmap.PAGESIZE] = b"x" * len(held[:: mmap.PAGESIZE])

@@ -1,4 +1,4 @@
-"""The command lowmem-load: quick to start, and `run` becomes the command that it is given."""
+"""The command lowmem-load: it starts fast, and `run` replaces it with the given command."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_strict_reaches_the_command(options: list[str], value: str) -> None:
 
 
 @pytest.mark.parametrize("separator", [[], ["--"]])
-def test_the_command_gets_its_arguments_as_they_are_and_its_exit_code_is_ours(separator: list[str]) -> None:
+def test_run_passes_arguments_unchanged_and_returns_the_exit_code(separator: list[str]) -> None:
     script = f'printf "%s|" "$@" "$PYTHONPATH" "${SWITCH}"; exit 7'
     found = run("run", *separator, "sh", "-c", script, "sh", "--help", "a b", "--", "", PYTHONPATH="/a 'b'")
     assert found.stdout == "|".join(["--help", "a b", "--", "", f"{FOLDER}:/a 'b'", "1", ""])
     assert (found.returncode, found.stderr) == (7, "")
 
 
-def test_the_command_takes_the_place_of_the_process() -> None:
+def test_run_replaces_the_process() -> None:
     started = subprocess.Popen(
         [*COMMAND, "run", "--", "sh", "-c", "echo $$; exec sleep 60"], cwd=REPO, stdout=subprocess.PIPE, text=True
     )
@@ -64,7 +64,7 @@ def test_the_command_takes_the_place_of_the_process() -> None:
         started.communicate()
 
 
-def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
+def test_run_names_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
     missing = run("run", "no-such-launcher", "--nproc", "2")
     assert (missing.returncode, missing.stderr) == (
         127,
@@ -75,7 +75,7 @@ def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
     assert run("run").returncode == 2
 
 
-def test_the_console_script_is_the_module() -> None:
+def test_the_console_script_calls_the_same_function_as_the_module() -> None:
     from lowmem_load import __main__
     from lowmem_load.cli import start
 

@@ -1,4 +1,4 @@
-"""What the subcommands answer: figures of the plan, checks, exit codes; and what starting them imports."""
+"""Answers of the subcommands: figures of the plan, checks, exit codes; and what their start imports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def test_help_of_every_command_starts_light_and_has_an_example() -> None:
+def test_help_of_every_command_imports_little_and_has_an_example() -> None:
     source = (
         "import sys; from lowmem_load.cli.main import app\n"
         f"for name in {COMMANDS}:\n    app([name, '--help'], standalone_mode=False)\n"
@@ -73,7 +73,7 @@ def test_help_of_every_command_starts_light_and_has_an_example() -> None:
     assert all(f"\n  lowmem-load {name} " in found.stdout for name in COMMANDS)
 
 
-def test_plan_states_what_the_plan_of_a_rank_says(answer: Answer, llama: Path, ds_config: Path) -> None:
+def test_plan_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path, ds_config: Path) -> None:
     code, found = answer("plan", llama, "--ds-config", ds_config, "--world-size", 3, "--json")
     assert code == 0
     plan, stated = lowmem_load.plan(llama, DS_CONFIG, rank=0, world_size=3), found["rank"]
@@ -130,7 +130,7 @@ def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: P
 
 
 @pytest.mark.parametrize(("key", "value"), [("stage", 2), ("mics_shard_size", 2)])
-def test_plan_gives_no_figures_that_it_cannot_estimate(
+def test_plan_refuses_what_it_cannot_estimate(
     key: str, value: int, answer: Answer, llama: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "ds_config.json"
@@ -139,7 +139,7 @@ def test_plan_gives_no_figures_that_it_cannot_estimate(
         answer("plan", llama, "--ds-config", file, "--world-size", 4)
 
 
-def test_an_error_that_nobody_expected_is_no_answer(
+def test_an_unexpected_error_has_its_own_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
@@ -152,7 +152,7 @@ def test_an_error_that_nobody_expected_is_no_answer(
 
 
 @pytest.mark.parametrize("becomes", [KeyboardInterrupt, ImportError, SystemExit])
-def test_an_interrupt_ends_with_its_own_code_whatever_a_library_makes_of_it(
+def test_an_interrupt_exits_with_130_even_if_a_library_converts_it(
     becomes: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(**_: object) -> None:
@@ -168,7 +168,7 @@ def test_an_interrupt_ends_with_its_own_code_whatever_a_library_makes_of_it(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_figures_are_whole_in_narrow_terminals(
+def test_figures_are_not_wrapped_in_narrow_terminals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "34")
@@ -183,7 +183,7 @@ def test_figures_are_whole_in_narrow_terminals(
     assert "a.long.name.of.a.tensor" in "".join(line[:13].strip() for line in shown.splitlines())
 
 
-def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     common.answer(
         False, None, lambda: [table("t\x1b[2J", ("name",), [("a\x1b[31mb",)]), facts("", {"x\x07": "y\u202e"})]
     )
@@ -191,7 +191,7 @@ def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> 
     assert "t\\x1b[2J" in shown and "a\\x1b[31mb" in shown and "x\\x07" in shown and "y\\u202e" in shown
 
 
-def test_inspect_shows_what_a_checkpoint_is(answer: Answer, tmp_path: Path) -> None:
+def test_inspect_shows_architecture_and_conversions(answer: Answer, tmp_path: Path) -> None:
     code, found = answer("inspect", tiny_mixtral(tmp_path), "--json")
     assert (code, found["architectures"], found["not_described"]) == (0, ["MixtralForCausalLM"], None)
     assert sum(each["nbytes"] for each in found["tensors"]) == found["by_dtype"]["bfloat16"][1]
@@ -200,7 +200,7 @@ def test_inspect_shows_what_a_checkpoint_is(answer: Answer, tmp_path: Path) -> N
     assert "model.embed_tokens.weight = lm_head.weight" in answer("inspect", tiny_qwen2_tied(tmp_path))[1]
 
 
-def test_inspect_shows_what_it_can_of_a_model_that_nobody_knows(answer: Answer, llama: Path, tmp_path: Path) -> None:
+def test_inspect_shows_the_tensors_of_an_unknown_model(answer: Answer, llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
     for file in llama.iterdir():
@@ -221,7 +221,7 @@ def test_inspect_names_the_base_of_an_adapter(answer: Answer, tmp_path: Path) ->
     assert "adapter of" in answer("inspect", tmp_path)[1]
 
 
-def test_verify_tells_proven_files_from_others(answer: Answer, llama: Path, tmp_path: Path) -> None:
+def test_verify_distinguishes_files_with_and_without_checksums(answer: Answer, llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "summed"
     folder.mkdir()
     sums = []

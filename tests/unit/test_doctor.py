@@ -1,4 +1,4 @@
-"""The doctor: each finding where there is cause for it, and nothing that stops the other checks."""
+"""`lowmem-load doctor`: each finding has a cause, and no finding stops the other checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_releases_are_compared_with_tested_ones() -> None:
     assert {each["deepspeed"] for each in doctor.tested()} >= {"0.16.4", "0.19.8"}
 
 
-def test_a_poor_host_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_host_memory_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, text in (
         ("proc/meminfo", "MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\nCached: 1024 kB\n"),
         ("sys/fs/cgroup/memory.max", f"{100 << 20}\n"),
@@ -67,7 +67,7 @@ def test_a_poor_host_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("fuse.gcsfuse bucket rw", OK, "fuse.gcsfuse, on the network", ""),
     ],
 )
-def test_a_folder_is_on_its_file_system(
+def test_the_file_system_of_a_folder_is_judged(
     mount: str, level: str, found: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "my models"
@@ -105,7 +105,7 @@ def test_a_launcher_is_complete_or_absent(monkeypatch: pytest.MonkeyPatch) -> No
     ("is_built", "is_compatible", "level", "found"),
     [(True, False, OK, "is compiled"), (False, True, NOTE, "is not compiled yet"), (False, False, NOTE, "cannot be")],
 )
-def test_ops_are_found(
+def test_compiled_ops_are_findings(
     is_built: bool, is_compatible: bool, level: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lowmem_load.ds.extensions import Op

@@ -1,4 +1,4 @@
-"""What a job will need: arithmetic on plans, what DeepSpeed estimates, the verdict."""
+"""What a job will need: figures of plans, DeepSpeed's estimate of training, and the verdict."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def planned(folder: Path, device: str, *, world_size: int = 2, **zero: Any) -> t
     return plan, read_settings(config, world_size=world_size)
 
 
-def test_partitions_are_held_where_they_go(tmp_path: Path) -> None:
+def test_partitions_count_where_they_are_held(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     on_cpu = rank_needs(*planned(folder, "cpu"), is_host=True)
     held = on_cpu.partition_bytes + on_cpu.whole_bytes
@@ -67,7 +67,7 @@ def test_partitions_are_held_where_they_go(tmp_path: Path) -> None:
         assert needs.device_peak_bytes - needs.device_beside_bytes == of_device
 
 
-def test_what_is_cast_passes_through_memory(tmp_path: Path) -> None:
+def test_casts_need_temporary_memory(tmp_path: Path) -> None:
     folder = tiny_mixtral(tmp_path, torch.float32)
     plan, settings = planned(folder, "cpu")
     needs = rank_needs(plan, settings, is_host=True)
@@ -91,7 +91,7 @@ def test_slower_ways_are_summed_up(tmp_path: Path) -> None:
     assert needs.slow_ways == {"initialised on this rank: not in the checkpoint": (1, 2 * head.numel)}
 
 
-def test_what_the_ranks_of_a_node_read_together_is_counted_once() -> None:
+def test_shared_reads_of_a_node_count_once() -> None:
     """Eight of 16 ranks hold one of two transposed experts, of which each alone reads along all rows."""
     turned = ex.permute(ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16), (0, 2, 1))
     slow, nbytes = ReadCost(1e-3, 5e8), 1024 * 25_600 * 2
@@ -118,9 +118,7 @@ def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("offload", [("none", "none"), ("cpu", "none"), ("cpu", "cpu")])
 @pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 1), (8, 8), (16, 8), (4096, 8)])
-def test_the_estimate_is_deepspeeds_for_what_it_knows(
-    offload: tuple[str, str], world_size: int, gpus_per_node: int
-) -> None:
+def test_the_estimate_equals_deepspeeds(offload: tuple[str, str], world_size: int, gpus_per_node: int) -> None:
     model = replace(MODEL, persistent_elements=0)
     host, device, _ = estimate_zero3_model_states_mem_needs(
         *(model.num_elements, model.largest_layer),
@@ -150,7 +148,7 @@ def test_the_estimate_goes_by_the_ds_config() -> None:
     assert parameters.host_bytes - plain.host_bytes == 2 * 8 * B * 1.5
 
 
-def test_a_last_node_that_is_not_full_leaves_more_to_each_rank() -> None:
+def test_fewer_ranks_on_the_last_node_mean_more_memory_on_each() -> None:
     for offload in ("none", "cpu"):
         full, partly = (training_needs(MODEL, Setup(ranks, 8, offload, offload)) for ranks in (16, 12))
         device = 18 * 8 * B if offload == "none" else 0
@@ -173,9 +171,7 @@ def test_a_layer_in_fp32_and_a_second_copy_of_parameters_count() -> None:
         *(({"type": "Lion"}, 4), ({"type": "SomethingElse"}, 8)),
     ],
 )
-def test_what_matters_of_a_model_is_read_off_its_plan(
-    optimizer: dict[str, Any], state_bytes: int, tmp_path: Path
-) -> None:
+def test_a_model_is_read_off_its_plan(optimizer: dict[str, Any], state_bytes: int, tmp_path: Path) -> None:
     plan, _ = planned(tiny_llama(tmp_path), "cpu")
     zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
     settings = read_settings({"zero_optimization": zero, "optimizer": optimizer}, world_size=2)

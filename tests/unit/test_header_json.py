@@ -1,4 +1,4 @@
-"""The JSON of headers: what safetensors takes is taken and nothing else, in memory that the header bounds."""
+"""The JSON of headers: we accept what safetensors accepts and no more, in memory bounded by the header."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowmem_load.formats.safetensors import (
 
 
 def test_tensors_come_one_at_a_time_in_the_order_of_the_header() -> None:
-    """As safetensors writes them, and spaced with a field more, which is read in another way."""
+    """Plain entries as safetensors writes them, and one with spaces and an extra field."""
     reader = HeaderReader(
         b'{"z":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"__metadata__":{"format":"pt"},'
         b'"a" : {"shape": [], "x": {"y": [1]}, "data_offsets": [8, 9], "dtype": "U8"}}'
@@ -159,7 +159,7 @@ def as_we_take(header: bytes, nbytes: int) -> bool:
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_what_safetensors_takes_is_taken_and_no_more(what: str) -> None:
+def test_headers_are_accepted_exactly_as_by_safetensors(what: str) -> None:
     """The oracle is its own parser."""
     assert as_we_take(HEADERS[what], 16) is as_safetensors_takes(HEADERS[what], 16)
 
@@ -189,8 +189,8 @@ PIECES = [
     st.sampled_from(sorted(HEADERS)),
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 5), st.sampled_from(PIECES)), min_size=1, max_size=4),
 )
-def test_nothing_is_taken_that_safetensors_refuses(what: str, changes: list[tuple[int, int, bytes]]) -> None:
-    """Headers with bytes replaced. The other way round there are names that come twice, and the like: see below."""
+def test_no_header_is_accepted_that_safetensors_refuses(what: str, changes: list[tuple[int, int, bytes]]) -> None:
+    """Headers with bytes replaced. We may refuse more, such as names that come twice: see below."""
     header = HEADERS[what]
     for at, nbytes, piece in changes:
         header = header[:at] + piece + header[at + nbytes :]
@@ -211,8 +211,8 @@ def test_nothing_is_taken_that_safetensors_refuses(what: str, changes: list[tupl
         ),
     ],
 )
-def test_what_safetensors_takes_and_nobody_writes_is_refused(text: bytes, message: str) -> None:
-    """Names that come twice, where it takes the last; arrays for objects; descriptions without measure."""
+def test_odd_headers_that_safetensors_accepts_are_refused(text: bytes, message: str) -> None:
+    """Names that come twice, of which safetensors takes the last; arrays for objects; huge descriptions."""
     header = b"{" + text + b"}"
     assert as_safetensors_takes(header, 16)
     with pytest.raises(HeaderError, match=re.escape(message)):
@@ -248,7 +248,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_header_takes_ten_times_its_size_at_most(what: str) -> None:
+def test_a_hostile_header_takes_at_most_ten_times_its_size(what: str) -> None:
     header = HOSTILE[what]
     assert 900_000 < len(header) < 1_200_000
     tracemalloc.start()

@@ -50,7 +50,7 @@ def test_an_index_may_not_point_outside(tmp_path: Path, file: object, message: s
         check_index(index)
 
 
-def test_a_number_is_no_name_though_a_file_is_called_so(tmp_path: Path) -> None:
+def test_a_number_is_not_a_file_name(tmp_path: Path) -> None:
     index = write(tmp_path, {"a": 7, "b": "7"})
     with pytest.raises(CheckpointError, match="tensor 'a' is said to be in 7, which is no name of a file"):
         check_index(index)
@@ -109,7 +109,7 @@ NO_FILES = [
 
 @pytest.mark.parametrize("reads", [check_index, base_of_adapter])
 @pytest.mark.parametrize(("make", "message"), NO_FILES)
-def test_what_is_no_file_is_refused_at_once(
+def test_anything_but_a_regular_file_is_refused_at_once(
     tmp_path: Path, make: Callable[[Path], None], message: str, reads: Callable[[str], object]
 ) -> None:
     make(tmp_path / "file.json")
@@ -156,7 +156,7 @@ def checkpoint(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.usefixtures("lone_process")
 @pytest.mark.parametrize("make", [malformed, traversal, fifo, endless, folder, dangling])
-def test_an_index_that_is_not_used_stops_nothing(checkpoint: Path, make: Callable[[Path], None]) -> None:
+def test_an_unused_index_is_not_checked(checkpoint: Path, make: Callable[[Path], None]) -> None:
     """The one file comes first; a variant has an index of its own. An ordinary load takes them too."""
     (checkpoint / INDEX).unlink()
     make(checkpoint / INDEX)
@@ -221,7 +221,7 @@ def test_shards_that_are_links_out_of_the_folder_are_read(checkpoint: Path, tmp_
         ('{"num_labels": 1000000000000}', "num_labels: expected 0"),
     ],
 )
-def test_a_configuration_that_no_model_can_be_made_of(tmp_path: Path, content: str, message: str) -> None:
+def test_impossible_counts_in_a_config_are_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     with pytest.raises(CheckpointError, match=f"{path}: {message}") as caught:
@@ -229,7 +229,7 @@ def test_a_configuration_that_no_model_can_be_made_of(tmp_path: Path, content: s
     assert len(str(caught.value)) < 1000
 
 
-def test_what_transformers_may_judge_is_left_to_it(tmp_path: Path) -> None:
+def test_other_config_values_are_left_to_transformers(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     values = {"vision_feature_layer": -2, "rope_theta": 10**12, "num_hidden_layers": None, "architectures": None}
     path.write_text(json.dumps({**values, "hidden_size": "8", "num_channels": -1}))

@@ -1,4 +1,4 @@
-"""inert_pickle.py: a pickle describes tensors; anything else in it is refused by name, and never run."""
+"""inert_pickle.py: a pickle describes tensors; anything else is refused by name and never run."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ DEVICE = b"ctorch\ndevice\nq\x01"
     ],
     ids=lambda body: f"{body[:6]!r}-{len(body)}",
 )
-def test_pickles_without_measure_cost_what_their_bytes_allow(body: bytes) -> None:
+def test_time_and_memory_are_bounded_by_the_bytes_of_a_hostile_pickle(body: bytes) -> None:
     pickled = assembled(body)
     start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
@@ -159,7 +159,7 @@ def test_pickles_without_measure_cost_what_their_bytes_allow(body: bytes) -> Non
 
 
 @pytest.mark.parametrize("make", [torch.zeros, lambda size: torch.nn.Parameter(torch.zeros(size))])
-def test_what_tensors_need_is_within_the_measure(make: Any) -> None:
+def test_many_small_tensors_stay_within_the_bound(make: Any) -> None:
     """Thousands of the smallest: one element, short names."""
     state = {str(number): make(1) for number in range(2000)}
     pickled = saved(state)

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint: its files as safetensors sees them, its model as transformers builds it."""
+"""`lowmem-load inspect`: files as safetensors reads them, models as transformers builds them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_files_and_parameters_are_counted(build: Callable[[Path], Path], tmp_pat
     ],
     ids=["experts", "transposed", "renamed", "fp8"],
 )
-def test_what_loading_does_is_named(build: Callable[[Path], Path], expected: dict[str, int], tmp_path: Path) -> None:
+def test_conversions_are_named(build: Callable[[Path], Path], expected: dict[str, int], tmp_path: Path) -> None:
     assert kinds(inspected(build(tmp_path))) == expected
 
 
@@ -71,7 +71,7 @@ def test_a_cast_is_named(tmp_path: Path) -> None:
     assert (found.kind, found.num_parameters) == ("cast from float32 to bfloat16", 21)
 
 
-def test_what_the_files_lack_and_what_is_tied_is_named(tmp_path: Path) -> None:
+def test_missing_and_tied_parameters_are_named(tmp_path: Path) -> None:
     found = inspected(builders.tiny_llama(tmp_path), "AutoModelForSequenceClassification")
     assert kinds(found) == {"as it lies": 20, "initialised on this rank": 1}
     assert (found.missing_keys, found.unexpected_keys) == (["score.weight"], ["lm_head.weight"])

@@ -1,4 +1,4 @@
-"""install(): the order mistake is seen however deepspeed.initialize is called."""
+"""install(): a wrong order of loading is noticed, however deepspeed.initialize is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plain_objects.py: any pickle becomes a tree; of it plain values are made, and everything else is named."""
+"""plain_objects.py: any pickle becomes a tree; plain values of it are created, other objects are named."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_enum_members_are_recognised_however_python_pickled_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["O8", "V8", "S3", "i8,f8"])
-def test_what_is_no_plain_number_of_numpy_is_refused(kind: str) -> None:
+def test_other_numpy_types_are_refused(kind: str) -> None:
     with pytest.raises(CheckpointError, match=r"only their own code can create: state \(numpy.dtype\)"):
         made(Call(np.dtype, kind, False, True))
 
@@ -127,7 +127,7 @@ def test_sets_hold_text_and_numbers(items: set[Any]) -> None:
         made(items)
 
 
-def test_one_object_many_times_is_made_once() -> None:
+def test_a_shared_object_is_created_once() -> None:
     value: Any = [1]
     for _ in range(60):  # 2 ** 60 elements if it were written out
         value = [value, value]
@@ -144,7 +144,7 @@ def test_sets_of_one_long_list_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert made([Call(set, items)]) == [set(items)]
 
 
-def test_what_is_nested_too_deeply_is_an_error() -> None:
+def test_deep_nesting_is_an_error() -> None:
     pickled = b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b"."
     with pytest.raises(CheckpointError, match=r"too deeply|too many objects"):
         plain(objects(pickled, "x.pt"), "state", lambda tensor, where: tensor)

@@ -1,4 +1,4 @@
-"""Headers are untrusted: every way in which one can lie is refused with a message that names it."""
+"""Headers are untrusted: every malformed one is refused with a message that names the fault."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_every_dtype_that_safetensors_writes(tmp_path: Path) -> None:
             assert torch.equal(whole.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read: No such file"):
         described(str(path))

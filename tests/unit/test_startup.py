@@ -171,7 +171,7 @@ def test_rank_1_says_nothing(packages: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("-I",), ("-E",)])
-def test_the_file_in_site_packages_does_it_by_the_variable_alone(installed: Path, options: tuple[str, ...]) -> None:
+def test_the_file_in_site_packages_needs_only_the_variable(installed: Path, options: tuple[str, ...]) -> None:
     run = python(LOADS, *options, env={SWITCH: "1"}, executable=installed)
     assert run.stdout.splitlines() == STREAMED, run.stderr
     for environment in ({}, {SWITCH: ""}, {SWITCH: "0"}):
@@ -179,7 +179,7 @@ def test_the_file_in_site_packages_does_it_by_the_variable_alone(installed: Path
         assert (run.stdout.splitlines(), run.stderr) == (ORDINARY, "")
 
 
-def test_both_ways_at_once_are_one(installed: Path) -> None:
+def test_both_ways_at_once_install_once(installed: Path) -> None:
     run = python(LOADS, path=FOLDER, env={SWITCH: "1"}, executable=installed)
     assert run.stdout.splitlines() == STREAMED, run.stderr
     assert run.stderr.count("lowmem_load: on") == 1
@@ -190,7 +190,7 @@ def test_the_variable_turns_the_folder_off(packages: Path) -> None:
     assert run.stdout.splitlines() == ["lowmem_load is imported", *ORDINARY], run.stderr
 
 
-def test_strictness_is_handed_on(packages: Path) -> None:
+def test_strict_is_passed_to_install(packages: Path) -> None:
     run = python(LOADS, path=joined(FOLDER, packages), env={SWITCH: "strict"})
     assert [line.replace(" strictly", "") for line in run.stdout.splitlines()] == STREAMED, run.stderr
     assert "install runs strictly" in run.stdout
@@ -203,9 +203,7 @@ def test_strictness_is_handed_on(packages: Path) -> None:
         (INSTALL, {SWITCH: "yes"}, "LOWMEM_LOAD_INSTALL is 'yes'; expected 1, strict, or 0"),
     ],
 )
-def test_what_cannot_be_installed_stops_every_load(
-    install: str, env: dict[str, str], message: str, packages: Path
-) -> None:
+def test_a_failed_install_stops_every_load(install: str, env: dict[str, str], message: str, packages: Path) -> None:
     (packages / "lowmem_load/integrations/install.py").write_text(install)
     source = """
         from transformers.modeling_utils import PreTrainedModel
@@ -221,7 +219,7 @@ def test_what_cannot_be_installed_stops_every_load(
     assert "streamed" not in run.stdout
 
 
-def test_an_import_that_fails_is_tried_again(packages: Path) -> None:
+def test_a_failed_import_of_transformers_can_be_repeated(packages: Path) -> None:
     (packages / "transformers/modeling_utils.py").write_text(
         "import builtins\nif not hasattr(builtins, 'again'):\n    builtins.again = 1\n    raise ImportError('no')\n"
         + MODELING_UTILS
@@ -282,7 +280,7 @@ def test_threads_that_load_at_once_all_wait_for_what_is_prepared() -> None:
 # -- other Pythons, and other start-up files --------------------------------------------------------------------------
 
 
-def test_a_python_without_lowmem_load_notices_nothing(empty: Path) -> None:
+def test_a_python_without_lowmem_load_is_unaffected(empty: Path) -> None:
     source = "import sys; print(sys.path, sys.meta_path)"
     run = python(source, path=FOLDER, env={SWITCH: "1"}, executable=empty / "bin" / "python")
     plain = python(source, executable=empty / "bin" / "python")
@@ -314,7 +312,7 @@ def test_sitecustomize_and_usercustomize_behind_it_run_once(packages: Path, tmp_
 
 
 @pytest.mark.parametrize("fault", ["raise ValueError('theirs')", "import no_such_module"])
-def test_a_fault_of_another_sitecustomize_is_reported_as_ever(fault: str, packages: Path) -> None:
+def test_an_error_in_another_sitecustomize_is_reported_as_usual(fault: str, packages: Path) -> None:
     (packages / "sitecustomize.py").write_text(fault)
     plain = python("print('here')", path=str(packages))
     assert "Error in sitecustomize" in plain.stderr
@@ -323,7 +321,7 @@ def test_a_fault_of_another_sitecustomize_is_reported_as_ever(fault: str, packag
     assert run.stderr.startswith(plain.stderr)
 
 
-def test_processes_that_are_spawned_are_reached(packages: Path, tmp_path: Path) -> None:
+def test_spawned_processes_are_switched_on(packages: Path, tmp_path: Path) -> None:
     script = tmp_path / "spawns.py"
     script.write_text(
         "import multiprocessing, transformers.modeling_utils as t\n"

@@ -1,4 +1,4 @@
-"""torch_zip.py: what torch.save wrote comes back bit by bit; anything else is refused by name, and never run."""
+"""torch_zip.py: what torch.save wrote comes back bit by bit; anything else is refused by name and never run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     check_round_trip(tmp_path, {"a": random_bytes(dtype, 3, 5), "b": random_bytes(dtype, 7)})
 
 
-def test_views_are_the_bytes_that_they_span(tmp_path: Path) -> None:
+def test_dense_views_read_only_their_bytes(tmp_path: Path) -> None:
     base = torch.randn(6, 8, 10)
     state = {
         "whole": base,
@@ -322,7 +322,7 @@ def colliding(count: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_views_of_one_hash_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_with_equal_hashes_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strides of dims of one element are free to choose: thousands of views were compared with each other."""
     compared = 0
     equal = Tensor.__eq__
