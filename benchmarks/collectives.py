@@ -1,4 +1,4 @@
-"""What one rank gives to others: bytes of tensors in collectives."""
+"""Counts the bytes of tensors that a rank gives to collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two floors: how long it takes to read the bytes of a rank's partitions, without a model."""
+"""Two floors: read the bytes of a rank's partitions without a model, and take the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Describes the machine and the releases that a figure was measured on."""
 
 from __future__ import annotations
 

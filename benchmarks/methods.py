@@ -1,4 +1,4 @@
-"""The ways to load that are compared, and two floors. Each gives this rank's partitions, and how long phases took."""
+"""The ways to load that are compared. Each returns this rank's partitions and the seconds of its phases."""
 
 from __future__ import annotations
 

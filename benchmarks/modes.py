@@ -1,7 +1,7 @@
 """Each ZeRO-3 mode, stock and streamed: python -m benchmarks.modes [--params N] [--modes NAME ...] [--out FILE].
 
-Every row is two groups of fresh processes, which load the same checkpoint under the mode's ds_config and train five
-steps. Compared are all partitions (secondary ones too), which parameters stay whole, and the losses.
+For each row two groups of fresh processes load the same checkpoint under the mode's ds_config and train five steps. All
+partitions (secondary ones too), the parameters that stay whole, and the losses are compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Published models as sparse checkpoints: true config.json, index and safetensors headers, and a hole for the data.
 
-A checkpoint of 671 B parameters takes some megabytes of disk, the headers', and can be described and planned like the
-original. Whatever is read from it is zero. The configurations are those of benchmarks/models.
+A checkpoint of 671 B parameters takes some megabytes of disk, for its headers. It can be described and planned like the
+original. All data that is read from it is zero. The configurations are those of benchmarks/models.
 """
 
 from __future__ import annotations

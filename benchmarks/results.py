@@ -1,6 +1,6 @@
-"""What a run of `benchmarks.compare` came to: loads grouped and checked against each other, and what it prints.
+"""The results of `benchmarks.compare`: groups loads, checks them against each other, prints the tables.
 
-`show_table`, `markdown` and `log` serve the other benchmarks, too.
+Other benchmarks use `show_table`, `markdown` and `log`, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ in collectives  tensor bytes that a rank gave to collectives of 2 or more ranks,
 floors     the bytes of the partitions, without a model. plain: preadv in file order into fresh memory, one thread.
            tuned: as many threads as lowmem_load has, into huge pages.
 Before each load, of any method, memory of 1.2 partitions (4.8 if the page cache is cold) is touched and given back, so
-that none waits for a hypervisor that has taken free memory back."""
+that no load waits for a hypervisor that took free memory back. A first load without this step takes longer."""
 
 
 @dataclass(slots=True)

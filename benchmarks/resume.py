@@ -1,4 +1,4 @@
-"""Checkpoints of ZeRO-3 that go on on other ranks: that it is right, and what it costs beside DeepSpeed's own ways.
+"""Loads checkpoints of ZeRO-3 on other numbers of ranks: checks the result, and compares the cost with DeepSpeed's.
 
     python -m benchmarks.resume matrix                           every way, tiny models, 2 to 1, 2 to 4, 4 to 3, 3 to 2
     python -m benchmarks.resume cost [--params 1e8] [--ranks 4]  2 ranks save; as many and others go on

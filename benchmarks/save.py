@@ -2,8 +2,8 @@
 
     python -m benchmarks.save [--params 1.5e9] [--ranks 2 4] [--repeats 4]
 
-Each method writes to a fresh folder and deletes it again; before each, what others wrote has reached the disk. In every
-two turns ours and the floor come four times each, after each other, after themselves and after stock. Stock
+Each method writes to a fresh folder and deletes it again. Before each, the former files have reached the disk. In every
+two turns ours and the floor run four times each, after each other, after themselves and after stock. Stock
 is `engine._zero3_consolidated_16bit_state_dict()` followed by `save_pretrained` on rank 0, as `Trainer.save_model` does
 it; it does not wait for the disk, the other two do. The floor writes each rank's partitions, one after the other, to a
 file of its own. The files of weights that ours and stock's wrote are compared byte by byte.

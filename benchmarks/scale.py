@@ -1,9 +1,9 @@
 """What the largest models cost a rank: `python -m benchmarks.scale MODEL --rank R --world-size W`, or `--all`.
 
-Simulated: the checkpoints are sparse files with true headers and holes for data (`benchmarks.published`). One process,
-on one core, is rank R of W on torch's fake process group, which has no other ranks. A partition that is small enough is
-loaded; of larger ones only the plan is made. Every row is a fresh process. With `--all`, ends with status 1 if a row
-failed. To compare with another version, run it in a `git worktree` of that version as well.
+This is a simulation: the checkpoints are sparse files with true headers and holes for data (`benchmarks.published`).
+One process, on one core, is rank R of W on torch's fake process group. Small partitions are loaded; larger ones are
+only planned. Every row is a fresh process. With `--all`, the command ends with status 1 if a row failed. To compare
+with another version, run it in a `git worktree` of that version as well.
 """
 
 from __future__ import annotations

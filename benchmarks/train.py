@@ -1,4 +1,4 @@
-"""A few training steps on a loaded model: equal losses show that a load is whole, not only that its bytes are right."""
+"""Trains a loaded model for a few steps: equal losses show that the load is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done in each rank of a case, stock and ours alike: it is told that it is a CPU rank, and watched.
+"""Prepares and watches each rank of a case, stock and ours alike.
 
 Frameworks take a process without a GPU for a lone one, so accelerate is told the backend before they ask it; before
 0.19.8 DeepSpeed gathers one parameter at a time (`benchmarks.methods.wait_for_all_gathers` says why); an op that it

@@ -1,4 +1,4 @@
-"""results.json: what the cases came to when they last ran. Written here, by nobody else."""
+"""Reads and writes results.json: the result of each case when it last ran."""
 
 from __future__ import annotations
 
