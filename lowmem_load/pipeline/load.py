@@ -34,7 +34,6 @@ from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.shared_reads import SharedReads
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.phases import progress_bar
-from lowmem_load.pipeline.agree_on_checksums import agree_on_checksums
 from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.disk_space import DiskUse, check_room, disk_uses
 from lowmem_load.pipeline.execute import execute
@@ -252,6 +251,8 @@ class Load:
         with report.phase("compare"):
             views = agree_on_bytes(self.ranks, name, files, sources, seen, num_threads=num_threads)
         if self.verify:
+            from lowmem_load.pipeline.agree_on_checksums import agree_on_checksums
+
             with report.phase("verify"):
                 agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +78,39 @@ def test_blocks_nest_and_an_error_restores_too(outer: HfDeepSpeedConfig) -> None
     with pytest.raises(KeyError):
         fail_inside()
     assert hf_deepspeed.deepspeed_config() is outer.config
+
+
+# -- imports ---------------------------------------------------------------------------------------------------------
+
+NEEDED_BY_SOME = (
+    *(
+        "formats.torch_zip",
+        "formats.inert_pickle",
+        "hf.dequantize",
+        "hf.four_bit",
+        "hf.merging",
+        "hf.saver",
+        "hf.saves",
+    ),
+    *(
+        "pipeline.agree_on_checksums",
+        "pipeline.verify_checkpoint",
+        "resume",
+        "saving",
+        "partial",
+        "integrations",
+        "cli",
+    ),
+)
+
+
+def test_a_plain_load_imports_only_what_it_needs() -> None:
+    """Each module costs every process that loads a model."""
+    code = "import sys, lowmem_load as l; l.load_model, l.streaming; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    ours = {name for name in run.stdout.split() if name.startswith("lowmem_load.")}
+    assert not ours & {f"lowmem_load.{name}" for name in NEEDED_BY_SOME}
+    assert len(ours) <= 100
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
