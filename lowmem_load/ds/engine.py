@@ -1,17 +1,19 @@
-"""The DeepSpeed seam of partial ZeRO-3: a real ZeRO-3 engine over the chosen modules of a model, and only those.
+"""A real ZeRO-3 engine over the chosen modules of a model, and only those, for partial ZeRO-3.
 
-It is given a `Shell`, see `ds/shell.py`.
+DeepSpeed gets a `Shell` instead of the model. It partitions, hooks, reduces and saves the modules of the shell under
+their own names, and its collectives depend on nothing else. The shell's forward is the full model's, so that DeepSpeed
+does what it always does around forward and backward.
 
-[Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups; a group whose
-norm is not finite makes it skip the step and lower the loss scale. The replicated part joins as one more group. Global
-norm, clipping, overflow and loss scale are thereby shared by both parts, in DeepSpeed's own code. Before 0.19.8 it
-looks for an overflow of fp16 in its gradients only, and collects what it sees in a tracker, which is told.
+[Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups. If one is not
+finite, it skips the step and lowers the loss scale. The replicated part joins as one more group, so both parts share
+the global norm, clipping, overflow and loss scale in DeepSpeed's own code. Before 0.19.8 the optimizer looks for an
+fp16 overflow only in its own gradients, which set a tracker; then the replicated part sets it too.
 
-[Note: the same graph on all ranks] A module's parameters are gathered in the backward pass when gradients pass through
-it. Through frozen layers they pass only if their input needs a gradient, which depends on the encoders that ran on this
-rank. So every tensor that enters the chosen part is made to need one, at whichever of its modules it enters: a model
-may call a submodule of a chosen module directly. What a backward pass recomputes has to treat the same modules alike,
-so those that were entered are remembered.
+[Note: the same graph on all ranks] Parameters of a module are gathered in the backward pass only if gradients pass
+through it. Through frozen layers they pass only if the input needs a gradient, which depends on the encoders that ran
+on this rank. So every tensor that enters the chosen part is made to need a gradient, at whichever module it enters: a
+model may call a submodule of a chosen module directly. Recomputation in the backward pass must treat the same modules
+alike, so the modules that were entered are remembered.
 
 Written for deepspeed 0.16.4 to 0.19.8: `runtime/engine.py`, `runtime/zero/stage3.py`.
 """
@@ -31,7 +33,7 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
-from lowmem_load.ds.shell import PLACEHOLDER, Shell
+from lowmem_load.ds.hooks import WHOLE_MODEL
 from lowmem_load.errors import ConfigError, UnsupportedError
 
 require(
@@ -58,9 +60,48 @@ require(
 from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 
+PLACEHOLDER = "lowmem_load_placeholder"
+"""A parameter of one element that no forward uses: DeepSpeed makes no ZeRO-3 optimizer without a trainable one."""
 
-def _check_made(engine: Any) -> None:
-    """Raise unless an engine is one of plain ZeRO-3, and it and its optimizer have set what is read of them.
+
+class Shell(nn.Module):
+    """Stands for the chosen modules of a model: empty containers, named as in the model, hold them."""
+
+    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
+        super().__init__()
+        self.__dict__[WHOLE_MODEL] = model  # not a child: the engine must not see its other modules
+        for name, module in chosen.items():
+            *path, last = name.split(".")
+            container: nn.Module = self
+            for part in path:
+                if part not in container._modules:
+                    container.add_module(part, nn.Module())
+                container = container.get_submodule(part)
+            container.add_module(last, module)
+        if placeholder is not None:
+            self.register_parameter(PLACEHOLDER, placeholder)
+        # No checkpoint has the placeholder: a frozen part may be trained later.
+        self.register_state_dict_post_hook(_drop_placeholder)
+        self.register_load_state_dict_pre_hook(_drop_placeholder)
+        self.register_load_state_dict_post_hook(_ignore_placeholder)
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the full model's forward."""
+        return self.__dict__[WHOLE_MODEL](*args, **kwargs)
+
+
+def _drop_placeholder(shell: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
+    state_dict.pop(PLACEHOLDER, None)
+
+
+def _ignore_placeholder(shell: nn.Module, keys: Any) -> None:
+    if PLACEHOLDER in keys.missing_keys:
+        keys.missing_keys.remove(PLACEHOLDER)
+
+
+def check_engine(engine: Any) -> None:
+    """Raise unless an engine is one of plain ZeRO-3 with the attributes that are read here.
 
     Raises:
         IncompatibleVersionError: an attribute is missing.
@@ -76,19 +117,8 @@ def _check_made(engine: Any) -> None:
     require_attributes(DEEPSPEED, engine.optimizer, ("inf_or_nan_tracker", "overflow", "parameter_offload"))
 
 
-def _scales_by_itself(optimizer: Any) -> bool:
-    """Whether torch's own scaler scales the loss. Before deepspeed 0.17.2 there is no torch_autocast, and no scaler."""
-    return getattr(optimizer, "torch_autocast_gradscaler", None) is not None
-
-
-def _counts_micro_steps(engine: Any) -> bool:
-    """Whether the engine steps at a boundary only. Before deepspeed 0.19.4 it always does."""
-    managed = getattr(engine, "managed_gradient_accumulation", None)
-    return managed is None or bool(managed())
-
-
 class _NeedsGradient(torch.autograd.Function):
-    """Returns a copy that needs a gradient, of which nothing is kept."""
+    """Returns a copy that needs a gradient, and drops the gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -102,11 +132,14 @@ class _NeedsGradient(torch.autograd.Function):
 class PartitionedPart:
     """The chosen modules of a model under a DeepSpeed ZeRO-3 engine.
 
-    `chosen` are topmost modules by name, not the model itself; those that are not partitioned yet are partitioned now.
-    `make_optimizer` makes the optimizer from their trainable parameters; None stands for the ds_config's.
+    Args:
+        model: the full model.
+        chosen: topmost modules by name, not the model itself; partitioned now if they are not yet.
+        ds_config: of stage 3.
+        make_optimizer: makes the optimizer from the trainable parameters of `chosen`; None for the ds_config's.
 
     Attributes:
-        engine: the `DeepSpeedEngine`. It has no lr scheduler; `scheduler_of` makes one.
+        engine: the `DeepSpeedEngine`, without lr scheduler; `scheduler_of` makes one.
         frozen: whether the chosen part has no trainable parameter.
 
     Collective: all ranks.
@@ -140,9 +173,9 @@ class PartitionedPart:
             optimizer = None
         self._shell = Shell(model, chosen, placeholder)
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
-        _check_made(self.engine)
+        check_engine(self.engine)
         zero = self.engine.optimizer
-        if _scales_by_itself(zero):
+        if getattr(zero, "torch_autocast_gradscaler", None) is not None:  # since deepspeed 0.17.2
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
         if self.frozen:
             self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
@@ -159,13 +192,13 @@ class PartitionedPart:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The basic optimizer, whose `param_groups` hold the learning rates that the ZeRO-3 step uses."""
+        """The basic optimizer. Its `param_groups` hold the learning rates of the ZeRO-3 step."""
         basic: torch.optim.Optimizer = self.engine.basic_optimizer
         return basic
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before the backward pass; 1 unless fp16."""
+        """Factor of losses before the backward pass; 1 unless fp16."""
         return float(self.engine.optimizer.loss_scale)
 
     @property
@@ -174,7 +207,7 @@ class PartitionedPart:
         return bool(self.engine.optimizer.overflow)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the whole model's forward as the engine's. Collective."""
+        """Run the full model's forward through the engine. Collective."""
         self._inside, self._depth = True, 0
         try:
             return self.engine(*args, **kwargs)
@@ -188,17 +221,18 @@ class PartitionedPart:
         return self.engine.backward(loss, **kwargs)
 
     def is_boundary(self) -> bool:
-        """Whether the next `step` updates parameters."""
-        return bool(self.engine.is_gradient_accumulation_boundary() or not _counts_micro_steps(self.engine))
+        """Return whether the next `step` updates parameters."""
+        managed = getattr(self.engine, "managed_gradient_accumulation", None)  # since deepspeed 0.19.4
+        return bool(self.engine.is_gradient_accumulation_boundary() or (managed is not None and not managed()))
 
     def step(self, replicated_norm: float) -> float | None:
         """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.
 
-        `replicated_norm` includes the loss scale, and is not finite on overflow.
+        Args:
+            replicated_norm: norm of the replicated part's gradients, times the loss scale; not finite on overflow.
 
         Returns:
-            What the replicated part's gradients are to be multiplied by, to unscale and clip them; None if the step is
-            skipped.
+            The factor that unscales and clips the replicated part's gradients; None if the step is skipped.
         """
         scale = self.loss_scale  # before a step that overflows lowers it
         self._replicated_norm = replicated_norm
@@ -215,7 +249,7 @@ class PartitionedPart:
     def optimizer_over(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the ds_config's optimizer over other parameters, which live on the engine's device.
 
-        DeepSpeed's CPU Adam steps parameters in host memory; where offload_optimizer asks for it, these get torch's.
+        Where offload_optimizer asks for DeepSpeed's CPU Adam, which steps parameters in host memory, it is torch's.
         """
         name, params = str(self.engine.optimizer_name()).lower(), copy.deepcopy(self._optimizer_params)
         if self.engine.zero_use_cpu_optimizer() and name in ("adam", "adamw"):
@@ -244,7 +278,7 @@ class PartitionedPart:
         return torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
 
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # Evaluation calls the model itself: what the engine does at the start of a forward must happen all the same.
+        # Evaluation calls the model itself, not the engine, which resets this at the start of a forward.
         if not self._inside:
             self.engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
 
@@ -283,7 +317,7 @@ class PartitionedPart:
 
 
 def _positional_names(module: nn.Module, count: int) -> list[str]:
-    """Return the names of the first `count` parameters of `forward`: fewer where it takes more than it names."""
+    """Return the names of the first `count` parameters of `forward`; fewer if it takes *args."""
     if not count:
         return []
     try:
@@ -295,7 +329,7 @@ def _positional_names(module: nn.Module, count: int) -> list[str]:
 
 
 def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules whose forward is the way into the chosen part: containers run no forward, their items do."""
+    """Yield the modules through which tensors enter the chosen part: the items of containers, which run no forward."""
     for module in chosen.values():
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             yield from entry_modules(dict(module.named_children()))
@@ -308,12 +342,13 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
     refused = {
         "sequence_parallel_size": ds_config.get("sequence_parallel_size", 1) > 1,
         "tensor_parallel": ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
+        "expert_parallel": bool((ds_config.get("expert_parallel") or {}).get("enabled")),
         "zero_optimization.zenflow": bool(section.get("zenflow")),
         "zero_optimization.mics_shard_size": section.get("mics_shard_size", -1) > 0,
         "zero_optimization.offload_optimizer.super_offload": bool(
             (section.get("offload_optimizer") or {}).get("super_offload")
         ),
-        "hybrid_engine": bool(ds_config.get("hybrid_engine", {}).get("enabled")),
+        "hybrid_engine": bool((ds_config.get("hybrid_engine") or {}).get("enabled")),
         "optimizer.type Muon": str(ds_config.get("optimizer", {}).get("type")).lower() == "muon",
     }
     found = [key for key, on in refused.items() if on]
@@ -325,7 +360,7 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
 
 
 def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's; None without one.
+    """Return the lr scheduler of a ds_config's "scheduler" section; None without one.
 
     Raises:
         ConfigError: there is no such scheduler.
@@ -334,7 +369,7 @@ def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optim
 
 
 def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the class of the lr scheduler that a ds_config's "scheduler" section names.
+    """Return the class of the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's.
 
     Source: deepspeed 0.19.8 `runtime/lr_schedules.py`; `_scheduler_from_config` of `runtime/engine.py`.
 

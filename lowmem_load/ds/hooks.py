@@ -1,4 +1,4 @@
-"""Calls of DeepSpeed, whoever makes them, that are handed to us first for as long as a block lasts.
+"""Hands calls of DeepSpeed, whoever makes them, to a handler of ours first while a block lasts.
 
 Written for deepspeed 0.16.4 to 0.19.8: `deepspeed.initialize`; `load_checkpoint` and `save_16bit_model` of engines.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import deepspeed
+from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require
 
@@ -31,19 +32,24 @@ require(
 
 from deepspeed import DeepSpeedEngine  # noqa: E402  the contract gives the better error
 
-Handler: TypeAlias = "Callable[[dict[str, Any]], tuple[Any, ...] | None]"
-"""Gets the arguments by name, as far as they were given; returns what the call is to return, None to let it go on."""
+# -- deepspeed.initialize --------------------------------------------------------------------------------------------
 
-OfEngine: TypeAlias = "Callable[[Any, dict[str, Any]], Any]"
-"""Gets an engine and the arguments of its method, by name; returns what the call is to return, None to let it go on."""
+Handler: TypeAlias = "Callable[[dict[str, Any]], tuple[Any, ...] | None]"
+"""Gets the given arguments by name; returns the result of the call, or None to let the call go on."""
+
+WHOLE_MODEL = "_whole_model"
+"""Attribute of the stand-in for a model that a partial engine gives to `deepspeed.initialize`: the full model."""
+
+_SIGNATURE = inspect.signature(deepspeed.initialize)
+"""DeepSpeed's own: a wrapper of somebody else, set later, may take *args and **kwargs."""
 
 
 @contextlib.contextmanager
 def hooked(handler: Handler) -> Iterator[None]:
-    """Inside, every call of `deepspeed.initialize` goes to `handler` first; of several, to the innermost first.
+    """Inside, every call of `deepspeed.initialize` goes to `handler` first; with several blocks, to the innermost.
 
     Blocks may end in any order. Afterwards `deepspeed.initialize` is what it was before, unless somebody else has
-    replaced it meanwhile: that is left in place. What somebody kept from inside passes calls on from then on.
+    replaced it meanwhile. A reference to it from inside the block passes calls on from then on.
     """
     found: Any = deepspeed.initialize
     dispatcher = found if isinstance(found, _Dispatcher) else _Dispatcher(found)
@@ -57,12 +63,8 @@ def hooked(handler: Handler) -> Iterator[None]:
             deepspeed.initialize = dispatcher.__wrapped__
 
 
-_SIGNATURE = inspect.signature(deepspeed.initialize)
-"""Of DeepSpeed's own: somebody's wrapper, later, may take *args and **kwargs."""
-
-
 class _Dispatcher:
-    """Stands for `deepspeed.initialize`: asks the handlers of all open blocks, then calls what it stands for."""
+    """Replaces `deepspeed.initialize`: asks the handlers of all open blocks, then calls the original."""
 
     __wrapped__: Callable[..., Any]
 
@@ -74,7 +76,7 @@ class _Dispatcher:
         try:
             given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
         except TypeError:
-            return self.__wrapped__(*args, **kwargs)  # which says what is wrong with them
+            return self.__wrapped__(*args, **kwargs)  # DeepSpeed's own error
         for handler in reversed(self.handlers):
             made = handler(given)
             if made is not None:
@@ -82,12 +84,20 @@ class _Dispatcher:
         return self.__wrapped__(*args, **kwargs)
 
 
+def is_shell(model: nn.Module) -> bool:
+    """Return whether a partial engine gives `model` to DeepSpeed, which then must make an ordinary engine."""
+    return WHOLE_MODEL in vars(model)
+
+
 # -- methods of engines ----------------------------------------------------------------------------------------------
+
+OfEngine: TypeAlias = "Callable[[Any, dict[str, Any]], Any]"
+"""Gets an engine and the arguments of its method by name; returns the result, or None to let the call go on."""
 
 
 @contextlib.contextmanager
 def engine_hooked(name: str, handler: OfEngine) -> Iterator[None]:
-    """Inside, the method of this name of every engine is handed to `handler` first."""
+    """Inside, every call of this method of any engine goes to `handler` first."""
     ordinary = getattr(DeepSpeedEngine, name)
     signature = inspect.signature(ordinary)
 
@@ -107,7 +117,7 @@ def engine_hooked(name: str, handler: OfEngine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def consolidates_to(engine: Any, state: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, the engine gives `state` where it is asked for all weights of ZeRO-3, whatever its ds_config says.
+    """Inside, the engine gives `state` instead of gathering its weights, whatever its ds_config says.
 
     Source: deepspeed 0.19.8 `runtime/engine.py`, `save_16bit_model`; accelerate 1.15 `Accelerator.get_state_dict`.
     """
@@ -121,5 +131,5 @@ def consolidates_to(engine: Any, state: dict[str, Any] | None) -> Iterator[None]
 
 
 def may_gather(engine: Any) -> bool:
-    """Return whether the engine gives all weights where it is asked for them, by its ds_config or a block of ours."""
+    """Return whether the engine gives all weights, by its ds_config or by `consolidates_to`."""
     return bool(getattr(engine, _MAY_GATHER)())

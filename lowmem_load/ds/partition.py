@@ -1,22 +1,22 @@
-"""Makes parameters of ZeRO-3 whose partitions are there, but empty, by DeepSpeed's own means.
+"""Makes ZeRO-3 parameters whose partitions are allocated but not filled, with DeepSpeed's own code.
 
-Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`. What stock `zero.Init` does to a
-parameter is: allocate it whole, broadcast it from rank 0, attach the ZeRO methods (`_convert_to_deepspeed_param`),
-allocate `ds_tensor` (this rank's partition, padded to the same size on all ranks), copy the partition, free the whole.
-Here the parameter starts with no elements, the same methods are attached, and `ds_tensor` is allocated to be filled
-directly; `zero.Init` is constructed for its settings but never entered as a context, so none of its patches of
-`torch` and `nn.Module` happen.
+Stock `zero.Init` allocates a parameter in full, broadcasts it from rank 0, attaches the ZeRO methods
+(`_convert_to_deepspeed_param`), allocates `ds_tensor` (this rank's partition, padded to the same size on all ranks),
+copies the partition and frees the rest. Here the parameter starts with no elements, gets the same methods, and
+`ds_tensor` is allocated for the caller to fill. `zero.Init` is constructed for its settings but never entered as a
+context, so it does not patch `torch` and `nn.Module`.
 
-Glossary: `ds_numel` of a parameter is the unpadded count, `ds_tensor.ds_numel` the padded partition count,
-`ds_numel_aligned` the padded count of the whole; `ds_status` says whether the whole is available on this rank,
+Glossary: `ds_numel` of a parameter is its unpadded count, `ds_numel_aligned` the padded one. `ds_tensor.ds_numel` is
+the padded count of the partition. `ds_status` says whether the full parameter is available on this rank,
 `ds_tensor.status` whether the partition is.
+
+Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from lowmem_load.ds.pinning import new_pinned
 from lowmem_load.ds.releases import refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -84,11 +84,18 @@ class PartitionMemory:
 class Partitioner:
     """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
 
-    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `ranks.process_group.DistributedInterface`).
+    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `distributed/process_group.py`).
 
     Args:
-        ds_config: resolved (no "auto" that ZeRO-3 reads), stage 3.
-        group: the ranks among which parameters are cut up; None for all.
+        ds_config: of stage 3, without an "auto" that ZeRO-3 reads.
+        group: the ranks among which parameters are partitioned; None for all.
+
+    Attributes:
+        dtype: of parameters in DeepSpeed: bfloat16, float16 or float32.
+        device: where parameters are gathered and buffers live.
+        rank: in the group; under MiCS in the shard group.
+        world_size: ranks among which a parameter is partitioned.
+        swapping: the swapper of offload_param to nvme; None without one.
 
     Raises:
         ConfigError: DeepSpeed refuses the ds_config, or a setting contradicts an earlier model in this process.
@@ -103,19 +110,7 @@ class Partitioner:
         swap_folder = swapping.folder_of(ds_config)
         if swap_folder is not None:
             swapping.prepare(swap_folder, ds_config, offload)
-        section = ds_config["zero_optimization"]
-        if section.get("mics_shard_size", -1) > 0:
-            from deepspeed.runtime.zero.mics import MiCS_Init
-
-            self._init = MiCS_Init(config_dict_or_path=dict(ds_config))
-        else:
-            self._init = Init(
-                module=None,
-                config_dict_or_path=dict(ds_config),
-                data_parallel_group=group,
-                zero_param_parallel_group=_secondary_group(section.get("zero_hpz_partition_size", 1)),
-                mpu=mpu,
-            )
+        self._init = _zero_init(ds_config, group, mpu)
         require_attributes(
             DEEPSPEED,
             self._init,
@@ -125,33 +120,13 @@ class Partitioner:
                 *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
             ),
         )
-        self._swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
+        self.swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
+        self.dtype: torch.dtype = self._init.dtype
+        self.device: torch.device = self._init.local_device
+        self.rank: int = self._init.get_partition_rank()
+        self.world_size: int = self._init.num_partitions
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which DeepSpeed will run: bfloat16, float16 or float32 as the ds_config says."""
-        dtype: torch.dtype = self._init.dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where whole parameters are gathered and buffers live."""
-        device: torch.device = self._init.local_device
-        return device
-
-    @functools.cached_property
-    def rank(self) -> int:
-        """Rank in the partition group: under MiCS the shard group."""
-        rank: int = self._init.get_partition_rank()
-        return rank
-
-    @functools.cached_property
-    def world_size(self) -> int:
-        """Ranks among which parameters are cut up."""
-        size: int = self._init.num_partitions
-        return size
 
     def reserve_ids(self, module: nn.Module) -> dict[int, int]:
         """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them.
@@ -167,15 +142,15 @@ class Partitioner:
         return ids
 
     def ranges(self, numel: int) -> list[FlatRange]:
-        """Return the flat ranges that this rank holds of a parameter of `numel` elements, without padding.
+        """Return the flat ranges of a parameter of `numel` elements that this rank holds, without padding.
 
-        The first is the partition; a second one is hpZ's secondary partition, shared within a node.
+        The first is the partition. A second one is hpZ's secondary partition, shared within a node.
         """
         init = self._init
         ranges = [partition_range(numel, self.rank, self.world_size)]
-        if init.zero_param_process_group is not None:  # a whole number of partitions: padding is that of the first
-            first = -(-numel // self.world_size) * init.num_param_groups * init.rank_in_group
-            size = -(-numel // self.world_size) * init.num_param_groups
+        if init.zero_param_process_group is not None:  # it has a whole number of partitions
+            size = partition_numel(numel, self.world_size) * init.num_param_groups
+            first = size * init.rank_in_group
             ranges.append(FlatRange(min(first, numel), min(first + size, numel)))
         return ranges
 
@@ -199,13 +174,15 @@ class Partitioner:
         return parameter
 
     def allocate(self, parameter: nn.Parameter) -> list[PartitionMemory]:
-        """Allocate the partition(s) of `parameter`, padding zeroed; the rest is the caller's to fill.
+        """Allocate the partition(s) of `parameter`, padding zeroed; the caller fills the rest.
 
-        Under offload_param to nvme the partition lies in one of the swapper's buffers: `swap_out` must follow once the
-        bytes are there, at the latest when `needs_room`.
+        Under offload_param to nvme the partition lies in one of the swapper's buffers. `swapping.swap_out` must follow
+        once it is filled, at the latest when `swapping.needs_room`.
 
-        Memory: exactly the partitions. Stock leaves the padding uninitialised, so hashes of its partitions differ
-        from run to run; here they do not.
+        Memory: exactly the partitions. Stock leaves the padding uninitialised, so its hashes differ from run to run.
+
+        Raises:
+            UnsupportedError: a frozen parameter under zero_quantized_nontrainable_weights.
         """
         init = self._init
         if not parameter.requires_grad and init.quantized_nontrainable_weights:
@@ -215,12 +192,12 @@ class Partitioner:
                 "(partition_parameters.py, _partition_param); freeze them after the load, or remove the setting"
             )
         aligned = init._aligned_size(parameter)
-        partition_numel = aligned // self.world_size
-        if self._swapping is not None and self._swapping.swaps(partition_numel):
-            memory = self._swapping.buffer(parameter, partition_numel)
-            partition = _described(memory, partition_numel, OffloadDeviceEnum.nvme)
+        numel = aligned // self.world_size
+        if self.swapping is not None and self.swapping.swaps(numel):
+            memory = self.swapping.buffer(parameter, numel)
+            partition = _described(memory, numel, OffloadDeviceEnum.nvme)
         else:
-            partition = self._new_partition(partition_numel, parameter.dtype)
+            partition = self._new_partition(numel, parameter.dtype)
         parameter.ds_tensor = partition
         parameter.ds_numel_aligned = aligned
         tensors = [partition]
@@ -233,42 +210,16 @@ class Partitioner:
             for tensor, flat_range in zip(tensors, self.ranges(parameter.ds_numel), strict=True)
         ]
 
-    def swap_files(self, numels: Iterable[int]) -> dict[str, int]:
-        """Return what `swap_out` will write of partitions of `numels` elements, in bytes, by folder; none in memory."""
-        return {} if self._swapping is None else self._swapping.files(numels)
-
-    @property
-    def needs_room(self) -> bool:
-        """Whether it is time to `swap_out`; see `Swapping.needs_room`."""
-        return self._swapping is not None and self._swapping.needs_room
-
-    def swap_out(self) -> None:
-        """Start writing the partitions that lie in the swapper's buffers to their files; see `Swapping.swap_out`."""
-        if self._swapping is not None:
-            self._swapping.swap_out()
-
-    def finish_swapping(self) -> None:
-        """Write all that lies in the swapper's buffers to its files; see `Swapping.finish`."""
-        if self._swapping is not None:
-            self._swapping.finish()
-
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        device = self._device
+        remote = self._init.remote_device  # nvme takes only partitions that are large enough
+        device = "cpu" if remote == OffloadDeviceEnum.nvme else str(getattr(remote, "value", remote))
         if device == "cpu" and self._init.pin_memory:
-            partition = new_pinned(numel, dtype)
-        else:
-            partition = torch.empty(numel, dtype=dtype, device=device)
-        return _described(partition, numel, None)
-
-    @functools.cached_property
-    def _device(self) -> str:
-        """Return where partitions are that the swapper does not take."""
-        device = self._init.remote_device
-        return "cpu" if device == OffloadDeviceEnum.nvme else str(getattr(device, "value", device))
+            return _described(new_pinned(numel, dtype), numel, None)
+        return _described(torch.empty(numel, dtype=dtype, device=device), numel, None)
 
 
 class _Mpu:
-    """What DeepSpeedConfig asks a model-parallel unit: among how many ranks a batch is divided."""
+    """A model-parallel unit as far as DeepSpeedConfig asks one: the number of ranks that share a batch."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -278,7 +229,7 @@ class _Mpu:
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the distinct modules, each behind all of its children."""
+    """Yield the distinct modules, each after its children."""
     seen.add(id(module))
     for child in module.children():
         if id(child) not in seen:
@@ -287,7 +238,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
-    """Raise for what this DeepSpeed, or this accelerator, cannot do. What none can: `targets/zero3.py`."""
+    """Raise for what this DeepSpeed or this accelerator cannot do. `targets/zero3.py` refuses what none can."""
     refuse_what_is_absent(ds_config)
     warn_of_deadlocks(ds_config)
     section = ds_config["zero_optimization"]
@@ -299,10 +250,10 @@ def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
 
 
 def _parse(ds_config: Mapping[str, Any], mpu: _Mpu | None) -> DeepSpeedConfig:
-    """Return what DeepSpeed makes of the ds_config. zero.Init does so too, but its other errors are not the caller's.
+    """Return DeepSpeed's own reading of the ds_config. zero.Init reads it too, but raises for other reasons as well.
 
     Raises:
-        ConfigError: it refuses it, or fails over a value of a kind that it did not expect.
+        ConfigError: DeepSpeed refuses a value, or fails over one of a type that it did not expect.
     """
     refuses = f"deepspeed {deepspeed.__version__} refuses"
     try:
@@ -311,12 +262,27 @@ def _parse(ds_config: Mapping[str, Any], mpu: _Mpu | None) -> DeepSpeedConfig:
         section = {"DeepSpeedZeroConfig": "zero_optimization"}.get(error.title, error.title)
         problems = [f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors()]
         raise ConfigError(f"{refuses} {section}: " + "; ".join(problems)) from error
-    except Exception as error:  # of any class: it reads sections as if they were what they should be
+    except Exception as error:  # of any class, since it does not check types
         raise ConfigError(f"{refuses} the ds_config: {type(error).__name__}: {error}") from error
 
 
+def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: _Mpu | None) -> Any:
+    section = ds_config["zero_optimization"]
+    if section.get("mics_shard_size", -1) > 0:
+        from deepspeed.runtime.zero.mics import MiCS_Init
+
+        return MiCS_Init(config_dict_or_path=dict(ds_config))
+    return Init(
+        module=None,
+        config_dict_or_path=dict(ds_config),
+        data_parallel_group=group,
+        zero_param_parallel_group=_secondary_group(section.get("zero_hpz_partition_size", 1)),
+        mpu=mpu,
+    )
+
+
 def _use_mem_efficient_linear(context: Any) -> None:
-    """Do as entering zero.Init would: engines of stock and streamed models must run the same linear.
+    """Do as zero.Init does when it is entered, so that streamed models train with the linear of stock.
 
     Source: deepspeed 0.16.4 `partition_parameters.py:555`; a method of its own since 0.19.4.
     """
@@ -327,7 +293,11 @@ def _use_mem_efficient_linear(context: Any) -> None:
 
 
 def _secondary_group(size: int) -> Any:
-    """Return the hpZ group of this process if there is one; DeepSpeed makes it once and cannot make another."""
+    """Return the hpZ group that an earlier model has made, if any: DeepSpeed cannot make another.
+
+    Raises:
+        ConfigError: the earlier model has another size.
+    """
     group = groups._get_zero_param_intra_parallel_group() if size > 1 else None
     if group is not None and dist.get_world_size(group) != min(size, dist.get_world_size()):
         raise ConfigError(
@@ -338,7 +308,7 @@ def _secondary_group(size: int) -> Any:
 
 
 def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:
-    """Return `partition` with the attributes that DeepSpeed reads."""
+    """Set the attributes that DeepSpeed reads on a partition, and return it."""
     partition.requires_grad = False
     partition.ds_numel = numel
     partition.status = PartitionedParamStatus.AVAILABLE

@@ -1,7 +1,7 @@
-"""The swapper of offload_param to nvme: whose folder is whose, its buffers, and what it writes to files.
+"""The swapper of offload_param to nvme: its folder, its buffers and its files.
 
-DeepSpeed makes one in zero.Init (`runtime/swap_tensor/partitioned_param_swapper.py`, 0.16.4 to 0.19.8). It allocates
-all buffers at once, empties its folder, and does not look whether what it wrote is there.
+zero.Init makes it (`runtime/swap_tensor/partitioned_param_swapper.py` of deepspeed 0.16.4 to 0.19.8). It allocates all
+buffers at once, empties its folder, and does not check that a file has all bytes that were written to it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ require(
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402  the contract gives the better error
 
 Folder = tuple[str, str]
-"""What tells apart the folders of swappers: nvme_path and precision."""
+"""The nvme_path and the precision of a swapper: DeepSpeed has a folder for each of these."""
 
 
 def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
     """Return the folder of the swapper that zero.Init will make; None if it will make none.
 
-    That there is an nvme_path was checked by `targets/zero3.py`.
+    `targets/zero3.py` has checked that there is an nvme_path.
     """
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     if offload.get("device") != OffloadDeviceEnum.nvme:
@@ -65,12 +65,12 @@ def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
 
 
 def prepare(folder: Folder, ds_config: Mapping[str, Any], offload: Any) -> None:
-    """Do before zero.Init what it would not do, or fail at in ways that nobody understands.
+    """Check what zero.Init does not check, or reports in ways that nobody understands.
 
-    `offload` is DeepSpeed's own reading of the section offload_param.
+    `offload` is the section offload_param as DeepSpeed has parsed it.
 
     Raises:
-        ConfigError: the folder holds another model, its buffers do not fit into memory, or there is no libaio.
+        ConfigError: the folder holds another model, the buffers do not fit into memory, or there is no libaio.
     """
     Swapping.refuse_held(folder)
     _refuse_buffers(offload, itemsize=2 if folder[1] else 4)
@@ -78,16 +78,15 @@ def prepare(folder: Folder, ds_config: Mapping[str, Any], offload: Any) -> None:
 
 
 class Swapping:
-    """Partitions that lie in the buffers of a swapper until they are written to its files.
+    """Partitions in the buffers of a swapper, on their way to its files.
 
-    Half of the buffers are written from while the others are read into.
+    While half of the buffers are written to files, the other half is filled.
 
     Raises:
-        IncompatibleVersionError: it has not set what this module reads of it.
+        IncompatibleVersionError: the swapper lacks an attribute that this module reads.
     """
 
-    # Live ones, by folder. Per process, as are the folders on disk that they stand for: DeepSpeed empties such a
-    # folder whenever it makes a swapper.
+    # Live swappers by folder. One table per process, as DeepSpeed empties such a folder whenever it makes a swapper.
     _live: ClassVar[weakref.WeakValueDictionary[Folder, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, swapper: Any, folder: Folder) -> None:
@@ -101,7 +100,7 @@ class Swapping:
         )
         self._swapper = swapper
         self._filling: list[nn.Parameter] = []
-        self._writing: list[tuple[str, int]] = []  # paths, and bytes that each will have
+        self._writing: list[tuple[str, int]] = []  # path and final length in bytes of each file
         Swapping._live[folder] = swapper
         _free_with_last_view(swapper, self._writing)
 
@@ -138,7 +137,7 @@ class Swapping:
         partition = torch.empty(0, dtype=parameter.dtype, device="cpu")
         try:
             partition.data = swapper.get_buffer(parameter, numel).data
-        except AssertionError as error:  # before deepspeed 0.17.1 it has to be smaller
+        except AssertionError as error:  # deepspeed before 0.17.1 does not fill a buffer to its end
             raise ConfigError(
                 f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, and deepspeed "
                 f"{deepspeed.__version__} does not fill a buffer: {error}; raise it"
@@ -147,7 +146,7 @@ class Swapping:
         return partition
 
     def files(self, numels: Iterable[int]) -> dict[str, int]:
-        """Return what will be written of partitions of `numels` elements, in bytes, by folder.
+        """Return how many bytes partitions of `numels` elements will take in files, by folder.
 
         Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `get_buffer`: a file is as long as the aligned buffer.
         """
@@ -157,19 +156,19 @@ class Swapping:
 
     @property
     def needs_room(self) -> bool:
-        """Whether it is time to `swap_out`: half of the buffers are filled, or none is free."""
+        """Whether `swap_out` is due: half of the buffers are filled, or none is free."""
         is_half = 2 * len(self._filling) >= self._swapper.param_buffer_count
         return is_half or bool(self._swapper.available_swap_in_buffers() == 0)
 
     def swap_out(self) -> None:
-        """Start writing the partitions that lie in the buffers to their files; return when a buffer is free.
+        """Start to write the filled buffers to files; return when a buffer is free.
 
         Raises: see `finish`.
         """
         self._await_writes()
         if self._filling:
             parameters, self._filling = self._filling, []
-            # The buffers are not released before the writes have ended, whatever the argument says.
+            # DeepSpeed releases the buffers only after the writes, whatever the argument says.
             self._swapper.swap_out_and_release(parameters, async_op=True, force_buffer_release=True)
             for parameter in parameters:
                 partition = parameter.ds_tensor
@@ -179,16 +178,16 @@ class Swapping:
             self._await_writes()
 
     def finish(self) -> None:
-        """Write all that lies in the buffers to its files, and free the buffers.
+        """Write all filled buffers to files, and free them.
 
         Raises:
-            ConfigError: a file is shorter than what was written: DeepSpeed does not look, and would train on zeros.
+            ConfigError: a file is shorter than what was written to it. DeepSpeed would train on zeros.
         """
         self.swap_out()
         self._await_writes()
 
     def _await_writes(self) -> None:
-        """Wait for writes that were started, and free their buffers."""
+        """Wait for the writes under way, and free their buffers."""
         if not self._writing:
             return
         self._swapper.synchronize_writes()
@@ -220,12 +219,12 @@ def _refuse_buffers(offload: Any, itemsize: int) -> None:
 
 
 def _load_async_io(ds_config: Mapping[str, Any]) -> None:
-    """Build and load the op by which zero.Init's swapper will reach its files.
+    """Load the op of zero.Init's swapper, compiled first if need be.
 
-    zero.Init would do so too, but raises RuntimeError for other reasons as well, which have nothing to do with libaio.
+    zero.Init loads it too, but raises RuntimeError for other reasons as well.
 
     Raises:
-        ConfigError: it cannot be built, or not be loaded.
+        ConfigError: the op cannot be built or loaded.
     """
     if (ds_config.get("aio") or {}).get("use_gds"):
         return  # another op, which needs no libaio
@@ -239,10 +238,10 @@ def _load_async_io(ds_config: Mapping[str, Any]) -> None:
 
 
 def _free_with_last_view(swapper: Any, writing: Sized) -> None:
-    """Have the swapper's page-locked buffers freed once no tensor lies in them; DeepSpeed keeps them for ever.
+    """Free the swapper's page-locked buffers when the last tensor in them is gone. DeepSpeed never frees them.
 
-    They are GBs with DeepSpeed's defaults, and each load that fails would leave as much behind. What one still writes
-    from, as `writing` says, is waited for.
+    They are GBs by default, and each load that fails would leak as many. `writing` tells whether a write is under way,
+    which is waited for.
 
     Source: deepspeed 0.19.8 `deepspeed_pin_tensor.cpp`, `alloc`: a process-wide table owns the memory.
     """

@@ -19,9 +19,8 @@ from lowmem_load.config.ds_config import read_ds_config
 from lowmem_load.config.precision import Precision
 from lowmem_load.config.settings import read_settings
 from lowmem_load.ds.engine_states import is_plain_zero3, wants_universal
-from lowmem_load.ds.hooks import engine_hooked, hooked
+from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
 from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.integrations.trainer_saves import HookedSaves

@@ -12,9 +12,8 @@ from torch import nn
 from lowmem_load.config.ds_config import read_ds_config
 from lowmem_load.config.settings import Partition
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.ds.hooks import hooked
+from lowmem_load.ds.hooks import hooked, is_shell
 from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.ds.shell import is_shell
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.partial.initialize import initialize
 from lowmem_load.partial.replicated import Average

@@ -95,7 +95,8 @@ class Zero3(Target):
     def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
         """See `Target`. Only the swapper of offload_param to nvme writes files."""
         assert self._partitioner is not None  # prepare comes first
-        return self._partitioner.swap_files([plan.destinations[0].numel for plan in plans])
+        swapping = self._partitioner.swapping
+        return {} if swapping is None else swapping.files([plan.destinations[0].numel for plan in plans])
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
@@ -103,9 +104,9 @@ class Zero3(Target):
         """See `Target`."""
         partitioner = self._partitioner
         assert partitioner is not None  # prepare comes first
-        if partitioner.needs_room:
+        if partitioner.swapping is not None and partitioner.swapping.needs_room:
             wait()
-            partitioner.swap_out()
+            partitioner.swapping.swap_out()
         made = partitioner.new_parameter(
             torch.Size(plan.shape), plan.dtype, parameter.requires_grad, self._ids[id(parameter)]
         )
@@ -122,8 +123,8 @@ class Zero3(Target):
 
     def finish(self) -> None:
         """Write the swapper's buffers to its files."""
-        if self._partitioner is not None:
-            self._partitioner.finish_swapping()
+        if self._partitioner is not None and self._partitioner.swapping is not None:
+            self._partitioner.swapping.finish()
 
 
 def _names_fp32(module: nn.Module) -> bool:

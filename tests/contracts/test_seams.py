@@ -181,10 +181,10 @@ def test_an_engine_that_does_not_set_an_attribute_is_refused(of_engine: bool, na
     engine = SimpleNamespace(basic_optimizer=None, client_optimizer=None, device=None, global_steps=0)
     engine.optimizer = optimizer
     vars(optimizer).update(inf_or_nan_tracker=None, overflow=False, parameter_offload=None)
-    zero3_engine._check_made(engine)
+    zero3_engine.check_engine(engine)
     delattr(engine if of_engine else optimizer, name)
     with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(rf"\.{name}")):
-        zero3_engine._check_made(engine)
+        zero3_engine.check_engine(engine)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(deepspeed_comm, "cdb"), (groups, "_WORLD_GROUP")])

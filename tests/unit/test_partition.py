@@ -15,6 +15,7 @@ from torch import nn
 from lowmem_load.ds import partition, swapping
 from lowmem_load.ds.partition import Partitioner
 from lowmem_load.ds.releases import KEEPS_FP32, has
+from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError
 
 
@@ -103,6 +104,9 @@ class Init:
             raise self.error
         self.param_swapper = Swapper()
 
+    def get_partition_rank(self) -> int:
+        return 0
+
     def __getattr__(self, name: str) -> None:
         return None
 
@@ -174,18 +178,16 @@ def test_ids_are_reserved_in_the_order_in_which_zero_init_converts(
     assert Init.param_id == 5 + len(names)
 
 
-def swapping_into(folder: Path) -> tuple[Partitioner, Swapper]:
-    partitioner = Partitioner(nvme(folder))
-    swapper: Swapper = partitioner._init.param_swapper
+def swapping_into(folder: Path) -> tuple[Swapping, Swapper]:
+    swapper = Swapper()
     swapper.folder = str(folder)
-    return partitioner, swapper
+    return Swapping(swapper, (str(folder), "")), swapper
 
 
-def fill(partitioner: Partitioner, ds_id: int) -> None:
-    """What becomes of a parameter under nvme, which `Partitioner.allocate` does on real ones."""
-    assert partitioner._swapping is not None
+def fill(swapping: Swapping, ds_id: int) -> None:
+    """Gives a parameter a buffer, as `Partitioner.allocate` does for real ones."""
     parameter: Any = SimpleNamespace(ds_id=ds_id, dtype=torch.float32)
-    parameter.ds_tensor = partitioner._swapping.buffer(parameter, 1)
+    parameter.ds_tensor = swapping.buffer(parameter, 1)
     parameter.ds_tensor.ds_numel = 1
 
 
@@ -194,14 +196,14 @@ def test_some_buffers_are_filled_while_others_are_written(
     num_buffers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Swapper, "param_buffer_count", num_buffers)
-    partitioner, swapper = swapping_into(tmp_path)
+    partitions, swapper = swapping_into(tmp_path)
     meanwhile = 0
     for ds_id in range(7):
-        if partitioner.needs_room:
-            partitioner.swap_out()
+        if partitions.needs_room:
+            partitions.swap_out()
         meanwhile += bool(swapper.writing)
-        fill(partitioner, ds_id)
-    partitioner.finish_swapping()
+        fill(partitions, ds_id)
+    partitions.finish()
     expected = {1: [[0], [1], [2], [3], [4], [5], [6]], 2: [[0], [1], [2], [3], [4], [5], [6]]}
     batches = expected.get(num_buffers, [[0, 1, 2], [3, 4], [5, 6]])
     assert [text for text in swapper.done if "write " in text] == [f"write {batch}" for batch in batches]
@@ -215,28 +217,22 @@ def test_a_swap_file_that_came_out_short_is_an_error(
 ) -> None:
     """As on a full disk, where DeepSpeed reports success."""
     monkeypatch.setattr(Swapper, "lost_bytes", lost_bytes)
-    partitioner, swapper = swapping_into(tmp_path)
-    fill(partitioner, 7)
+    partitions, swapper = swapping_into(tmp_path)
+    fill(partitions, 7)
     if lost_bytes:
         with pytest.raises(ConfigError, match=rf"7\.swp has {4 - lost_bytes} bytes after 4 were written to it"):
-            partitioner.finish_swapping()
+            partitions.finish()
     else:
-        partitioner.finish_swapping()
-    partitioner.finish_swapping()  # nothing is left to be written
+        partitions.finish()
+    partitions.finish()  # nothing is left to be written
     assert swapper.done == ["write [7]", "written [7]"]
 
 
 def test_what_will_be_swapped_is_known_before(tmp_path: Path) -> None:
     """What is too small for the swapper stays in memory; what goes to a file is padded."""
-    partitioner = Partitioner(nvme(tmp_path))
-    assert partitioner.swap_files([99, 100, 128, 129, 0]) == {"/nvme/rank0": 2 * (128 + 128 + 192)}
-    assert partitioner.swap_files([]) == {"/nvme/rank0": 0}
-
-
-def test_what_stays_in_memory_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partitioner = Partitioner(nvme(tmp_path))
-    partitioner._swapping = None
-    assert partitioner.swap_files([1 << 30]) == {}
+    partitions, _ = swapping_into(tmp_path)
+    assert partitions.files([99, 100, 128, 129, 0]) == {"/nvme/rank0": 2 * (128 + 128 + 192)}
+    assert partitions.files([]) == {"/nvme/rank0": 0}
 
 
 def test_buffers_larger_than_memory_are_refused_before_they_are_made(tmp_path: Path) -> None:
@@ -282,18 +278,19 @@ def test_what_deepspeed_refuses_is_an_error_of_ours(
 
 
 @pytest.mark.parametrize("is_writing", [False, True])
-def test_locked_buffers_are_freed_once_no_tensor_lies_in_them(is_writing: bool) -> None:
+def test_locked_buffers_are_freed_once_no_tensor_lies_in_them(is_writing: bool, tmp_path: Path) -> None:
     swapper = Swapper()
     write_handle = swapper.aio_write_handle
     handle, address = swapper.aio_read_handle, swapper.buffers.data_ptr()
-    writing: list[int] = []
-    swapping._free_with_last_view(swapper, writing)
+    partitions = Swapping(swapper, ("/nvme", ""))
     held = torch.empty(0)
     held.data = swapper.buffers.narrow(0, 4, 2).data
-    del swapper
-    assert handle.freed == []
     if is_writing:
-        writing.append(1)
+        swapper.folder = str(tmp_path)
+        fill(partitions, 7)
+        partitions.swap_out()
+    del swapper, partitions
+    assert handle.freed == []
     held.data = torch.ones(1)
     assert (handle.freed, write_handle.waits) == ([address], int(is_writing)), "writes end before"
 
@@ -302,6 +299,6 @@ def test_buffers_on_the_device_are_torchs_to_free() -> None:
     swapper = Swapper()
     swapper.use_gds = True
     handle = swapper.aio_read_handle
-    swapping._free_with_last_view(swapper, [])
+    Swapping(swapper, ("/nvme", ""))
     del swapper
     assert handle.freed == []
