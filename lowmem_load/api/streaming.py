@@ -114,6 +114,6 @@ def following(
 
 def _zero3_is_active(_: Mapping[str, Any]) -> bool:
     if was_dropped():
-        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=5)  # the caller of from_pretrained
+        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=6)  # the caller of from_pretrained
     note_load()
     return active_zero3_config() is not None

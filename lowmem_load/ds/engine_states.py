@@ -1,10 +1,9 @@
-"""What a ZeRO-3 engine keeps of a training run, laid open to be filled from a checkpoint. Part of the DeepSpeed seam.
+"""The training state of a ZeRO-3 engine, opened to be filled from a checkpoint.
 
 [Note: sub-groups] The optimizer holds this rank's partitions of its parameters as flat fp32 tensors, one for each
-sub-group, and keeps the optimizer's moments in tensors as long. They are filled in place, or made where the optimizer
-has not stepped yet; then DeepSpeed's own code, which ends each of its steps, brings the values into the 16-bit
-partitions, wherever these are. What is offloaded to nvme is brought into the swapper's buffers for that, one sub-group
-at a time.
+sub-group, and its moments in tensors of the same length. They are filled in place, or made if the optimizer has not
+stepped yet. Then the code with which DeepSpeed ends a step copies the values to the 16-bit partitions. A sub-group that
+is offloaded to nvme is read into the swapper's buffers for that, one at a time.
 
 Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_state_dict`, `_optimizer_step` and
 `step`; `runtime/engine.py`, `_load_checkpoint`.
@@ -31,10 +30,10 @@ _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 OF_IMPLEMENTATIONS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "bias_correction", "step"}
 )
-"""Entries of an optimizer's groups that say how it computes, or count, and not what: those of the engine stay."""
+"""Entries of an optimizer's groups that do not change its results, or count. Those of the engine stay."""
 
 _REFUSAL = "_lowmem_load_refusal"
-"""Attribute of an engine that must not be run: the handle of the hook that keeps it from it."""
+"""Attribute of an engine that must not run: the handle of the hook that raises."""
 
 ADAM_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
@@ -61,14 +60,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa:
 
 @dataclass(frozen=True, slots=True)
 class HeldParameter:
-    """A parameter, as far as this rank has it.
+    """This rank's partition of a parameter.
 
     Attributes:
         name: in the engine's module.
-        shape: of the whole.
-        mine: the elements that this rank has.
-        first: element of its sub-group's flat tensor at which they start; 0 for a frozen one.
-        numel: of them, padding included.
+        shape: of the parameter.
+        mine: the elements that this rank holds.
+        first: where they start in the flat tensor of the sub-group, in elements; 0 for a frozen parameter.
+        numel: count of them, padding included.
         tensor: the parameter.
     """
 
@@ -81,16 +80,16 @@ class HeldParameter:
 
 
 class Zero3State:
-    """The state of training of a ZeRO-3 engine.
+    """The training state of a ZeRO-3 engine.
 
     Attributes:
-        sub_groups: the parameters that the optimizer has, by sub-group.
-        frozen: the others.
-        buffers: of the module, by name, as far as its state dict has them.
+        sub_groups: the parameters of the optimizer, by sub-group.
+        frozen: the other parameters.
+        buffers: of the module's state dict, by name.
 
     Raises:
         UnsupportedError: it is no engine of plain ZeRO-3.
-        IncompatibleVersionError: this DeepSpeed lacks something.
+        IncompatibleVersionError: this DeepSpeed lacks an attribute.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -115,17 +114,17 @@ class Zero3State:
 
     @property
     def is_adam(self) -> bool:
-        """Whether it is one of the Adams, which can take over each other's state."""
+        """Whether it is one of the Adams, which have the same state."""
         return isinstance(self.base, torch.optim.Adam | torch.optim.AdamW | FusedAdam | DeepSpeedCPUAdam)
 
     def master_of(self, sub_group: int) -> tuple[torch.dtype, bool]:
-        """Return the dtype of a sub-group's flat tensor, and whether it is filled in host memory."""
+        """Return the dtype of a sub-group's flat tensor, and whether it is in host memory."""
         master = self._zero.fp32_partitioned_groups_flat[sub_group]
         return master.dtype, bool(master.device.type == "cpu")
 
     @staticmethod
     def partition_of(held: HeldParameter) -> tuple[torch.dtype, bool]:
-        """Return the dtype of a frozen parameter's partition, and whether it is filled in host memory."""
+        """Return the dtype of a frozen parameter's partition, and whether it is in host memory."""
         partition = held.tensor.ds_tensor
         return partition.dtype, bool(partition.device.type == "cpu")
 
@@ -134,7 +133,7 @@ class Zero3State:
         return int(self._zero.sub_group_to_group_id[sub_group])
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]], moments: frozenset[str]) -> None:
-        """Raise ConfigError unless the optimizer can go on with saved groups and moments."""
+        """Raise ConfigError unless the optimizer can continue with saved groups and moments."""
         groups = self.base.param_groups
         kind = type(self.base).__name__
         if len(saved) != len(groups):
@@ -144,8 +143,8 @@ class Zero3State:
         held = [value for state in self.base.state.values() for value in state.values()]
         if not moments and any(isinstance(value, torch.Tensor) and value.dim() for value in held):
             raise ConfigError(
-                "the checkpoint was saved before the optimizer's first step, and this one has made some, whose moments "
-                "would stay; make a new engine"
+                "the checkpoint was saved before the optimizer's first step, and this optimizer has stepped, so its "
+                "moments would stay; make a new engine"
             )
         if self.is_adam:
             if moments and not ADAM_MOMENTS.issubset(moments):
@@ -162,14 +161,14 @@ class Zero3State:
     # -- filling it --------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Cut up whatever is whole now. Local."""
+        """Partition the parameters that are gathered now. Local."""
         self._zero.checkpoint_event_prologue()
 
     @contextlib.contextmanager
     def memory(self, sub_group: int, moments: Sequence[str]) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Yield the flat fp32 values of a sub-group and its moments; afterwards bring the values where they are used.
+        """Yield the flat fp32 values of a sub-group and its moments; afterwards copy the values to the partitions.
 
-        Moments that the optimizer lacks are made, zero.
+        Moments that the optimizer lacks are made as zeros.
         """
         zero, master = self._zero, self._zero.fp32_partitioned_groups_flat[sub_group]
         is_swapped = zero._swappable_optimizer_subgroup(sub_group)
@@ -183,16 +182,16 @@ class Zero3State:
             yield master.detach(), {key: state[key].detach().view(-1) for key in moments}
             zero._reassign_or_swap_out_partitioned_parameters(sub_group)
         finally:
-            if is_swapped:  # also after an error: else the next load would find no buffer
+            if is_swapped:  # also after an error, or the next load would find no buffer
                 zero._optimizer_states_and_gradient_swap_out(sub_group, *_timers())
 
     def set_scalars(self, sub_group: int, scalars: Mapping[str, Any]) -> None:
-        """Set what else the optimizer keeps for a sub-group: the number of steps, as its kind of optimizer counts."""
+        """Set what the optimizer keeps for a sub-group besides tensors, such as its number of steps."""
         master = self._zero.fp32_partitioned_groups_flat[sub_group]
         state = self.base.state[master]
-        for key, value in scalars.items():  # each sub-group counts by itself
+        for key, value in scalars.items():
             state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        if self.is_adam and state:  # that of parameters which the checkpoint lacks begins at 0
+        if self.is_adam and state:  # parameters that the checkpoint lacks begin at step 0
             step = int(scalars.get("step", 0))
             if isinstance(self.base, FusedAdam | DeepSpeedCPUAdam):
                 state["step"] = step
@@ -208,49 +207,36 @@ class Zero3State:
 
     @contextlib.contextmanager
     def frozen_memory(self, held: HeldParameter) -> Iterator[torch.Tensor]:
-        """Yield the partition of a frozen parameter, padding included; one on nvme is written back afterwards."""
+        """Yield the partition of a frozen parameter, padding included; one on nvme is written back."""
         is_away = held.tensor.ds_tensor.status != PartitionedParamStatus.AVAILABLE
         with partition_in_memory(held.tensor, held.name) as partition:
             yield partition.detach()
             if is_away:
                 held.tensor.nvme_swapper.swap_out_and_release([held.tensor])
-        held.tensor.ds_secondary_tensor = None  # under hpZ, a copy of what it was
+        held.tensor.ds_secondary_tensor = None  # hpZ's copy of the old values
 
     def set_loss_scale(self, name: str, attributes: Mapping[str, Any], *, overflow: bool) -> None:
-        """Set the loss scaler as it was, if it is of the same class."""
+        """Set the attributes of the loss scaler, if it is of class `name`."""
         scaler = self._zero.loss_scaler
         if type(scaler).__name__ == name:
             vars(scaler).update({key: value for key, value in attributes.items() if key in vars(scaler)})
             self._zero.overflow = overflow
 
     def set_counters(self, counters: Mapping[str, int], world_size: int) -> None:
-        """Set the engine's counters of steps.
-
-        They are global_steps, global_samples and skipped_steps; `world_size` ranks have saved.
-        """
+        """Set the engine's global_steps, global_samples and skipped_steps; `world_size` ranks have saved."""
         for name, value in counters.items():
             setattr(self._engine, name, value)
         self._engine.loaded_checkpoint_dp_world_size = world_size
         self._engine.loaded_checkpoint_mp_world_size = 1
 
     def finish(self) -> None:
-        """Gather again what stays whole between steps. Collective: all ranks."""
+        """Gather the parameters that stay gathered between steps. Collective: all ranks."""
         self._zero.checkpoint_event_epilogue()
 
 
-def set_scheduler(engine: Any, state: Any) -> None:
-    """Give the engine's lr scheduler its saved state."""
-    engine.lr_scheduler.load_state_dict(state)
-
-
 def is_plain_zero3(engine: Any) -> bool:
-    """Return whether it is an engine of plain ZeRO-3, as far as its optimizer tells."""
+    """Return whether the engine's optimizer is that of plain ZeRO-3."""
     return type(getattr(engine, "optimizer", None)) is DeepSpeedZeroOptimizer_Stage3
-
-
-def has_scheduler(engine: Any) -> bool:
-    """Return whether the engine steps an lr scheduler."""
-    return engine.lr_scheduler is not None
 
 
 def wants_universal(engine: Any) -> bool:
@@ -259,24 +245,24 @@ def wants_universal(engine: Any) -> bool:
 
 
 def mark_unusable(engine: nn.Module) -> None:
-    """Keep an engine from being run, as it is about to hold half of a checkpoint."""
+    """Make an engine's forward raise, since it is about to hold half of a checkpoint."""
     if _REFUSAL not in engine.__dict__:
         engine.__dict__[_REFUSAL] = engine.register_forward_pre_hook(_refuse_to_run)
 
 
 def mark_usable(engine: nn.Module) -> None:
-    """Let it be run again."""
+    """Undo `mark_unusable`."""
     engine.__dict__.pop(_REFUSAL).remove()
 
 
 def _timers() -> tuple[set[str], ...]:
-    """Return what a swap is given besides: 0.16.4 wants the set of names of timers that a step collects."""
+    """Return the further arguments of a swap: deepspeed 0.16.4 wants a set for the names of a step's timers."""
     parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in).parameters
     return (set(),) if parameters["timer_names"].default is inspect.Parameter.empty else ()
 
 
 def _refuse_to_run(*_: Any) -> None:
-    raise ConfigError("a checkpoint was loaded into this engine halfway; load one again before it is run")
+    raise ConfigError("a checkpoint was loaded into this engine halfway; load one again before you run it")
 
 
 def _held_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterator[HeldParameter]:

@@ -97,7 +97,7 @@ def _load_zero3(
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
     """Do what `load_checkpoint` does, for an engine of ZeRO-3. The last arguments are those of its own method."""
-    from lowmem_load.ds.engine_states import Zero3State, has_scheduler, mark_unusable, mark_usable, wants_universal
+    from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable, wants_universal
 
     wanted = Wanted(
         tag,
@@ -117,7 +117,7 @@ def _load_zero3(
             if folder is not None:
                 checkpoint = open_checkpoint(folder, executor)
                 own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
-                plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=has_scheduler(engine))
+                plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=engine.lr_scheduler is not None)
                 step.digest = _told(checkpoint, state, wanted)
                 step.payload = os.path.realpath(folder), _times_of(checkpoint)
         if folder is None:
@@ -212,8 +212,6 @@ def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan:
 
 
 def _set_rest(engine: Any, checkpoint: Checkpoint, state: Zero3State, plan: Plan, wanted: Wanted) -> None:
-    from lowmem_load.ds.engine_states import set_scheduler
-
     if wanted.optimizer:
         for number, scalars in enumerate(plan.scalars):
             state.set_scalars(number, scalars)
@@ -221,7 +219,7 @@ def _set_rest(engine: Any, checkpoint: Checkpoint, state: Zero3State, plan: Plan
         name, attributes = checkpoint.loss_scaler
         state.set_loss_scale(name, attributes, overflow=bool(checkpoint.optimizer.get("overflow")))
     if plan.scheduler is not None:
-        set_scheduler(engine, plan.scheduler)
+        engine.lr_scheduler.load_state_dict(plan.scheduler)
     if wanted.counters:
         state.set_counters(checkpoint.counters, checkpoint.world_size)
 
