@@ -1,5 +1,7 @@
 """Where the trained parameters and their moments lie in the files of optimizer states.
 
+All functions raise CheckpointError if a file is absent or malformed, or if files do not match.
+
 Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `_rigid_state_dict`; `runtime/zero/stage_1_and_2.py` and
 `runtime/bf16_optimizer.py`, `state_dict`; `utils/zero_to_fp32.py`, `_zero2_merge_trainable_params`;
 `checkpoint/ds_to_universal.py`, `main`.
@@ -18,7 +20,7 @@ from lowmem_load.formats.plain_objects import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.resume.zero_checkpoint import at, base_optimizer
-from lowmem_load.resume.zero_files import Files, is_swapped, swap_file
+from lowmem_load.resume.zero_files import Files
 from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter, group_numels, place_groups
 
 UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
@@ -40,7 +42,6 @@ def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
     `stage` is 3, or 2 for 1 and 2, which are saved alike; None for any.
 
     Raises:
-        CheckpointError: the file has no such state.
         UnsupportedError: it is of another stage, or of experts.
     """
     is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
@@ -60,30 +61,63 @@ def trained_parameters(
     """Return the trained parameters by name. See [Note: flat groups] and [Note: chains].
 
     `stage` is 3, or 2 for 1 and 2, which are saved alike.
-
-    Raises:
-        CheckpointError: the files do not go together.
     """
-    world_size = len(optims)
     paddings = None if stage == 3 else _paddings(optims, groups)
-    numels: Sequence[int | None] = group_numels(groups, world_size) if stage == 3 else [None] * len(groups)
-    by_rank = []
-    for rank, file in enumerate(optims):
-        zero = zero_state(file, stage)
-        masters = at(zero, _MASTERS[stage], list, file.path)
-        states = _base_states(zero, len(groups), len(masters), file)
-        found = []
-        for number, (master, size) in enumerate(zip(masters, numels, strict=True)):
-            flats, others = _split(files, file, master, states.get(number, {}), number)
-            placed = {
-                key: files.swapped(swap_file(files.folder, rank, world_size, value, what), what, size)
-                if size is not None and is_swapped(value, size)
-                else files.flat(file, value, what, size)
-                for key, (value, what) in flats.items()
-            }
-            found.append({**placed, **others})
-        by_rank.append(found)
+    by_rank = [_states_of(files, file, groups, rank, len(optims), stage) for rank, file in enumerate(optims)]
     return place_groups(groups, *_together(by_rank, optims), paddings)
+
+
+def _states_of(
+    files: Files, file: TorchObjects, groups: Sequence[Mapping[str, Shape]], rank: int, num_ranks: int, stage: int
+) -> list[dict[str, Any]]:
+    """Return what a rank saved for each group: flat tensors as sources, and other values."""
+    zero = zero_state(file, stage)
+    base = base_optimizer(zero, file.path)
+    masters = at(zero, _MASTERS[stage], list, file.path)
+    states = at(base, "state", dict, file.path)
+    numbers = [
+        number for group in at(base, "param_groups", list, file.path) for number in at(group, "params", list, file.path)
+    ]
+    if len(masters) != len(groups) or numbers != list(range(len(groups))):
+        raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(groups)}")
+    found = []
+    for number, size in enumerate(group_numels(groups, num_ranks)):
+        state = at(states, number, dict, file.path) if number in states else {}
+        placed: dict[str, Any] = {}
+        for key, value in {FP32: masters[number], **state}.items():
+            what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
+            if key != FP32 and not (isinstance(value, Tensor) and value.size):
+                placed[key] = files.scalar(file, value, key)
+            elif stage == 3:
+                placed[key] = files.flat_or_swapped(file, value, what, size, rank, num_ranks)
+            else:
+                placed[key] = files.flat(file, value, what, None)
+        found.append(placed)
+    return found
+
+
+def _together(
+    by_rank: Sequence[Sequence[Mapping[str, Any]]], optims: Sequence[TorchObjects]
+) -> tuple[dict[str, list[list[Source]]], list[dict[str, Any]]]:
+    """Return flat tensors by key, rank and group, and the other values that rank 0 has for each group."""
+    keys: list[str] = []
+    flats: dict[str, list[list[Source]]] = {}
+    scalars: list[dict[str, Any]] = []
+    for file, by_group in zip(optims, by_rank, strict=True):
+        found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
+        keys = keys or found
+        if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
+            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
+        for key in keys:
+            flats.setdefault(key, []).append([states[key] for states in by_group])
+        others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
+        scalars = scalars or others
+        if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
+            raise CheckpointError(
+                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                "earlier one did not end; take another checkpoint"
+            )
+    return flats, scalars
 
 
 def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
@@ -109,11 +143,7 @@ def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shap
 def universal_parameters(
     files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects
 ) -> dict[str, SavedParameter]:
-    """Return the trained parameters of a universal checkpoint by name.
-
-    Raises:
-        CheckpointError: a file is absent or malformed.
-    """
+    """Return the trained parameters of a universal checkpoint by name."""
     # As in DeepSpeed, the number of steps is that of the first sub-group or parameter.
     states = base_optimizer(zero_state(file), file.path).get("state")
     first = {}
@@ -151,60 +181,3 @@ def _in_folder_of(files: Files, name: str, key: str) -> str:
     if os.path.isabs(name) or ".." in name.split("/"):
         raise CheckpointError(f"{files.folder}: a parameter is named {name!r:.80}")
     return os.path.join(files.folder, "zero", name, f"{key}.pt")
-
-
-# -- all stages ---------------------------------------------------------------------------------------------------
-
-
-def _base_states(zero: Mapping[str, Any], expected: int, num_masters: int, file: TorchObjects) -> dict[int, Any]:
-    """Return the states of torch's optimizer, by number of the flat tensor."""
-    base = base_optimizer(zero, file.path)
-    states: dict[int, Any] = at(base, "state", dict, file.path)
-    order = [
-        number for group in at(base, "param_groups", list, file.path) for number in at(group, "params", list, file.path)
-    ]
-    if num_masters != expected or order != list(range(expected)):
-        raise CheckpointError(f"{file.path}: {num_masters} flat groups, its model states name {expected}")
-    return {number: at(states, number, dict, file.path) for number in order if number in states}
-
-
-def _split(
-    files: Files, file: TorchObjects, master: Any, state: Mapping[str, Any], number: int
-) -> tuple[dict[str, tuple[Any, str]], dict[str, Any]]:
-    """Return the tensors of a group by key, each with a name for messages, and its other values."""
-    flats = {FP32: (master, f"flat group {number}")}
-    others: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.size:
-            flats[key] = value, f"{key} of group {number}"
-        else:
-            others[key] = files.scalar(file, value, key)
-    return flats, others
-
-
-def _together(
-    by_rank: Sequence[Sequence[Mapping[str, Any]]], optims: Sequence[TorchObjects]
-) -> tuple[dict[str, list[list[Source]]], list[dict[str, Any]]]:
-    """Return flat tensors by key, rank and group, and the other values that rank 0 has for each group.
-
-    Raises:
-        CheckpointError: ranks have different states, or made different numbers of steps.
-    """
-    keys: list[str] = []
-    flats: dict[str, list[list[Source]]] = {}
-    scalars: list[dict[str, Any]] = []
-    for file, by_group in zip(optims, by_rank, strict=True):
-        found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
-        keys = keys or found
-        if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
-            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
-        for key in keys:
-            flats.setdefault(key, []).append([states[key] for states in by_group])
-        others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
-        scalars = scalars or others
-        if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
-            raise CheckpointError(
-                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
-                "earlier one did not end; take another checkpoint"
-            )
-    return flats, scalars
