@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import ConfigError, listed
@@ -108,7 +109,7 @@ def _load_zero3(
         trusted=trusted,
     )
     name, ranks = os.fspath(load_dir), ranks_of(getattr(engine, "module", engine))
-    with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, _cores())) as executor:
+    with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)
             latest = ("latest_universal",) if wants_universal(engine) else ("latest", "latest_universal")
@@ -199,15 +200,12 @@ def _fill(
 
 def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:
     for part in parts:
-        if part.fill is None and part.key == FP32:
-            continue
-        mine = memory[part.key].narrow(0, part.held.first, part.held.numel)
-        numel = part.held.mine.numel
-        if part.fill is None:
+        mine, numel = memory[part.key].narrow(0, part.held.first, part.held.numel), part.held.mine.numel
+        if part.fill is not None:
+            mine[numel:].zero_()  # padding, which DeepSpeed steps as well
+            executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.material)
+        elif part.key != FP32:
             mine.zero_()
-            continue
-        mine[numel:].zero_()  # padding, which DeepSpeed steps as well
-        executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.material)
     executor.finish()
 
 
@@ -222,7 +220,3 @@ def _set_rest(engine: Any, checkpoint: Checkpoint, state: Zero3State, plan: Plan
         engine.lr_scheduler.load_state_dict(plan.scheduler)
     if wanted.counters:
         state.set_counters(checkpoint.counters, checkpoint.world_size)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -149,35 +149,23 @@ def universal_parameters(
     first = {}
     if isinstance(states, dict) and 0 in states:
         state = at(states, 0, dict, file.path)
-        scalars = ((key, value) for key, value in state.items() if not (isinstance(value, Tensor) and value.size))
-        first = {key: files.scalar(file, value, key) for key, value in scalars}
+        small = ((key, value) for key, value in state.items() if not (isinstance(value, Tensor) and value.size))
+        first = {key: files.scalar(file, value, key) for key, value in small}
     found: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
         for name, shape in group.items():
-            size = math.prod(shape)
-            flats = {key: (_parameter_file(files, name, key, size),) for key in UNIVERSAL_KEYS}
-            pieces = {key: Pieces(each, size, size) for key, each in flats.items()}
-            found[name] = SavedParameter(name, shape, pieces, number, first or _step_of(files, name))
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise CheckpointError(f"{files.folder}: a parameter is named {name!r:.80}")
+            folder, size = os.path.join(files.folder, "zero", name), math.prod(shape)
+            pieces = {}
+            for key in UNIVERSAL_KEYS:
+                file = files.open(os.path.join(folder, f"{key}.pt"))
+                tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+                pieces[key] = Pieces((files.flat(file, tensor, name, size),), size, size)
+            scalars = first
+            # From stages 1 and 2 each parameter has a file with its number of steps.
+            if not first and os.path.exists(step := os.path.join(folder, "step.pt")):
+                file = files.open(step)
+                scalars = {"step": files.scalar(file, file.tree, "step")}
+            found[name] = SavedParameter(name, shape, pieces, number, scalars)
     return found
-
-
-def _parameter_file(files: Files, name: str, key: str, size: int) -> Source:
-    """Return the one tensor of `zero/<parameter>/<key>.pt`, flat."""
-    file = files.open(_in_folder_of(files, name, key))
-    tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-    return files.flat(file, tensor, name, size)
-
-
-def _step_of(files: Files, name: str) -> dict[str, Any]:
-    """Return the number of steps of a parameter. From stages 1 and 2 each parameter has a file for it."""
-    path = _in_folder_of(files, name, "step")
-    if not os.path.exists(path):
-        return {}
-    file = files.open(path)
-    return {"step": files.scalar(file, file.tree, "step")}
-
-
-def _in_folder_of(files: Files, name: str, key: str) -> str:
-    if os.path.isabs(name) or ".." in name.split("/"):
-        raise CheckpointError(f"{files.folder}: a parameter is named {name!r:.80}")
-    return os.path.join(files.folder, "zero", name, f"{key}.pt")

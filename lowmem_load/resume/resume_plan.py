@@ -93,10 +93,11 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
     param_groups: list[dict[str, Any]] = []
     if wanted.optimizer:
         param_groups = checkpoint.param_groups
-        moments = _moments(saved, trained)
+        # Before the optimizer's first step there are no moments.
+        moments = next((tuple(sorted({*saved[one.name].pieces} - {FP32})) for one in trained if one.name in saved), ())
         state.check_groups(param_groups, frozenset(moments))
         scalars = [
-            _scalars_of(number, group, saved, state.group_of(number), param_groups)
+            _scalars_of(number, [saved[one.name] for one in group if one.name in saved], state, param_groups)
             for number, group in enumerate(state.sub_groups)
         ]
     parts = [
@@ -155,39 +156,24 @@ def _matched(
     return saved
 
 
-def _moments(saved: Mapping[str, SavedParameter], trained: Sequence[HeldParameter]) -> tuple[str, ...]:
-    """Return the keys of the optimizer's moments. Before its first step it has none."""
-    found = {tuple(sorted(set(saved[one.name].pieces) - {FP32})) for one in trained if one.name in saved}
-    return next(iter(found), ())
-
-
 def _scalars_of(
-    number: int,
-    group: Sequence[HeldParameter],
-    saved: Mapping[str, SavedParameter],
-    group_id: int,
-    param_groups: Sequence[Mapping[str, Any]],
+    number: int, group: Sequence[SavedParameter], state: Zero3State, param_groups: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """Return the other values that the optimizer saved for the parameters that form a sub-group now.
 
     Raises:
         ConfigError: they were in different groups of the optimizer, or had made different numbers of steps.
     """
-    found: list[Mapping[str, Any]] = []
     owner = {sub: index for index, each in enumerate(param_groups) for sub in each.get("params", ())}
     for one in group:
-        if one.name not in saved:
-            continue
-        before = saved[one.name]
-        if owner.get(before.group) != group_id:
+        if owner.get(one.group) != state.group_of(number):
             raise ConfigError(
-                f"{one.name}: is in group {group_id} of the optimizer, and was in group {owner.get(before.group)} when "
-                "the checkpoint was saved"
+                f"{one.name}: is in group {state.group_of(number)} of the optimizer, and was in group "
+                f"{owner.get(one.group)} when the checkpoint was saved"
             )
-        found.append(before.scalars)
-    if any(repr(scalars) != repr(found[0]) for scalars in found):
-        raise ConfigError(f"sub-group {number}: its parameters have made different numbers of steps")
-    return found[0] if found else {}
+        if repr(one.scalars) != repr(group[0].scalars):
+            raise ConfigError(f"sub-group {number}: its parameters have made different numbers of steps")
+    return group[0].scalars if group else {}
 
 
 def _part(
