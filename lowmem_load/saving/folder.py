@@ -21,9 +21,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving.file_layout import FileLayout
@@ -67,13 +68,12 @@ class Staging:
         return self.target / f".{state}" if self.is_inside else self.target.with_name(f".{self.target.name}.{state}")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What a rank knows of the folder of a save. Ranks send it to each other.
 
     Attributes:
         path: of the folder, without symbolic links.
-        can_be_renamed: False where a save must replace the files in it.
+        can_be_renamed: False if a save must replace the files in it.
     """
 
     path: str
@@ -81,11 +81,7 @@ class Target:
 
 
 def find_target(folder: str | os.PathLike[str]) -> Target:
-    """Return what this rank knows of the folder of a save.
-
-    Raises:
-        ConfigError: it is a file, or cannot be reached.
-    """
+    """Return what this rank knows of the folder of a save; raise ConfigError if it is a file or cannot be reached."""
     target = Path(os.path.realpath(folder))
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{folder}: is a file; name a folder")
@@ -170,19 +166,21 @@ def _allocate(descriptor: int, nbytes: int) -> None:
     """Give a file its full length and, where the file system can, blocks on the disk.
 
     Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
-
-    Raises:
-        OSError: the disk is full.
     """
     # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # only Linux has it
-    if call is not None and nbytes:
-        if call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
-            return
-        number = ctypes.get_errno()
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(number, os.strerror(number))
-    os.ftruncate(descriptor, nbytes)
+    number = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if nbytes else 0
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(number, os.strerror(number))
+    if number:
+        os.ftruncate(descriptor, nbytes)
+
+
+def _call(name: str, *arguments: Any) -> int:
+    """Call a function of the C library. Return 0 or the error number, which is ENOSYS if there is no such function."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:
+        return errno.ENOSYS
+    return 0 if function(*arguments) == 0 else ctypes.get_errno()
 
 
 def put_beside(staging: Staging, scratch: Path) -> None:
@@ -281,16 +279,11 @@ def _take_place(staging: Staging) -> Path | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders at once; return False where the system cannot."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(other))
+    """Exchange two folders at once; return False if the system cannot."""
+    number = _call("renameat2", _AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE)
+    if number not in (0, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), str(other))
+    return number == 0
 
 
 def _move_over(former: Path, new: Path, stale: re.Pattern[str]) -> None:
@@ -327,17 +320,14 @@ def _opens(name: str) -> bool:
 
 
 def _stale(weights: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern of the names of files that these weights replace."""
-    return re.compile("|".join((re.escape(PROBE), *_stale_patterns(weights))))
-
-
-def _stale_patterns(weights: Sequence[str]) -> Iterator[str]:
-    """Yield patterns of the names that an earlier save may have given the same weights: shards, one file, index."""
+    """Return a pattern of the names that an earlier save may have given the same weights: shards, one file, index."""
+    patterns = [re.escape(PROBE)]
     for name in weights:
         stem = re.sub(r"-\d{5}-of-\d{5}", "", os.path.basename(name)).removesuffix(".safetensors")
         base, _, variant = stem.partition(".")
-        yield rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors"
-        yield rf"{re.escape(base)}\.safetensors\.index{re.escape('.' + variant if variant else '')}\.json"
+        patterns.append(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+        patterns.append(rf"{re.escape(base)}\.safetensors\.index{re.escape('.' + variant if variant else '')}\.json")
+    return re.compile("|".join(patterns))
 
 
 def _sync(path: Path) -> None:

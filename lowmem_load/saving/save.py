@@ -145,7 +145,7 @@ def save_described(
                 target = folders.find_target(folder)
                 planned = save.plan(model, describe, scratch, masters)
                 step.digest = _told(arguments, planned.files)
-                step.payload = total_bytes(planned.writes), target.path, target.can_be_renamed
+                step.payload = total_bytes(planned.writes), *target
             save.prove(planned, [num_bytes for num_bytes, *_ in step.payloads])
             with save.staging(planned, [folders.Target(*known) for _, *known in step.payloads]) as staging:
                 save.write(planned, staging, progress)
