@@ -62,8 +62,8 @@ def load_model(
     Returns:
         The model, in eval mode, with a `LoadReport` as `model.lowmem_load_report`.
 
-    Collective: all ranks. No weight crosses the network; small exchanges through the process group's store do, and a
-        life sign of each rank per second.
+    Collective: all ranks. No weight crosses the network. Ranks exchange small messages through the process group's
+        store, and each writes a heartbeat there once a second.
     Memory: the partitions, plus a staging buffer per reading thread (`LoadPlan.staging_bytes`) where bytes are cast or
         rearranged.
 
