@@ -18,7 +18,7 @@ from lowmem_load.io.read_whole import read_whole
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, hull
+from lowmem_load.planning.ranges import FlatRange, bounding_range
 from lowmem_load.symbolic.context import Context, Keeps, Once, by_itself
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.targets.make_target import TargetMaker
@@ -133,5 +133,5 @@ class _Reads:
 
 def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
     """Return the smallest flat range of a parameter that holds all regions of it that this rank has."""
-    hulls = [hull(region, tuple(parameter.shape)) for region in layout.regions]
-    return FlatRange(min(part.start for part in hulls), max(part.end for part in hulls))
+    ranges = [bounding_range(region, tuple(parameter.shape)) for region in layout.regions]
+    return FlatRange(min(part.start for part in ranges), max(part.end for part in ranges))

@@ -1,17 +1,20 @@
-"""From an expression and a flat range to a list of copies. Pure, no I/O.
+"""Turns an expression and a flat range of it into copies: which elements of which leaf go where. Pure, no I/O.
 
-[Note: loop nests] A piece of a destination is written as a loop nest: for every combination of the loop variables
-`t`, destination element `destination_start + sum(t * destination_stride)` takes the element of the expression whose
-index along each dim is `base + sum(t * coefficient)`. Walking down the tree rewrites the index until it is that of a
-leaf. A slice scales and shifts it, a permutation reorders it, a concatenation splits the loops at the borders of its
-parts, a reshape regroups them. Loops are cut where the leaf changes, or the step between its elements; elements are
-never counted one by one. Where the rows of two shapes do not divide each other, the step changes at the end of each
-row, but the pattern repeats after the least common multiple of the two: it is cut for one repetition, however many
-there are. So the cost of planning depends on the number of copies, and not on the number of elements that they move.
+[Note: loop nests] A piece of the destination is a loop nest. For each combination of the loop variables `t`, element
+`start + sum(t * stride)` of the destination is the element of the expression whose index along each dim is
+`base + sum(t * coefficient)`. Walking down the tree turns this index into an index of a leaf:
+- a slice scales and shifts it, a permutation reorders its dims;
+- a concatenation cuts the loops at the borders between its parts;
+- a reshape computes the index along the dims of the other shape, and cuts loops that run over the end of a row.
 
-[Note: loops do not meet] In the index along a dim, the coefficient of each loop is larger than all that the loops of
-smaller coefficients add up to. It holds for the loops over a box, and every rewriting keeps it. So at most one
-iteration of the loop of the largest coefficient lies across a border.
+Elements are never visited one by one. If the rows of two shapes do not divide each other, a loop runs over a row end
+again and again, but the places repeat after the least common multiple of the two lengths: only one repetition is cut,
+and an outer loop is added for the repetitions. So the cost of planning grows with the number of copies, not with the
+number of elements.
+
+[Note: loops do not interleave] In the index along one dim, the coefficient of each loop is larger than the distance
+that all loops with smaller coefficients cover together. This is true of the loops over a box, and each rewriting keeps
+it. So at most one iteration of the loop with the largest coefficient lies on both sides of a border.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from lowmem_load.planning.ranges import FlatRange
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One move of elements from a leaf into a destination; `nest` says which go where."""
+    """Elements of one leaf that go to the destination; `nest` says which element goes where."""
 
     leaf: Leaf
     nest: Nest
@@ -56,15 +59,23 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Index along one dim: `base + sum(t[i] * coefficients[i])`, all terms >= 0."""
+    """An index along one dim: `base + sum(t[i] * coefficients[i])`. No term is negative."""
 
     base: int
     coefficients: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Indexed:
-    """Loops over the current expression, and its index along each dim. See [Note: loop nests]."""
+class _Loops:
+    """A loop nest over the current expression; see [Note: loop nests].
+
+    Attributes:
+        sizes: iterations of each loop.
+        strides: of each loop, in elements of the destination.
+        start: first element of the destination.
+        index: of the expression, along each of its dims.
+        casts: dtypes to which the elements are converted, in order.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -73,23 +84,23 @@ class _Indexed:
     casts: tuple[torch.dtype, ...]
 
     def span(self, index: _Index) -> int:
-        """Largest value of `index` minus its base."""
+        """Return the largest value of `index` minus its base."""
         return sum(c * (size - 1) for c, size in zip(index.coefficients, self.sizes, strict=True))
 
-    def split(self, loop: int, at: Sequence[int]) -> Iterator[_Indexed]:
-        """Yield the nests of `loop` cut at the given iterations; empty pieces are left out."""
+    def split(self, loop: int, at: Sequence[int]) -> Iterator[_Loops]:
+        """Yield this nest in pieces, with `loop` cut before the given iterations. Empty pieces are left out."""
         cuts = [0, *at, self.sizes[loop]]
         for first, last in pairwise(cuts):
             if last > first:
-                yield self._window(loop, first, last - first)
+                yield self._part(loop, first, last - first)
 
-    def _window(self, loop: int, first: int, size: int) -> _Indexed:
+    def _part(self, loop: int, first: int, size: int) -> _Loops:
         index = tuple(_Index(i.base + first * i.coefficients[loop], i.coefficients) for i in self.index)
         start = self.start + first * self.strides[loop]
         return replace(self, sizes=_set(self.sizes, loop, size), start=start, index=index)
 
-    def tile(self, loop: int, inner: int) -> _Indexed:
-        """Return the same nest with `loop` (a multiple of `inner` iterations) as an outer and an inner loop."""
+    def tile(self, loop: int, inner: int) -> _Loops:
+        """Return this nest with `loop` as two; the inner one has `inner` iterations, which divide those of `loop`."""
         return replace(
             self,
             sizes=(*_set(self.sizes, loop, self.sizes[loop] // inner), inner),
@@ -114,7 +125,7 @@ def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the boxes, in order, whose elements are `[start, end)` of a row-major tensor; per dim [first, last)."""
+    """Cut elements `[start, end)` of a row-major tensor into boxes, in order. A box has `(first, end)` for each dim."""
     if start >= end:
         return
     if len(shape) <= 1:
@@ -137,9 +148,9 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
 
 
 def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]:
-    """Yield the copies that fill a destination with `flat_range` of `expression`; what is made of them is proved."""
+    """Yield the copies that fill a destination with `flat_range` of `expression`. The caller proves the coverage."""
     casts: tuple[torch.dtype, ...] = ()
-    while isinstance(expression, Reshape | Cast | Instance):  # none changes the flat order
+    while isinstance(expression, Reshape | Cast | Instance):  # these keep the flat order
         if isinstance(expression, Instance):
             expression = expression.expanded()
             continue
@@ -148,18 +159,19 @@ def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]
         expression = expression.part
     if flat_range.numel == 0:
         return
-    if isinstance(expression, Leaf):
+    if isinstance(expression, Leaf):  # one run, where boxes would be several
         yield Copy(expression, Nest(flat_range.start, 0, (Axis(flat_range.numel, 1, 1),), casts))
         return
     start = 0
     for box in _boxes(expression.shape, flat_range.start, flat_range.end):
         sizes = tuple(last - first for first, last in box)
         index = tuple(_Index(first, _set((0,) * len(box), dim, 1)) for dim, (first, _) in enumerate(box))
-        yield from _walk(expression, _Indexed(sizes, _row_major_strides(sizes), start, index, casts))
+        yield from _walk(expression, _Loops(sizes, _row_major_strides(sizes), start, index, casts))
         start += math.prod(sizes)
 
 
-def _walk(node: Expression, nest: _Indexed) -> Iterator[Copy]:
+def _walk(node: Expression, nest: _Loops) -> Iterator[Copy]:
+    """Rewrite the index of a nest over `node` until it is an index of leaves."""
     if isinstance(node, Leaf):
         yield _copy_of_leaf(node, node.shape, nest)
     elif isinstance(node, Cast):
@@ -184,15 +196,15 @@ def _walk(node: Expression, nest: _Indexed) -> Iterator[Copy]:
     elif isinstance(node, Instance):
         yield from _walk(node.expanded(), nest)
     elif isinstance(node, Slot):
-        raise TypeError(f"{node} is no part of a pattern")
-    elif isinstance(node.part, Leaf):  # whose own rows need not be told apart
+        raise TypeError(f"{node}: a slot has no elements; only instances of its pattern do")
+    elif isinstance(node.part, Leaf):  # only the flat order of a leaf matters, so its own shape needs no cuts
         yield _copy_of_leaf(node.part, node.shape, nest)
     else:
         for piece in _regroup(nest, node.shape, node.part.shape):
             yield from _walk(node.part, piece)
 
 
-def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], nest: _Indexed) -> _Index:
+def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], nest: _Loops) -> _Index:
     """Return the index `base + sum(coefficient * index)`."""
     terms = [(c, i) for c, i in zip(coefficients, index, strict=True) if c]
     return _Index(
@@ -201,20 +213,21 @@ def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], n
     )
 
 
-def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Indexed) -> Copy:
-    """Return the copy of the elements of `leaf`, seen as of `shape`, that `nest` goes through."""
-    whole = _combined(0, _row_major_strides(shape), nest.index, nest)
-    axes = tuple(map(Axis, nest.sizes, whole.coefficients, nest.strides))
-    moved = Nest(whole.base, nest.start, axes, nest.casts).merged()
+def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Loops) -> Copy:
+    """Return the copy of the elements of `leaf` that `nest` visits. Its index is one of `leaf` under `shape`."""
+    flat = _combined(0, _row_major_strides(shape), nest.index, nest)
+    axes = tuple(map(Axis, nest.sizes, flat.coefficients, nest.strides))
+    moved = Nest(flat.base, nest.start, axes, nest.casts).merged()
     if isinstance(leaf, Elementwise) and [axis.source for axis in moved.axes] != [1]:
-        return _copy_of_picked(leaf, shape, nest, whole.coefficients)
+        return _copy_of_picked(leaf, shape, nest, flat.coefficients)
     return Copy(leaf, moved)
 
 
-def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Indexed, leaf_strides: Sequence[int]) -> Copy:
-    """Return the copy of an operation, seen as of `shape`, that is done on the elements that `nest` goes through alone.
+def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Loops, leaf_strides: Sequence[int]) -> Copy:
+    """Return the copy of an elementwise operation that computes only the elements that `nest` visits.
 
-    The picked elements are in the order of the leaf, so that what they are made of is read front to back.
+    The operation then works on picked elements of its parts. They are in the order of the leaf, so that the files of
+    the parts are read front to back.
     """
     order = sorted((loop for loop, stride in enumerate(leaf_strides) if stride), key=lambda loop: -leaf_strides[loop])
     sizes = tuple(nest.sizes[loop] for loop in order)
@@ -226,8 +239,8 @@ def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Indexed, leaf_stride
     return Copy(replace(leaf, parts=parts, shape=sizes), Nest(0, nest.start, axes, nest.casts).merged())
 
 
-def _walk_concat(node: Concat, nest: _Indexed) -> Iterator[Copy]:
-    """Send each piece of the nest to the part that holds it, cutting the widest loop at the borders."""
+def _walk_concat(node: Concat, nest: _Loops) -> Iterator[Copy]:
+    """Walk on into the parts: cut the widest loop at their borders until each piece lies in one part."""
     pending = [nest]
     while pending:
         current = pending.pop()
@@ -241,20 +254,20 @@ def _walk_concat(node: Concat, nest: _Indexed) -> Iterator[Copy]:
         yield from _walk(node.parts[part], replace(current, index=within))
 
 
-def _cut(nest: _Indexed, index: _Index, border: int) -> Iterator[_Indexed]:
-    """Yield the pieces of `nest` below `border` and from it on; between them the iteration that lies across, if any."""
+def _cut(nest: _Loops, index: _Index, border: int) -> Iterator[_Loops]:
+    """Yield what lies before `border` and after it, and between them the one iteration that crosses it, if any."""
     loop = _widest(nest, index)
     yield from nest.split(loop, _iterations_before(nest, index, loop, border))
 
 
-def _widest(nest: _Indexed, index: _Index) -> int:
+def _widest(nest: _Loops, index: _Index) -> int:
     return max((c, loop) for loop, c in enumerate(index.coefficients) if nest.sizes[loop] > 1)[1]
 
 
-def _iterations_before(nest: _Indexed, index: _Index, loop: int, border: int) -> tuple[int, int]:
+def _iterations_before(nest: _Loops, index: _Index, loop: int, border: int) -> tuple[int, int]:
     """Return how many iterations of the widest loop end before `border`, and how many begin before it.
 
-    They differ by one at most. See [Note: loops do not meet].
+    They differ by one at most; see [Note: loops do not interleave].
     """
     step = index.coefficients[loop]
     rest = nest.span(index) - step * (nest.sizes[loop] - 1)
@@ -264,8 +277,8 @@ def _iterations_before(nest: _Indexed, index: _Index, loop: int, border: int) ->
     return min(ended, begun), begun
 
 
-def _regroup(nest: _Indexed, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Indexed]:
-    """Yield nests over `part_shape` that together are `nest` over `shape`; both have the same elements in order."""
+def _regroup(nest: _Loops, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Loops]:
+    """Yield nests over `part_shape` that are together `nest` over `shape`. Both shapes have the same flat order."""
     groups = _groups(shape, part_shape)
     pending = [nest]
     while pending:
@@ -284,7 +297,7 @@ def _regroup(nest: _Indexed, shape: tuple[int, ...], part_shape: tuple[int, ...]
 
 
 def _groups(shape: tuple[int, ...], part_shape: tuple[int, ...]) -> list[tuple[range, range]]:
-    """Return the smallest runs of dims of both shapes that hold the same number of elements."""
+    """Pair the dims of two shapes: the smallest runs of neighbouring dims with the same number of elements."""
     groups, i, j = [], 0, 0
     while i < len(shape) or j < len(part_shape):
         first_i, first_j, left, right = i, j, 1, 1
@@ -301,8 +314,8 @@ def _groups(shape: tuple[int, ...], part_shape: tuple[int, ...]) -> list[tuple[r
     return groups
 
 
-def _delinearize(nest: _Indexed, linear: _Index, shape: list[int]) -> tuple[_Index, ...] | Iterator[_Indexed]:
-    """Return the index along each dim of `shape`, or finer nests to try instead when a loop wraps around a dim."""
+def _delinearize(nest: _Loops, linear: _Index, shape: list[int]) -> tuple[_Index, ...] | Iterator[_Loops]:
+    """Return the index along each dim of `shape`; if a loop runs over the end of a row, pieces of the nest to try."""
     index: list[_Index] = []
     for dim in range(len(shape)):
         inner = math.prod(shape[dim + 1 :])
@@ -315,11 +328,11 @@ def _delinearize(nest: _Indexed, linear: _Index, shape: list[int]) -> tuple[_Ind
     return tuple(index)
 
 
-def _unwrap(nest: _Indexed, remainder: _Index, inner: int) -> Iterator[_Indexed]:
-    """Cut the widest loop of `remainder`, which runs over the end of a row of `inner` elements."""
+def _unwrap(nest: _Loops, remainder: _Index, inner: int) -> Iterator[_Loops]:
+    """Yield pieces of a nest whose index `remainder` runs over the end of a row of `inner` elements."""
     loop = _widest(nest, remainder)
     size, step = nest.sizes[loop], remainder.coefficients[loop]
-    period = inner // math.gcd(inner, step)  # iterations after which one begins at the same place of a row again
+    period = inner // math.gcd(inner, step)  # after so many iterations the next one starts at the same place of a row
     head = _iterations_before(nest, remainder, loop, inner)[0] % period
     whole = (size - head) // period * period
     if whole > period:
@@ -328,7 +341,7 @@ def _unwrap(nest: _Indexed, remainder: _Index, inner: int) -> Iterator[_Indexed]
         return
     cuts: list[int] = []
     iteration = 0
-    while iteration < size:  # once per row in which an iteration begins
+    while iteration < size:  # once for each row in which an iteration starts
         row = (remainder.base + iteration * step) // inner
         ended, iteration = _iterations_before(nest, remainder, loop, (row + 1) * inner)
         cuts += ended, iteration

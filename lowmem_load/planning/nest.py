@@ -1,6 +1,6 @@
 """Loop nests: which elements of one flat tensor go to which elements of another. Pure, no I/O.
 
-Loads, proofs, shared reads and saves all describe their moves as a `Nest`.
+Loads, proofs, shared reads and saves all describe what they move as a `Nest`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Side = Literal["source", "destination"]
 
 
 class Axis(NamedTuple):
-    """`size` iterations, each `source` and `destination` elements further on."""
+    """One loop of `size` iterations, which are `source` elements apart on one side and `destination` on the other."""
 
     size: int
     source: int
@@ -30,8 +30,9 @@ class Axis(NamedTuple):
 class Nest:
     """Elements that go from a flat source to a flat destination.
 
-    For every combination of `t[i]` below `axes[i].size`, element `source + sum(t[i] * axes[i].source)` goes to element
-    `destination + sum(t[i] * axes[i].destination)`, cast through `casts` in order. All counts are in elements.
+    For each combination of loop variables `t[i] < axes[i].size`, element `source + sum(t[i] * axes[i].source)` goes to
+    element `destination + sum(t[i] * axes[i].destination)`, converted to each dtype of `casts` in order. All numbers
+    are elements.
     """
 
     source: int
@@ -41,25 +42,25 @@ class Nest:
 
     @property
     def numel(self) -> int:
-        """Elements of the destination."""
+        """Elements that are written."""
         return math.prod(axis.size for axis in self.axes)
 
     @property
     def source_numel(self) -> int:
-        """Elements of the source: one that goes to several places counts once."""
+        """Elements that are read. An element that goes to several places counts once."""
         return math.prod(axis.size for axis in self.axes if axis.source)
 
     @property
     def is_run(self) -> bool:
-        """Whether the elements lie next to each other on both sides."""
+        """Whether the elements are contiguous and in the same order on both sides."""
         return all(axis.size == 1 for axis in self.axes) or self.merged().axes == (Axis(self.numel, 1, 1),)
 
     def shifted(self, *, source: int = 0, destination: int = 0) -> Nest:
-        """Return the same nest, so many elements further on."""
+        """Return the nest moved by so many elements on either side."""
         return replace(self, source=self.source + source, destination=self.destination + destination)
 
     def merged(self) -> Nest:
-        """Return the same nest with its axes in the order of the destination, and as few of them as possible."""
+        """Return the same nest with as few axes as possible, those with larger destination strides first."""
         merged: list[Axis] = []
         for axis in sorted((axis for axis in self.axes if axis.size > 1), key=lambda axis: -axis.destination):
             size, source, destination = axis
@@ -70,7 +71,7 @@ class Nest:
         return replace(self, axes=tuple(merged) or (Axis(1, 1, 1),))
 
     def gathered(self) -> Nest:
-        """Return the nest that applies when its source elements have been copied into a row-major tensor."""
+        """Return the nest to use once the source elements were copied, in the order of the axes, side by side."""
         axes, stride = [], self.numel
         for size, _, destination in self.axes:
             stride //= size
@@ -78,7 +79,7 @@ class Nest:
         return replace(self, source=0, axes=tuple(axes))
 
     def split(self, max_numel: int) -> Iterator[Nest]:
-        """Yield nests of at most `max_numel` elements each that are together this one."""
+        """Yield nests of at most `max_numel` elements each that are together this nest."""
         if not self.axes:
             yield self
             return
@@ -90,16 +91,16 @@ class Nest:
             num = min(step, size - first)
             if num * numel <= max_numel:
                 yield replace(part, axes=(Axis(num, source, destination), *inner))
-            else:  # one iteration is too much
+            else:  # a single iteration is too large
                 yield from replace(part, axes=inner).split(max_numel)
 
     def clipped(self, start: int, end: int, side: Side) -> Iterator[Nest]:
-        """Yield nests, at most two per axis and one besides, that are together the elements in `[start, end)`.
+        """Yield nests that are together the elements whose position on one side lies in `[start, end)`.
 
-        The range ends before `end`; it is one of the source or of the destination, as `side` says.
+        There are at most two nests for each axis, and one more.
 
         Raises:
-            PlanError: axes run into each other on that side, as those of a planned nest never do.
+            PlanError: loops interleave on that side. Those of a planned nest do not.
         """
         if side == "source":
             axes = sorted(self.axes, key=lambda axis: -axis.source)
@@ -110,7 +111,7 @@ class Nest:
 
 
 def _clipped(nest: Nest, start: int, end: int, side: Side) -> Iterator[Nest]:
-    """Do what `Nest.clipped` says for a nest whose axes have descending strides."""
+    """Clip a nest whose axes have descending strides on that side."""
     first = getattr(nest, side)
     last = first + extent(nest.axes, side)
     if last <= start or first >= end:
@@ -121,7 +122,7 @@ def _clipped(nest: Nest, start: int, end: int, side: Side) -> Iterator[Nest]:
     axis, inner = nest.axes[0], nest.axes[1:]
     stride, reach = getattr(axis, side), extent(inner, side)
     if stride < reach:
-        raise PlanError(f"axes of a nest run into each other: {nest.axes}")
+        raise PlanError(f"loops of a nest interleave on its {side} side: {nest.axes}")
     begin = min(axis.size, max(0, -(-(start - first) // stride)))
     stop = min(axis.size, max(begin, (end - reach - first) // stride + 1))
 
@@ -129,22 +130,22 @@ def _clipped(nest: Nest, start: int, end: int, side: Side) -> Iterator[Nest]:
         part = nest.shifted(source=number * axis.source, destination=number * axis.destination)
         return replace(part, axes=axes)
 
-    if begin > 0:  # the range may begin inside this iteration
+    if begin > 0:  # the range may start inside this iteration
         yield from _clipped(iterations(begin - 1, inner), start, end, side)
     if begin < stop:
         yield iterations(begin, (axis._replace(size=stop - begin), *inner))
-    if stop < axis.size:  # and end inside this one
+    if stop < axis.size:  # the range may end inside this iteration
         yield from _clipped(iterations(stop, inner), start, end, side)
 
 
 def extent(axes: Sequence[Axis], side: Side) -> int:
-    """Return how many elements lie between the first and the end of the last that `axes` reach on one side."""
+    """Return the elements from the first to the last one that `axes` reach on one side, both included."""
     strides = (axis.source if side == "source" else axis.destination for axis in axes)
     return 1 + sum((axis.size - 1) * stride for axis, stride in zip(axes, strides, strict=True))
 
 
 def offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
-    """Yield the source and destination offset of every combination of `axes`, the last of them running fastest."""
+    """Yield the source and destination offset of each combination of iterations. The last axis runs fastest."""
     for iterations in itertools.product(*(range(axis.size) for axis in axes)):
         pairs = list(zip(iterations, axes, strict=True))
         yield sum(t * axis.source for t, axis in pairs), sum(t * axis.destination for t, axis in pairs)

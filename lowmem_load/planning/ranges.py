@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds: flat ranges and grids, and the partition that ZeRO-3 cuts. Pure."""
+"""Which elements of a tensor a rank holds: flat ranges (ZeRO-3 partitions) and grids (DTensor shards). Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Elements whose index along each dim `d` lies in one of `runs[d]`, as a row-major tensor of shape `sizes`.
+    """Elements whose index along each dim `d` lies in one of `runs[d]`, held as a row-major tensor of shape `sizes`.
 
-    A run is `[start, end)`. The runs of a dim do not overlap, and come in the order in which memory holds them.
+    A run is `[start, end)`. The runs of a dim do not overlap, and are in the order in which memory holds them.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -40,10 +40,10 @@ class Grid:
 
 
 Region = FlatRange | Grid
-"""What one piece of memory holds of a tensor: a ZeRO-3 partition is a flat range, the shard of a DTensor is a grid."""
+"""The elements of a tensor that one piece of memory holds."""
 
 
-def hull(region: Region, shape: tuple[int, ...]) -> FlatRange:
+def bounding_range(region: Region, shape: tuple[int, ...]) -> FlatRange:
     """Return the smallest flat range of a tensor of `shape` that holds all elements of `region`."""
     if isinstance(region, FlatRange):
         return region
@@ -57,7 +57,7 @@ def hull(region: Region, shape: tuple[int, ...]) -> FlatRange:
 
 
 def partition_numel(numel: int, world_size: int) -> int:
-    """Return the elements of a ZeRO-3 partition, padding included: equal on all ranks.
+    """Return the elements of a ZeRO-3 partition with its padding, which are the same on all ranks.
 
     Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py`, `_aligned_size`.
     """
@@ -65,7 +65,7 @@ def partition_numel(numel: int, world_size: int) -> int:
 
 
 def partition_range(numel: int, rank: int, world_size: int) -> FlatRange:
-    """Return the flat range of a parameter of `numel` elements that `rank` of `world_size` owns, without padding.
+    """Return the flat range of a parameter of `numel` elements that `rank` owns, without padding.
 
     Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py`, `_padding_size` and `_partition_param`.
     """

@@ -42,7 +42,7 @@ def elements_of(nest: Nest) -> np.ndarray:
 
 
 def in_ascending_order(nest: Nest) -> bool:
-    """Whether the loops do not run into each other: from the largest stride to the smallest, elements only grow."""
+    """Whether the loops do not interleave: from the largest stride to the smallest, elements only grow."""
     ordered = replace(nest, axes=tuple(sorted(nest.axes, key=lambda axis: (-axis.destination, -axis.size))))
     return bool((np.diff(elements_of(ordered)) > 0).all())
 
@@ -58,9 +58,9 @@ def check_against_counting(nests: Sequence[Nest], numel: int) -> None:
     with pytest.raises(PlanError, match=r"^w: ") as failure:
         prove_coverage("w", nests, numel)
     message = str(failure.value)
-    if "run into each other" in message:
+    if "interleave" in message:
         assert not all(map(in_ascending_order, nests))
-    elif "leaves" in message:
+    elif "a copy writes" in message:
         assert outside.size
     else:
         found = re.search(r"elements \[(\d+), (\d+)\) are (not covered|covered twice)", message)
@@ -140,12 +140,12 @@ def test_a_bitmap_in_windows_agrees_with_counting(case: tuple[list[Nest], int], 
         ([run(0, 6), run(5, 5)], r"w: elements \[5, 6\) are covered twice"),
         ([run(0, 9)], r"elements \[9, 10\) are not covered"),
         ([], r"elements \[0, 10\) are not covered"),
-        ([run(0, 11)], r"a copy to \[0, 11\) leaves the 10 elements"),
-        ([run(-1, 11)], r"a copy to \[-1, 10\) leaves the 10 elements"),
+        ([run(0, 11)], r"a copy writes \[0, 11\) of 10 elements"),
+        ([run(-1, 11)], r"a copy writes \[-1, 10\) of 10 elements"),
         ([nest(0, (5,), (2,))], r"elements \[1, 2\) are not covered"),
         ([nest(0, (5,), (2,)), run(1, 5)], r"elements \[2, 3\) are covered twice"),
-        ([nest(0, (5, 2), (1, 1))], "axes of a copy run into each other"),
-        ([nest(0, (10, 2), (1, 0))], "axes of a copy run into each other"),
+        ([nest(0, (5, 2), (1, 1))], "loops of a copy interleave"),
+        ([nest(0, (10, 2), (1, 0))], "loops of a copy interleave"),
     ],
 )
 def test_holes_and_overlaps_are_named(copies: list[Nest], message: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.planning.ranges import FlatRange, Grid, hull, partition_numel, partition_range
+from lowmem_load.planning.ranges import FlatRange, Grid, bounding_range, partition_numel, partition_range
 
 
 @given(st.integers(0, 300), st.integers(1, 20))
@@ -56,7 +56,7 @@ def test_a_hull_is_the_smallest_range_with_all_elements(case: tuple[Grid, tuple[
             dim, torch.tensor([i for start, end in runs for i in range(start, end)], dtype=torch.int64)
         )
     assert grid.numel == inside.numel()
-    found = hull(grid, shape)
+    found = bounding_range(grid, shape)
     if inside.numel():
         assert found == FlatRange(int(inside.min()), int(inside.max()) + 1)
     else:
@@ -64,4 +64,4 @@ def test_a_hull_is_the_smallest_range_with_all_elements(case: tuple[Grid, tuple[
 
 
 def test_the_hull_of_a_flat_range_is_itself() -> None:
-    assert hull(FlatRange(3, 9), (4, 5)) == FlatRange(3, 9)
+    assert bounding_range(FlatRange(3, 9), (4, 5)) == FlatRange(3, 9)
