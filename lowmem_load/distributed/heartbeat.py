@@ -155,6 +155,11 @@ class Peer:
         if before is None or replace(heartbeat, count=0, detail="") != replace(before, count=0, detail=""):
             self._progress_s = now_s
 
+    def failed_in(self, group: str, number: int) -> Sequence[int]:
+        """Return the ranks that the peer says failed in a step."""
+        beat = self.heartbeat
+        return beat.failed if beat is not None and (beat.group, beat.number) == (group, number) else ()
+
     def has_ended(self) -> bool | None:
         """Look the process up: return whether it has ended; None where this rank cannot know."""
         heartbeat = self.heartbeat
