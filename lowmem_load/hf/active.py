@@ -1,12 +1,12 @@
-"""Which DeepSpeed configuration is active in transformers, and how a block shows it another one, or none at all.
+"""The DeepSpeed configuration that is active in transformers; another one, or none, for a block.
 
-Part of the transformers seam, see `loader.py`. transformers keeps a weak reference to the `HfDeepSpeedConfig` that was
-made last (integrations/deepspeed.py); every `from_pretrained` asks whether to load for ZeRO-3.
+Part of the transformers seam, see `loader.py`. transformers keeps a weak reference to the last `HfDeepSpeedConfig`
+(integrations/deepspeed.py). Every `from_pretrained` asks whether to load for ZeRO-3.
 
-[Note: who is asked] transformers asks functions by name, and each of its modules holds the function that was there
-when it was imported. Frameworks replace some of these names (axolotl 0.19: by `lambda: True`, in two modules), which
-then say nothing of the configuration any more. So for a load on the ordinary path the questions are answered wherever a
-module holds them, models' own included; see [Note: dispatchers].
+[Note: who is asked] Each module of transformers that asks has its own name for the function that answers. Frameworks
+replace some of these names (axolotl 0.19 by `lambda: True`, in two modules), whatever the configuration is. So for a
+load on the ordinary path the function is replaced in every module that has it, those of models included. See
+[Note: dispatchers].
 """
 
 from __future__ import annotations
@@ -27,19 +27,13 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from lowmem_load.hf.replaced import Replacement, replaced
 
 QUESTIONS = ("is_deepspeed_zero3_enabled", "is_fsdp_enabled")
-"""Functions by which transformers decides to leave its ordinary path. FSDP's has ranks other than 0 read nothing."""
-
-_NEVER_ASK = sys.stdlib_module_names | {"deepspeed", "mpmath", "numpy", "scipy", "sympy", "torch"}
-"""Packages that know nothing of what transformers asks: 2,800 modules of some 3,500, of which each takes 1 us."""
+"""Functions that make transformers leave its ordinary path. Under FSDP all ranks but the first read nothing."""
 
 _REFERENCE = "_hf_deepspeed_config_weak_ref"
 
 
 def active_zero3_config() -> Mapping[str, Any] | None:
-    """Return the active ds_config when it is one of ZeRO-3, else None. It is transformers' own: read only.
-
-    It is active if there is one and `from_pretrained`, which may be told otherwise, would load for ZeRO-3.
-    """
+    """Return the ds_config under which `from_pretrained` would load for ZeRO-3; None if it would not. Read only."""
     reference = getattr(hf_deepspeed, _REFERENCE)
     alive = None if reference is None else reference()
     if alive is None or not alive.is_zero3() or not modeling_utils.is_deepspeed_zero3_enabled():
@@ -75,11 +69,11 @@ def was_dropped() -> bool:
 
 @contextlib.contextmanager
 def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
-    """Make `config` the DeepSpeed configuration that transformers sees in this thread or task; None hides any.
+    """Make `config` the DeepSpeed configuration that transformers sees in this thread or task. None hides any other.
 
-    An `HfDeepSpeedConfig` that is made inside is seen instead, by all, and stays.
+    An `HfDeepSpeedConfig` that is made inside takes its place, in all threads, and stays.
     """
-    with replaced((hf_deepspeed, "set_hf_deepspeed_config", _ignored)):  # all would see it
+    with replaced((hf_deepspeed, "set_hf_deepspeed_config", _ignored)):  # it would be set for all threads
         alive = HfDeepSpeedConfig(dict(config)) if isinstance(config, Mapping) else config
     if getattr(hf_deepspeed, _REFERENCE) is None:
         if alive is None:
@@ -91,7 +85,7 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
 
 
 def _no_config() -> None:
-    """Stand in for the weak reference where there is none: what stands in its place is called."""
+    """Stand for a weak reference, which only a callable can replace."""
 
 
 def _ignored(*_: Any) -> None:
@@ -100,21 +94,20 @@ def _ignored(*_: Any) -> None:
 
 @contextlib.contextmanager
 def ordinary_path() -> Iterator[None]:
-    """Inside, transformers loads as if there were neither ZeRO-3 nor FSDP nor a default device, whoever set them."""
+    """Inside, transformers loads as without ZeRO-3, FSDP and a default device."""
     with deepspeed_config(None), replaced(*_answered_with_no()), contextlib.ExitStack() as stack:
         if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))  # ZeRO-3 ignores a default device, the ordinary path loads to it
+            stack.enter_context(torch.device("cpu"))  # ZeRO-3 ignores a default device; the ordinary path would use it
         yield
 
 
 def _answered_with_no() -> list[Replacement]:
-    """Return what answers `QUESTIONS` with False wherever a module holds them; see [Note: who is asked]."""
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _NEVER_ASK]
+    """Return what answers `QUESTIONS` with False in every module. See [Note: who is asked]."""
     return [
         (module, question, lambda *_, **__: False)
-        for module in modules
+        for module in list(sys.modules.values())
         for question in QUESTIONS
-        if callable(getattr(module, "__dict__", {}).get(question))  # asked for it, lazy modules would import
+        if callable(getattr(module, "__dict__", {}).get(question))  # getattr(module, question) may import modules
     ]
 
 

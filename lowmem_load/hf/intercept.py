@@ -1,8 +1,8 @@
-"""Hands the `from_pretrained` of transformers models to a handler while a block lasts.
+"""Hands the `from_pretrained` and `from_config` of transformers models to a handler while a block lasts.
 
-Part of the transformers seam, see `hf/loader.py`. Loads of ours take turns, since ranks take part in one at a time.
-transformers' own are not held up: its loader replaces names of its own for the whole process while it runs
-(`PreTrainedModel.tie_weights`, the default dtype), so it is for its users to run it in one thread at a time.
+Part of the transformers seam, see `hf/loader.py`. Streamed loads of several threads wait for each other, since all
+ranks take part in one at a time. Ordinary loads wait for nobody. transformers' loader replaces names of its own for the
+whole process while it runs (`PreTrainedModel.tie_weights`, the default dtype): its users run it in one thread.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ def _always(_: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def outermost() -> Iterator[None]:
-    """Inside, a `from_pretrained` is no part of the load in progress: it is handed to a handler like any other."""
-    token = _IS_LOADING.set(False)
+def _loading(is_loading: bool) -> Iterator[None]:
+    token = _IS_LOADING.set(is_loading)
     try:
         yield
     finally:
         _IS_LOADING.reset(token)
 
 
+def outermost() -> contextlib.AbstractContextManager[None]:
+    """Inside, a `from_pretrained` is no part of the load in progress: it is handed to a handler like any other."""
+    return _loading(False)
+
+
 @contextlib.contextmanager
 def intercepted(
     handler: Handler, wanted: Callable[[Mapping[str, Any]], bool] = _always, *, everywhere: bool = False
 ) -> Iterator[None]:
-    """Inside, every outermost `from_pretrained` of a transformers model is handed to `handler` as a `Call`.
+    """Inside, `handler` gets each outermost `from_pretrained` of a transformers model as a `Call`.
 
-    So is `from_config`, as a `from_pretrained` from no file at all: then every parameter is a missing one. Of several
-    blocks the innermost counts.
+    It gets a `from_config` as a `from_pretrained` from no files, where every parameter is missing. Of several blocks
+    the innermost counts.
 
     Args:
         handler: runs the call.
-        wanted: asked at each call, with its keywords; where it is false the call runs as if this block were not there.
-        everywhere: whether for all threads, or only for the thread or the task of the block.
+        wanted: asked at each call, with its keywords. If it returns False the call runs as without this block.
+        everywhere: for all threads, not only for the thread or task of the block.
     """
 
     def handled(call: Call) -> tuple[Any, dict[str, Any]]:
-        with load_lock():
-            token = _IS_LOADING.set(True)
-            try:
-                return handler(call)
-            finally:
-                _IS_LOADING.reset(token)
+        with load_lock(), _loading(True):
+            return handler(call)
 
     def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
         if _IS_LOADING.get() or not wanted(kwargs):

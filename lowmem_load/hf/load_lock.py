@@ -1,4 +1,4 @@
-"""The lock that lets one thread of a process load or save at a time: ranks take part in one load at a time."""
+"""The lock by which one thread of a process loads or saves at a time: all ranks take part in one load at a time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Iterator
 from lowmem_load.errors import ConfigError
 
 PATIENCE_S = 30.0
-"""Seconds that a thread waits for a model to be built elsewhere; that takes a second for the largest ones."""
+"""Seconds that a thread waits for another one to build a model. The largest models take a second."""
 
 _LOCK = threading.RLock()
-_BUILDING: list[object] = []  # one object for each constructor that runs in the thread that has the lock
+_BUILDING: list[object] = []
+"""One object for each constructor of a model that runs in the thread with the lock."""
 
 
 @contextlib.contextmanager
 def load_lock() -> Iterator[None]:
-    """Hold the lock of this process for loads and saves of lowmem_load. A thread may hold it several times.
+    """Hold the lock. The thread that has it may take it again.
 
     Raises:
-        ConfigError: the thread that has it has been in the constructor of one model for long. A constructor that starts
-            a thread which loads, and waits for it, would wait for ever.
+        ConfigError: the thread that has it has been in the constructor of one model for `PATIENCE_S`. That constructor
+            may wait for this thread.
     """
     before: list[object] = []
     while not _LOCK.acquire(timeout=PATIENCE_S):
@@ -40,7 +41,7 @@ def load_lock() -> Iterator[None]:
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Say that the constructor of a model runs, by whoever has the lock."""
+    """Inside, the constructor of a model runs in the thread with the lock."""
     _BUILDING.append(object())
     try:
         yield

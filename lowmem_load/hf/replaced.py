@@ -1,10 +1,9 @@
-"""Handlers that stand in for functions of other packages while a block lasts. Part of the transformers seam.
+"""Handlers that are called in place of functions of other packages while a block lasts. Part of the transformers seam.
 
 [Note: dispatchers] The first block that replaces a function puts a dispatcher in its place, which stays there. A
-dispatcher looks into a `ContextVar` for the blocks that its caller is in, and calls their handlers; outside of any
-block it calls the function itself. A new thread is in no block (unless Python 3.14 is told to hand contexts on). So
-nothing has to be put back, and a module that imports the function by name inside a block keeps a dispatcher, which does
-no harm.
+dispatcher looks up the blocks of its caller in a `ContextVar` and calls their handlers; outside of all blocks it calls
+the function. A new thread is in no block (unless Python 3.14 is told to pass contexts on). So nothing has to be put
+back, and a module that imports the function by name inside a block keeps a dispatcher, which does no harm.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from typing import Any, TypeAlias
 from torch.compiler import is_compiling
 
 Handler: TypeAlias = Callable[..., Any]
-"""Is called with the function that it stands in for, and then with the arguments."""
+"""Called with the function that it replaces, followed by the arguments of the call."""
 
 Replacement: TypeAlias = tuple[Any, str, Handler]
-"""A module or class, the name of a function in it, and what stands in for that."""
+"""A module or class, the name of a function in it, and the handler that is called in its place."""
 
 _Block: TypeAlias = dict[Callable[..., Any], Handler]
-"""The handlers of a block, by dispatcher; empty once the block is over."""
+"""The handlers of a block, by dispatcher; empty when the block is over."""
 
 _MARK = "lowmem_load_dispatcher"
-"""Attribute of a dispatcher that holds itself: a wrapper that somebody puts around one may have a copy of it."""
+"""Attribute of a dispatcher that refers to itself. functools.wraps copies it to a wrapper, where it does not."""
 
 _BLOCKS: ContextVar[tuple[_Block, ...]] = ContextVar("lowmem_load_blocks", default=())
 _EVERYWHERE: list[_Block] = []
@@ -37,14 +36,14 @@ _PLACING = threading.Lock()
 
 @contextlib.contextmanager
 def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[None]:
-    """Inside, the handlers are called instead of the functions that they stand in for.
+    """Inside, the handlers are called in place of the functions.
 
     Of several blocks for one function, the handler of the inner one is called with that of the outer one. Blocks may
     end in any order.
 
     Args:
-        replacements: a method is replaced in the class that defines it, so for all subclasses of that.
-        everywhere: whether for all threads, or only for the thread or the task of the block.
+        replacements: a method is replaced in the class that defines it, so in all its subclasses.
+        everywhere: for all threads, not only for the thread or task of the block.
     """
     block = {_dispatcher(owner, name): handler for owner, name, handler in replacements}
     if everywhere:
@@ -54,14 +53,14 @@ def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[N
     try:
         yield
     finally:
-        block.clear()  # a task that was begun inside has a copy of the context
+        block.clear()  # a task that started inside has a copy of the context
         _BLOCKS.set(tuple(filter(None, _BLOCKS.get())))
         if everywhere:
             _EVERYWHERE.remove(block)
 
 
 def _dispatcher(owner: Any, name: str) -> Callable[..., Any]:
-    """Return the dispatcher that is in the place of a function; put one there if there is none."""
+    """Return the dispatcher in the place of a function; put one there if there is none."""
     if isinstance(owner, type):
         owner = next(cls for cls in owner.__mro__ if name in vars(cls))
     with _PLACING:

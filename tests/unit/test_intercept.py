@@ -102,9 +102,9 @@ def test_the_innermost_block_counts_and_blocks_end_in_any_order(llama: str) -> N
 
 def test_where_a_load_is_not_wanted_it_goes_as_if_the_block_were_not_there(llama: str) -> None:
     calls: list[str] = []
-    with intercept.intercepted(handler("never", calls), lambda: False):
+    with intercept.intercepted(handler("never", calls), lambda _: False):
         AutoModelForCausalLM.from_pretrained(llama)
-        with intercept.intercepted(handler("always", calls)), intercept.intercepted(handler("", calls), lambda: False):
+        with intercept.intercepted(handler("always", calls)), intercept.intercepted(handler("", calls), lambda _: False):
             AutoModelForCausalLM.from_pretrained(llama)
     assert calls == ["always"]
 
