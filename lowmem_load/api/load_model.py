@@ -114,7 +114,7 @@ def load_as_asked(
             names.check_name(request.name, request.kwargs.get("subfolder", ""))
             is_folder = os.path.isdir(request.name)
             kind = "a local folder" if is_folder else "a name on the Hub"
-            step.digest = f"ds_config {settings.fingerprint}, {kind}"
+            step.digest = {"ds_config": settings.fingerprint, "as name": kind}
             if is_folder:
                 checked = request.checked(settings)
         if not is_folder:

@@ -81,7 +81,7 @@ class Request:
             cache.meet(step.payloads)
             with ranks.step("asking the Hub", name=self.name) as step, cache.stage():
                 commit, checked = cache.once("commit", lambda: check(commit_of(self.name, self.kwargs)), pack, look)
-                step.digest = f"commit {commit}"
+                step.digest = {"commit": commit}
         return checked
 
 

@@ -67,7 +67,7 @@ def streaming(
         ranks = DistributedInterface().subgroup(data_parallel_group)
         with ranks.step("checking the ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
-            step.digest = f"ds_config {settings.fingerprint}"
+            step.digest = {"ds_config": settings.fingerprint}
     with (
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         intercept.intercepted(load_on(ranks, settings, progress, verify)),
@@ -102,7 +102,7 @@ def following(
         ranks = DistributedInterface()
         with ranks.step("checking the active ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
-            step.digest = f"ds_config {settings.fingerprint}"
+            step.digest = {"ds_config": settings.fingerprint}
         return load_on(ranks, settings, progress, verify, on_load, is_lenient=is_lenient)(call)
 
     with (

@@ -121,8 +121,8 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"{file or where}: no usable model configuration: {spelled(error, MAX_TOLD)}") from error
 
 
-def config_text(config: Any) -> str:
-    """Return a configuration as JSON, equal for ranks that build the same model.
+def config_values(config: Any) -> dict[str, str]:
+    """Return the values of a configuration as JSON, by key. They are equal on ranks that build the same model.
 
     Keys that begin with an underscore, such as the folder's, are left out.
     """
@@ -132,7 +132,8 @@ def config_text(config: Any) -> str:
             return {str(key): plain(item) for key, item in value.items() if not str(key).startswith("_")}
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
-    return json.dumps(plain(config.to_dict()), sort_keys=True, default=lambda value: type(value).__name__)
+    values = plain(config.to_dict())
+    return {key: json.dumps(values[key], sort_keys=True, default=lambda value: type(value).__name__) for key in values}
 
 
 def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:

@@ -73,7 +73,7 @@ class ModelEngine:
                 trainer_bf16=self.args.bf16,
                 trainer_fp16=self.args.fp16,
             )
-            step.digest = f"ds_config {settings.fingerprint}"
+            step.digest = {"ds_config": settings.fingerprint}
         self.precision = settings.precision
         visible = with_precision(settings.ds_config, settings.precision)
         with load_lock(), active.deepspeed_config(visible) as alive:

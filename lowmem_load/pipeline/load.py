@@ -58,6 +58,9 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
 
+MAX_VALUE = 80
+"""Characters of a configuration's value that ranks compare as text, so that a message shows it."""
+
 SAMPLE_S = 5e-3
 """Between two looks at the memory in use: in so short a time little is filled, and a look takes 10 to 60 us."""
 
@@ -191,7 +194,7 @@ class Load:
                 )
             streamed = "a verified load" if self.verify else "a streamed load"
             else_ = ", or else left to stock" if self.is_lenient else ""
-            step.digest = "an ordinary load" if left_alone else streamed + else_
+            step.digest = {"as kind of load": "an ordinary load" if left_alone else streamed + else_}
             state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
             step.payload = cache.offer, base64.b64encode(state).decode()
         return left_alone, step.payloads
@@ -208,13 +211,10 @@ class Load:
         )
         with describing as step, report.phase("describe"), cache.stage():
             described = describe(*(call, self.settings, self.make_target, executor), holds_values=True, once=cache.once)
-            info = sorted(described.info.items())
-            topics = [f"{key} {sorted(map(str, keys))}" for key, keys in info]
-            # What is computed with equal weights may differ: the base of rotary embeddings, say.
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
-            of_commits = "".join(f", commit {commit}" for commit in commits)
-            configuration = fingerprint([_config_text(described.model)])
-            step.digest = f"{fingerprint(topics)}, configuration {configuration}{of_commits}"
+            info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
+            # What is computed with equal weights may differ: the base of rotary embeddings, say.
+            step.digest = {**_configuration(described.model), **info, "commit": ", ".join(commits) or "none"}
         return described
 
     def _plan(
@@ -231,7 +231,7 @@ class Load:
             can_share = _can_share(described.settings, self.open_source) and self.ranks.hears_of_failures
             cost, shares = read_cost(described.paths), can_share and shares_reads()
             planned = make_plan(described, self.ranks.rank, cost, shares)
-            step.digest = planned.plan.fingerprint
+            step.digest = {"plan": planned.plan.fingerprint}
             if planned.shared:
                 sharing.make()
             step.payload = opened(described.files), sharing.offer
@@ -306,9 +306,13 @@ def _is_local(call: loader.Call) -> bool:
     return os.path.isdir(call.name) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
-def _config_text(model: nn.Module) -> str:
+def _configuration(model: nn.Module) -> dict[str, str]:
+    """Return the values of a model's configuration by key; digests of long ones."""
     config = getattr(model, "config", None)
-    return "" if config is None else names.config_text(config)
+    values = {} if config is None else names.config_values(config)
+    return {
+        f"configuration {key}": text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in values.items()
+    }
 
 
 def _can_share(settings: Settings, open_source: Opener) -> bool:
