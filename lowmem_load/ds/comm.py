@@ -1,6 +1,6 @@
-"""DeepSpeed's communication on a process group of torch: brought up on it, and forgotten with it.
+"""Starts DeepSpeed's comm on torch's process group, and resets it when the group ends.
 
-DeepSpeed is imported when one of these is called, not before: it takes seconds, and decides on the accelerator then.
+DeepSpeed is imported when a function is called: the import takes seconds and chooses the accelerator.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ _GROUPS = (
     *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"),
     *("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mesh_device", "mpu"),
 )
-"""Where `utils/groups.py` keeps one group, or what holds one."""
+"""Names of `utils/groups.py` that hold one group, or an object with one."""
 _GROUPS_BY_NAME = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP")
-"""Where it keeps several."""
+"""Names that hold several groups."""
 
 
 def bring_up_comm(backend: str, timeout: timedelta) -> None:
-    """Make DeepSpeed's comm live on torch's live group. Collective only if DeepSpeed's own is.
+    """Start DeepSpeed's comm on torch's process group.
 
-    Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group if there is one, without another init.
+    Source: deepspeed 0.19.8 comm/comm.py:877, which wraps torch's group without another initialisation.
 
     Raises:
+        ConfigError: an extension cannot be compiled, see `load_op`.
         IncompatibleVersionError: `reset_comm` or `load_op` would not work.
     """
     import deepspeed
@@ -45,11 +46,11 @@ def bring_up_comm(backend: str, timeout: timedelta) -> None:
 
 
 def reset_comm() -> None:
-    """Forget DeepSpeed's comm and groups so that they can be brought up again on a new process group.
+    """Drop DeepSpeed's comm and groups, so that they can be made again on a new process group.
 
-    Source: deepspeed 0.19.8 keeps the backend in the global `cdb` of `comm/comm.py`, and clones of the world group and
-    of all others in `utils/groups.py`; a clone that outlives its group breaks the next `deepspeed.initialize`. So do
-    older releases, which have no function to forget them.
+    Source: deepspeed 0.19.8 keeps the backend in the global `cdb` of `comm/comm.py`, and groups in `utils/groups.py`.
+    A group there that outlives torch's breaks the next `deepspeed.initialize`. Older releases have no function that
+    drops them.
     """
     import deepspeed.comm.comm
     from deepspeed.utils import groups

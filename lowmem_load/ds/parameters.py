@@ -1,4 +1,4 @@
-"""What is known of ZeRO-3 parameters, and of what an engine will do with them. Part of the DeepSpeed seam.
+"""Properties of ZeRO-3 parameters: shapes, groups, partitions in memory or on nvme, gathering.
 
 Written for deepspeed 0.16.4 to 0.19.8. Glossary: `ds/partition.py`.
 """
@@ -50,7 +50,7 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def is_sliced(parameter: torch.Tensor) -> bool:
-    """Return whether DeepSpeed's tensor parallelism (AutoTP) has left this rank a slice of `parameter`.
+    """Return whether this rank holds a slice of `parameter` under DeepSpeed's tensor parallelism (AutoTP).
 
     Source: deepspeed 0.19.8 `module_inject/layers.py:501`.
     """
@@ -58,7 +58,7 @@ def is_sliced(parameter: torch.Tensor) -> bool:
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Return how many elements `parameter` has in all, partitioned or not."""
+    """Return the number of elements of `parameter`, partitioned or not."""
     numel: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
     return numel
 
@@ -70,36 +70,36 @@ def partition_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def group_size_of(parameter: torch.Tensor) -> int:
-    """Return among how many ranks a ZeRO-3 parameter is cut up."""
+    """Return the number of ranks among which a ZeRO-3 parameter is partitioned."""
     size: int = dist.get_world_size(group_of(parameter))
     return size
 
 
 def group_of(parameter: torch.Tensor) -> Any:
-    """Return the group of torch.distributed among whose ranks a ZeRO-3 parameter is cut up.
+    """Return the process group among whose ranks a ZeRO-3 parameter is partitioned: under MiCS the shard group.
 
-    Source: deepspeed 0.19.6 `mics.py:176` and `mics.py:307`: under MiCS it is the shard group, `ds_process_group` all.
+    Source: deepspeed 0.19.6 `mics.py:176` and `mics.py:307`; there `ds_process_group` has all ranks.
     """
     mics = getattr(parameter, "comm", None)
     return parameter.ds_process_group if mics is None else mics.param_shard_group
 
 
 def replicas_group_of(parameter: torch.Tensor) -> Any:
-    """Return the group of torch.distributed of all ranks that hold partitions of a ZeRO-3 parameter, its copies too."""
+    """Return the process group of all ranks that hold partitions of a ZeRO-3 parameter, replicas included."""
     return parameter.ds_process_group
 
 
 def is_first_replica(parameter: torch.Tensor) -> bool:
-    """Return whether this rank holds the first of the copies of a ZeRO-3 parameter; there are several under MiCS."""
-    group, all_copies = group_of(parameter), replicas_group_of(parameter)
-    if group is all_copies:
+    """Return whether this rank is in the group of the first replica of a ZeRO-3 parameter. MiCS makes several."""
+    group, replicas = group_of(parameter), replicas_group_of(parameter)
+    if group is replicas:
         return True
-    first = min(dist.get_all_ranks_from_group(all_copies))
+    first = min(dist.get_all_ranks_from_group(replicas))
     return first in dist.get_all_ranks_from_group(group)
 
 
 def has_master(parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer of DeepSpeed holds fp32 values of a ZeRO-3 parameter.
+    """Return whether an optimizer of DeepSpeed holds fp32 master values of a ZeRO-3 parameter.
 
     Source: deepspeed 0.19.8 `utils/tensor_fragment.py`, `safe_get_local_fp32_param`.
     """
@@ -107,25 +107,25 @@ def has_master(parameter: torch.Tensor) -> bool:
 
 
 def master_partition(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 values of this rank's partition of a ZeRO-3 parameter, flat, padding included."""
+    """Return the fp32 master values of this rank's partition of a ZeRO-3 parameter, flat, padding included."""
     values: torch.Tensor = safe_get_local_fp32_param(parameter)
     return values.detach().reshape(-1)
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a ZeRO-3 parameter as a whole."""
+    """Return the full shape of a ZeRO-3 parameter."""
     return tuple(parameter.ds_shape)
 
 
 def held_range(parameter: torch.Tensor) -> FlatRange:
-    """Return which elements of a ZeRO-3 parameter this rank's partition has, padding apart."""
+    """Return the elements of a ZeRO-3 parameter in this rank's partition, without padding."""
     group = group_of(parameter)
     return partition_range(parameter.ds_numel, dist.get_rank(group), dist.get_world_size(group))
 
 
 @contextlib.contextmanager
 def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
-    """Yield this rank's partition of a ZeRO-3 parameter, flat, padding included; for the block read it from nvme.
+    """Yield this rank's partition of a ZeRO-3 parameter, flat, padding included, read from nvme if it is there.
 
     Raises:
         UnsupportedError: all buffers of the swapper are in use.
@@ -153,7 +153,7 @@ def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Te
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Have all of these parameters whole on every rank for the block; those of no ZeRO-3 are so already.
+    """Inside, every rank has the full values of these parameters, partitioned or not.
 
     Collective: all ranks that hold partitions of them.
     """
@@ -163,10 +163,10 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Return which of the parameters a `GatheredParameters` block has gathered at present, as positions.
+    """Return the positions of the parameters that an open `GatheredParameters` block has gathered.
 
-    What is changed in such a block reaches the partitions at its end. Only the newest releases mark its parameters;
-    but in all of them the object of a block lives while it lasts, and an engine's own gathering needs none.
+    Changes in such a block reach the partitions only at its end. Older releases do not mark its parameters, but in all
+    releases the block is an object that lives while it is open, and an engine gathers without one.
 
     Source: deepspeed 0.16.4 to 0.19.8 `partition_parameters.py`, `GatheredParameters`.
     """
@@ -184,10 +184,13 @@ def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
 def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
 
-    `setting` is data_types.keep_in_fp32_modules of the ds_config, None where it is absent.
+    Args:
+        module: the model.
+        setting: data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
+        dtype: of the parameters.
 
     Raises:
-        UnsupportedError: the ds_config names some, and this DeepSpeed would ignore that.
+        UnsupportedError: the ds_config names modules, and this DeepSpeed would ignore them.
     """
     refuse_absent_fp32(setting)
     if not has(KEEPS_FP32):

@@ -1,4 +1,4 @@
-"""Page-locked host memory for partitions that stay on the host, made so instead of being copied there."""
+"""Page-locked host memory for partitions, allocated as such so that nothing is copied into it later."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 MIN_REGISTERED_BYTES = 1 << 20
-"""From here on memory is registered by itself. torch's pinned blocks have a power of two bytes, up to twice as many as
-asked for, and stay with the process for good."""
+"""From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
+and never gives it back."""
 
 
 def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return flat page-locked memory, uninitialised; ordinary memory where the accelerator is the CPU.
+    """Return flat page-locked memory, uninitialised; ordinary memory if the accelerator is the CPU.
 
     Source: deepspeed 0.19.8 `accelerator/abstract_accelerator.py`: `pin_empty` and `register_host_memory`, which older
-    releases lack; `utils/pin_memory.py`: the "native" backend, which does not round.
+    releases lack; `utils/pin_memory.py`: the "native" backend, which does not round up.
     """
     accelerator = get_accelerator()
     nbytes = numel * dtype.itemsize
@@ -36,10 +36,10 @@ def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
-    """Return bytes that are registered with the device until their last view goes; None where it takes none.
+    """Return bytes that are registered with the device until their last view is gone; None if it registers none.
 
-    They have their pages to themselves, for a page is registered once, and their storage starts with them, for that is
-    where torch looks whether a tensor is pinned.
+    The bytes share no page with others, since a page is registered once. They start their storage, since torch looks
+    there whether a tensor is pinned.
     """
     if not hasattr(accelerator, "register_host_memory"):
         return None
@@ -58,7 +58,7 @@ def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
 
 
 def _unregister(accelerator: Any, device: int, address: int) -> None:
-    """Give memory back that is about to go, once no copy reads it: torch sees to that for its own blocks alone."""
-    with contextlib.suppress(RuntimeError):  # of the device, from earlier work; whoever did that hears of it
+    """Unregister memory that is about to be freed, after the copies that read it."""
+    with contextlib.suppress(RuntimeError):  # an error of earlier work on the device, which its caller gets as well
         accelerator.synchronize(device)
     accelerator.unregister_host_memory(address)

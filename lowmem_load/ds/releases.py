@@ -1,7 +1,6 @@
-"""What some releases of DeepSpeed lack.
+"""Refuses settings that the installed release of DeepSpeed lacks, most of which it would ignore without a word.
 
-Whatever depends on the release is asked here, by what is there and not by version, or where it is used, beside its
-source. What a release does not have at all is refused by name: DeepSpeed itself ignores most of it without a word.
+A feature is recognised by its module, not by the version.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from packaging.version import Version
 from lowmem_load.errors import UnsupportedError
 
 KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
-"""The module that keeps buffers in fp32."""
+"""Keeps buffers in fp32."""
 HAS_AUTOCAST = "deepspeed.runtime.torch_autocast"
-"""The module that runs torch.autocast."""
+"""Runs torch.autocast."""
 HAS_MICS = "deepspeed.runtime.zero.mics"
-"""The module of MiCS."""
+"""Implements MiCS."""
 
 
 def has(module: str) -> bool:
@@ -44,10 +43,10 @@ def refuse_absent_fp32(setting: Any) -> None:
 
 
 def warn_of_deadlocks(ds_config: Mapping[str, Any]) -> None:
-    """Warn where reads and writes of the swapper may never end.
+    """Warn if reads and writes of the swapper may never end.
 
-    Source: `csrc/aio/py_lib/py_ds_aio.cpp`. To 0.17.6 `wait` keeps the interpreter's lock, for which the thread that
-    does the I/O may wait; 0.18.4 gives it back. Nothing that Python can see tells them apart but the version.
+    Source: `csrc/aio/py_lib/py_ds_aio.cpp`. To 0.17.6, `wait` holds the interpreter's lock, which the I/O thread may
+    need; 0.18.4 releases it. From Python only the version tells them apart.
     """
     import deepspeed
 

@@ -1,8 +1,10 @@
-"""A `deepspeed.zero.Init` that somebody has entered: set aside while a load runs, and compared with what it makes.
+"""Switches off a `deepspeed.zero.Init` that the caller has entered while a load runs, and compares it with the load.
 
-Part of the DeepSpeed seam, written for deepspeed 0.16.4 to 0.19.8. Inside a zero.Init every module is cut up as soon as
-its `__init__` returns, and `torch.empty`, `torch.zeros`, ... return its dtype, whatever was asked for. Lightning calls
-`configure_model` inside one. Nothing here imports DeepSpeed: where it is not imported, there is no zero.Init.
+Inside a zero.Init every module is partitioned when its `__init__` returns, and `torch.empty`, `torch.zeros`, ... return
+its dtype, whatever was asked for. Lightning calls `configure_model` inside one. Nothing here imports DeepSpeed: if it
+is not imported, there is no zero.Init.
+
+Written for deepspeed 0.16.4 to 0.19.8.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[Any]:
-    """Inside, a zero.Init that was entered around this does nothing, as inside `deepspeed.initialize`.
+    """Inside, a zero.Init that was entered around this has no effect, as inside `deepspeed.initialize`.
 
-    Yields the outermost that was in effect; None if there was none.
+    Yields the outermost one; None if there is none.
     """
     zero: Any = sys.modules.get(_ZERO)
     if zero is None:
@@ -44,14 +46,18 @@ def set_aside() -> Iterator[Any]:
 
 
 def refuse_another(init: Any, *, dtype: torch.dtype, device: str, world_size: int) -> None:
-    """Raise unless a zero.Init around a load makes parameters as the load is about to.
+    """Raise unless a zero.Init around a load makes the same parameters as the load.
 
     Stock ZeRO-3 makes them as that zero.Init says, whatever ds_config transformers sees.
 
-    `init` is as `set_aside` yields it. `device` is where partitions stay: "cpu", "nvme", or the accelerator's type.
+    Args:
+        init: as `set_aside` yields it.
+        dtype: of the load's parameters.
+        device: where its partitions stay: "cpu", "nvme", or the accelerator's type.
+        world_size: ranks among which they are partitioned.
 
     Raises:
-        UnsupportedError: names what differs.
+        UnsupportedError: names both settings.
     """
     if init is None:
         return
@@ -78,11 +84,11 @@ def refuse_partitioned(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_partitioned(parameter):
             raise UnsupportedError(
-                f"{name}: was cut up by a zero.Init before its values were known; somebody has switched it on inside "
-                f"the load, such as the __init__ of {type(model).__name__} or of a module of it: switch it off there"
+                f"{name}: was partitioned by a zero.Init before its values were known; it was entered inside the "
+                f"load, such as in the __init__ of {type(model).__name__} or of a module of it: remove it there"
             )
 
 
 def _device_type(device: Any) -> str:
-    """Return "cpu", "nvme" or the type of the accelerator, of what may be a torch.device, DeepSpeed's enum or text."""
+    """Return "cpu", "nvme" or the accelerator's type for a torch.device, DeepSpeed's enum or a string."""
     return str(getattr(device, "value", device)).partition(":")[0]

@@ -29,31 +29,31 @@ def initialize(
     lr_scheduler: Any = None,
     average: Average = "all",
 ) -> PartialEngine:
-    """Return an engine that trains `model`, part of it under ZeRO-3 and the rest whole on every rank.
+    """Return an engine that trains part of `model` under ZeRO-3 and replicates the rest on every rank.
 
-    Every chosen module must run equally often and in the same order on all ranks, in every forward. The rest may run
-    or not as each rank's batch wants.
+    Every partitioned module must run equally often and in the same order on all ranks, in every forward. Each rank may
+    run or skip the rest, as its batch needs.
 
     Args:
-        model: a model or composite of models; what was loaded with `partition`, or by `load_model` into partitions, is
-            under ZeRO-3. What is not partitioned may be any `nn.Module`.
+        model: a model or composite of models. What was loaded into partitions is trained under ZeRO-3; the rest may be
+            any `nn.Module`.
         ds_config: as for `load_model`, stage 3. Read only.
-        partition: what to partition of a model that was not loaded so. Such a model's parameters are cast to the
-            ds_config's precision, as DeepSpeed does; a loaded one keeps its dtypes.
+        partition: what to partition of a model that was not loaded into partitions. Its parameters are cast to the
+            ds_config's precision, as DeepSpeed does; a loaded model keeps its dtypes.
         optimizer: over parameters of `model`, in groups of any learning rates, or a function that makes one from a
             list of parameters. It must not have stepped. Default: the ds_config's "optimizer" section, for both parts.
-        lr_scheduler: one of the user's on `optimizer`, or a function that makes one from an optimizer. It steps when
-            the engine does. Default: the ds_config's "scheduler" section, for both parts.
-        average: gradients of the replicated part are the mean "all": over all micro-batches of all ranks, also those
-            that did not use the parameter, as DDP has it; "used": over those that did. A parameter that no rank has
-            used in a step is not stepped, as in a single process.
+        lr_scheduler: a scheduler on `optimizer`, or a function that makes one from an optimizer. It steps when the
+            engine does. Default: the ds_config's "scheduler" section, for both parts.
+        average: how gradients of the replicated part are averaged. "all": over all micro-batches of all ranks, as DDP
+            does. "used": over the micro-batches that used the parameter. A parameter that no rank used in a step is
+            not stepped, as in a single process.
 
     Collective: all ranks.
 
     Raises:
         ConfigError: an argument or the ds_config cannot be used; nothing, or all, of the model is chosen.
-        UnsupportedError: a feature of DeepSpeed that does not go with partial ZeRO-3.
-        RankError: another rank failed, or has other arguments; the same error is raised on every rank.
+        UnsupportedError: the ds_config has a feature that partial ZeRO-3 does not support.
+        RankError: a rank failed, or ranks have different arguments; raised on every rank.
     """
     distributed = DistributedInterface()
     with distributed.step("preparing partial ZeRO-3") as step:
@@ -92,13 +92,13 @@ def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:
 
 
 def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn.Module], bool]:
-    """Return the chosen modules, and whether the model was wholly unpartitioned."""
+    """Return the chosen modules by name, and whether no parameter of the model is partitioned yet."""
     already = partitioned_modules(model, is_partitioned)
     chosen = already if partition is None else choose(model, partition)
     if not chosen:
         raise ConfigError(
             f"{type(model).__name__} was not loaded into partitions; pass partition, such as the name of its language "
-            "model, to say what ZeRO-3 is to partition"
+            "model, to say what ZeRO-3 partitions"
         )
     if "" in chosen:
         raise ConfigError("all of the model is to be partitioned; that is what deepspeed.initialize does")
@@ -122,7 +122,7 @@ def _digest(
     split: SplitOptimizer | None,
     average: str,
 ) -> str:
-    """Return what must be equal on all ranks, a short hash for each topic, so that a difference says where it is."""
+    """Return a short hash for each topic that must be equal on all ranks, so that a difference names its topic."""
     groups = [] if split is None else split.optimizer.param_groups
     number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     topics = {
@@ -137,7 +137,7 @@ def _digest(
 
 
 def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> SplitOptimizer | None:
-    """Return the user's optimizer, checked; None where the ds_config has one."""
+    """Check the user's optimizer and return it; None if the ds_config's is used."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("no parameter of the model requires a gradient, so there is nothing to train")
     if optimizer is None:

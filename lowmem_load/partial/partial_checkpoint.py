@@ -1,4 +1,4 @@
-"""What of a model partial ZeRO-3 does not partition, and the file in which a checkpoint holds it beside DeepSpeed's."""
+"""The replicated tensors of a model under partial ZeRO-3, and the file that holds them in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.targets.partition_choice import chosen_parameters
 
 REPLICATED_FILE = "lowmem_load_whole_states.pt"
-"""Lies in the folder of the tag, next to DeepSpeed's files. The name stays, so that older checkpoints load."""
+"""A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
 
 FORMAT = 1
 
 
 def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
-    """Write the replicated part's state; the file appears complete and readable or not at all.
+    """Write the replicated part's state. The file appears when it is complete and readable.
 
     Raises:
-        CheckpointError: the state holds objects that `load_replicated` would refuse, such as a scheduler's own class.
+        CheckpointError: the state holds objects that `load_replicated` refuses, such as a scheduler's own class.
     """
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, REPLICATED_FILE)
@@ -34,12 +34,12 @@ def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
         torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
     except Exception as error:
         os.unlink(unfinished)
-        raise CheckpointError(f"{path}: what is to be saved could not be read again: {error}") from error
+        raise CheckpointError(f"{path}: the state could be written but not read again: {error}") from error
     os.replace(unfinished, path)
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with Python numbers for numpy's, which schedulers' functions like to return."""
+    """Return `value` with Python numbers for those of numpy, which functions of schedulers often return."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def find_checkpoint(load_dir: str, tag: str | None) -> str | None:
-    """Return the folder of a tag, or of the one that the file `latest` names; None where there is none."""
+    """Return the folder of a tag; by default the tag in the file `latest`. None if there is none."""
     if tag is None:
         latest = os.path.join(load_dir, "latest")
         if not os.path.isfile(latest):
@@ -62,7 +62,7 @@ def find_checkpoint(load_dir: str, tag: str | None) -> str | None:
 
 
 def load_replicated(folder: str) -> dict[str, Any]:
-    """Return what `save_replicated` wrote, in host memory. No pickled code is run.
+    """Return the state that `save_replicated` wrote, in host memory. No pickled code is run.
 
     Raises:
         CheckpointError: the file is absent, damaged or of another format.
@@ -80,12 +80,12 @@ def load_replicated(folder: str) -> dict[str, Any]:
 
 
 class Outside:
-    """The tensors of a model that are not partitioned.
+    """The replicated tensors of a model.
 
     Attributes:
         parameters: by name.
         buffers: by name.
-        frozen: parameters of the whole model that required no gradient when this was made, by name.
+        frozen: parameters of the full model that required no gradient when this was made, by name.
     """
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
@@ -97,7 +97,7 @@ class Outside:
         self._model = model
 
     def move_to(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move all there; cast parameters, if a dtype is given."""
+        """Move all tensors to a device; cast the parameters if a dtype is given."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         for name in self.buffers:
@@ -107,7 +107,7 @@ class Outside:
             self.buffers[name] = getattr(module, last)
 
     def state(self, *, exclude_frozen: bool) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the tensors for a checkpoint, and the names of frozen and excluded parameters."""
         return {
             "buffers": {name: buffer.detach() for name, buffer in self._persistent()["buffers"].items()},
             "parameters": {
@@ -118,7 +118,7 @@ class Outside:
         }
 
     def check(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Raise ConfigError where `load` would not load all of a checkpoint, or, if strict, into all of the model."""
+        """Raise ConfigError if a tensor of the checkpoint does not fit or, if strict, if names differ."""
         for kind, held in self._persistent().items():
             differ = sorted(set(state[kind]) ^ (set(held) - set(state["excluded"]))) if strict else []
             shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
@@ -135,7 +135,7 @@ class Outside:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Copy what a checkpoint holds into the tensors of the same names."""
+        """Copy the tensors of a checkpoint into those of the same names."""
         for kind, held in self._persistent().items():
             for name, value in state[kind].items():
                 if name in held:

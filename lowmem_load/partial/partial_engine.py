@@ -1,7 +1,7 @@
-"""The engine of partial ZeRO-3: trains chosen modules under ZeRO-3 and keeps the rest replicated on all ranks.
+"""The engine of partial ZeRO-3: trains chosen modules under ZeRO-3 and replicates the rest on all ranks.
 
-For models of which not every rank runs all parts in every step (encoders of several modalities before one language
-model): ZeRO-3's collectives would not match across ranks there. Here they cover only what all ranks run alike.
+It is for models of which a rank does not run all parts in every step, such as encoders of several modalities before one
+language model. ZeRO-3's collectives would not match across ranks there. Here they cover only what all ranks run.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from lowmem_load.targets.partition_choice import mark
 class PartialEngine(nn.Module):
     """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize`.
 
-    What is not defined here (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) is answered by the
-    ZeRO-3 engine of the partitioned part, whose counters are those of both.
+    Other attributes (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) are those of the ZeRO-3
+    engine of the partitioned part, whose counters hold for both parts.
 
     Attributes:
-        module: the whole model.
+        module: the full model.
         optimizer: see `PartialOptimizer`.
         lr_scheduler: steps with the engine; None without one.
     """
@@ -73,13 +73,13 @@ class PartialEngine(nn.Module):
         dtype: torch.dtype | None,
         average: Average,
     ) -> None:
-        """Prepare what is not partitioned for training, cast to `dtype` if one is given."""
+        """Prepare the replicated part for training, cast to `dtype` if one is given."""
         part, split = self._part, self._split
         self._outside = Outside(self.module, chosen)
         distributed = DistributedInterface()
-        with distributed.step("moving what is not partitioned"):  # a rank that fails must not be waited for below
+        with distributed.step("moving the replicated part"):  # before the broadcast, which cannot report a failure
             self._outside.move_to(part.engine.device, dtype)
-        with distributed.step("giving all ranks the values of rank 0"):
+        with distributed.step("broadcasting the replicated part"):
             broadcast([*self._outside.parameters.values(), *self._outside.buffers.values()])
         trained = {name: p for name, p in self._outside.parameters.items() if p.requires_grad}
         if split is not None:
@@ -95,12 +95,12 @@ class PartialEngine(nn.Module):
 
     @property
     def zero3(self) -> Any:
-        """The `DeepSpeedEngine` of the partitioned part; not a child of this module, whose model has all of it."""
+        """The `DeepSpeedEngine` of the partitioned part. It is no child of this module: `module` has its parameters."""
         return self._part.engine
 
     @property
     def _leader(self) -> torch.optim.Optimizer:
-        """The optimizer whose groups say the learning rates of both parts."""
+        """The optimizer whose groups hold the learning rates of both parts."""
         if self._split is not None:
             return self._split.optimizer
         if self._part.frozen and self._replicated.optimizer is not None:
@@ -126,10 +126,10 @@ class PartialEngine(nn.Module):
         thawed = [name for name, parameter in self._outside.frozen.items() if parameter.requires_grad]
         if thawed:
             raise ConfigError(
-                f"{listed(thawed)} did not require a gradient when this engine was made, so it would not be "
-                "trained; call destroy(), then initialize again"
+                f"{listed(thawed)} did not require a gradient when this engine was made, so the engine does not train "
+                "it; call destroy(), then initialize again"
             )
-        self._replicated.end_micro_batch()  # for those who call loss.backward() by themselves
+        self._replicated.end_micro_batch()  # after a loss.backward() of the caller
         return self._part.forward(args, kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ class PartialEngine(nn.Module):
         return result
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary update both parts; else only count. Collective: all ranks."""
+        """Update both parts at the accumulation boundary; before it, only count. Collective: all ranks."""
         if not self._part.is_boundary():
             self.zero3.step()
             return
@@ -147,7 +147,7 @@ class PartialEngine(nn.Module):
             self._split.sync()
         factor = self._part.step(self._replicated.reduce(self.zero3.gradient_accumulation_steps()))
         for parameter in self._outside.parameters.values():
-            parameter.grad = None  # of those that no optimizer holds; the others' are in the replicated part
+            parameter.grad = None  # of parameters that no optimizer holds
         if factor is None:
             self._replicated.clear()
             return
@@ -155,12 +155,12 @@ class PartialEngine(nn.Module):
             follow(self._leader, self._replicated.optimizer)
         self._replicated.step(factor)
         if self._split is not None:
-            self._split.optimizer.step()  # with no gradient anywhere: this tells schedulers that it stepped
+            self._split.optimizer.step()  # without gradients: schedulers want to see a step
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  torch's signature
-        """Do what `DeepSpeedEngine.zero_grad` does: what was accumulated for this step stays. Local."""
+        """Do what `DeepSpeedEngine.zero_grad` does; gradients accumulated for this step stay. Local."""
         self.zero3.zero_grad()
 
     def train(self, mode: bool = True) -> PartialEngine:
@@ -170,7 +170,7 @@ class PartialEngine(nn.Module):
         return self
 
     def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None = None) -> None:
-        """Have a scheduler step with the engine: one on the engine's learning rates, a maker of one, or a section's.
+        """Set the scheduler that steps with the engine: a scheduler, a function that makes one, or that of a section.
 
         Raises:
             ConfigError: the section names no scheduler.
@@ -200,9 +200,9 @@ class PartialEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save as `DeepSpeedEngine.save_checkpoint` does, the replicated part in one file more. Collective: all ranks.
+        """Save as `DeepSpeedEngine.save_checkpoint` does, with one file for the replicated part. Collective: all ranks.
 
-        A run resumes from it on as many ranks.
+        `load_checkpoint` needs the same number of ranks.
         """
         save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
         distributed = DistributedInterface()
@@ -229,12 +229,12 @@ class PartialEngine(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, Any]:
-        """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) where there is nothing.
+        """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) if there is nothing.
 
-        On as many ranks as have saved; `lowmem_load.load_checkpoint` does so on any.
+        It needs as many ranks as have saved; `lowmem_load.load_checkpoint` takes any number.
 
-        `load_module_only` leaves optimizers, schedulers and step counts as they are. It is also for a model that trains
-        parameters that were frozen when it was saved; DeepSpeed cannot do the reverse.
+        `load_module_only` leaves optimizers, schedulers and step counts as they are. Use it for a model that trains
+        parameters that were frozen when it was saved. DeepSpeed cannot load the reverse.
 
         Collective: all ranks.
 
@@ -262,11 +262,11 @@ class PartialEngine(nn.Module):
         load_lr_scheduler_states: bool,
         load_module_only: bool,
     ) -> tuple[str | None, Any]:
-        """Load a checkpoint as `load_checkpoint` does; `load_zero3`, called as it, fills the ZeRO-3 engine."""
+        """Load as `load_checkpoint` does; `load_zero3` takes its arguments and fills the ZeRO-3 engine."""
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
-        with distributed.step("checking", name=str(load_dir)) as step:  # all of it, before anything is changed
+        with distributed.step("checking", name=str(load_dir)) as step:  # before anything is changed
             folder = find_checkpoint(load_dir, tag)
             step.digest = "no checkpoint" if folder is None else os.path.basename(folder)
             state = None if folder is None else load_replicated(folder)
@@ -304,7 +304,7 @@ class PartialEngine(nn.Module):
         }
         everything = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
-            source = gathered_as.get(id(value), name)  # a module of the chosen part may have names outside of it too
+            source = gathered_as.get(id(value), name)  # a tied parameter has several names
             if source in gathered:
                 everything[name] = gathered[source]
             elif id(value) not in gathered_as and (not exclude_frozen_parameters or name not in self._outside.frozen):
@@ -314,7 +314,7 @@ class PartialEngine(nn.Module):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Answer under the name by which accelerate asks a DeepSpeed engine."""
+        """Return `consolidated_state_dict`, under the name that accelerate calls."""
         return self.consolidated_state_dict(exclude_frozen_parameters)
 
     def save_16bit_model(
@@ -329,8 +329,8 @@ class PartialEngine(nn.Module):
         return True
 
     def module_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Refuse: the ZeRO-3 engine would answer for its part alone, with empty tensors."""
-        raise UnsupportedError("module_state_dict has no whole parameters under ZeRO-3; call consolidated_state_dict()")
+        """Raise: the ZeRO-3 engine would return its part only, with empty tensors."""
+        raise UnsupportedError("module_state_dict has empty parameters under ZeRO-3; call consolidated_state_dict()")
 
     def _replicated_state(self, exclude_frozen: bool) -> dict[str, Any]:
         return {
@@ -341,7 +341,7 @@ class PartialEngine(nn.Module):
         }
 
     def _check_state(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
-        """Raise ConfigError where a checkpoint's state of the replicated part would not be loaded as it is to be."""
+        """Raise ConfigError if the replicated part of a checkpoint does not fit."""
         self._outside.check(state, strict=strict)
         if optimizer:
             self._replicated.check_state(state["whole"])
@@ -354,5 +354,5 @@ class PartialEngine(nn.Module):
 
 def _derived(split: SplitOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     derived = split.derive({id(parameter): parameter for parameter in parameters})
-    assert derived is not None  # `initialize` has seen to it that the user's optimizer holds some of them
+    assert derived is not None  # `initialize` has checked that the user's optimizer holds some of them
     return derived

@@ -1,9 +1,8 @@
-"""The part of a model that every rank holds whole: its gradients, their one reduction per step, and its optimizer.
+"""The replicated part of a model: its gradients, their one all-reduce per step, and its optimizer.
 
-[Note: one reduction] Gradients are moved out of the parameters as soon as autograd has accumulated them, into one flat
-float32 buffer that is zero where a parameter was not used. At the accumulation boundary that buffer is summed over the
-ranks in one collective, whatever ran on which rank. Behind the gradients it carries, per parameter, the number of
-micro-batches that used it.
+[Note: one reduction] When autograd has accumulated a gradient, it is added to one flat float32 buffer, which is zero
+for unused parameters. At the accumulation boundary one all-reduce sums the buffer over the ranks, whatever each rank
+has run. Behind the gradients the buffer has, per parameter, the number of micro-batches that used it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_average(average: str) -> None:
-    """Raise ConfigError unless it is one of its values."""
+    """Raise ConfigError unless it is an `Average`."""
     if average not in ("all", "used"):
         raise ConfigError(f"average is 'all' or 'used', got {average!r}")
 
@@ -36,10 +35,11 @@ class _Slot:
     """A trainable parameter.
 
     Attributes:
-        parameter: what the model computes with.
-        master: what the optimizer updates: the parameter itself where that is float32, else a float32 copy.
-        gradient: its piece of the flat buffer, in the parameter's shape.
-        used: whether the current micro-batch has used it.
+        name: in the model.
+        parameter: the model's own.
+        master: what the optimizer updates: the parameter itself if it is float32, else a float32 copy.
+        gradient: a view of the flat buffer in the parameter's shape.
+        used: whether the current micro-batch has used the parameter.
     """
 
     name: str
@@ -50,11 +50,11 @@ class _Slot:
 
 
 class ReplicatedPart:
-    """Keeps parameters that are whole on every rank in step.
+    """Trains parameters that every rank holds in full, with equal values on all ranks.
 
     The parameters are distinct, and all on `device`. For `average` see `lowmem_load.initialize`.
 
-    Memory: a float32 gradient per element, and a float32 master copy of what is stored in less.
+    Memory: a float32 gradient per element, and a float32 master copy of parameters in lower precision.
 
     Raises:
         ConfigError: a parameter has a dtype that cannot be trained.
@@ -69,7 +69,7 @@ class ReplicatedPart:
     ) -> None:
         wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
         if wrong:
-            raise ConfigError(f"{listed(wrong)}: whole parameters are trained in float32, bfloat16 or float16")
+            raise ConfigError(f"{listed(wrong)}: replicated parameters are trained in float32, bfloat16 or float16")
         self._average = average
         self._num_elements = sum(parameter.numel() for parameter in parameters.values())
         self._flat = torch.zeros(self._num_elements + len(parameters), device=device)
@@ -93,11 +93,11 @@ class ReplicatedPart:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What an optimizer is to be made of, by name of the parameter."""
+        """The tensors that an optimizer updates, by name of the parameter."""
         return {slot.name: slot.master for slot in self._slots}
 
     def end_micro_batch(self) -> None:
-        """Count which parameters backward passes have used since the last call. Local; an idle call does no harm."""
+        """Count the parameters that backward passes have used since the last call. Local."""
         used = [number for number, slot in enumerate(self._slots) if slot.used]
         if used:
             self._counts[used] += 1
@@ -107,9 +107,8 @@ class ReplicatedPart:
     def reduce(self, micro_batches: int) -> float:
         """Average the gradients over the ranks; return their norm, infinite or nan on overflow. Collective: all ranks.
 
-        Both are still multiplied by the loss scale.
-
-        The loss of each micro-batch was divided by `micro_batches`, the gradient accumulation steps.
+        Gradients and norm include the loss scale. `micro_batches` is the number of gradient accumulation steps, by
+        which each loss was divided.
         """
         if not self._slots:
             return 0.0
@@ -124,7 +123,7 @@ class ReplicatedPart:
         return float(torch.linalg.vector_norm(self._gradients))
 
     def step(self, factor: float) -> None:
-        """Update the parameters with the reduced gradients, times `factor`, and clear them. Local."""
+        """Update the parameters with the reduced gradients times `factor`, then clear the gradients. Local."""
         if not self._slots:
             return
         assert self.optimizer is not None
@@ -138,7 +137,7 @@ class ReplicatedPart:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all gradients of the current step. Local."""
+        """Clear all gradients of the current step. Local."""
         self._flat.zero_()
         for slot in self._slots:
             slot.used = False
@@ -151,7 +150,7 @@ class ReplicatedPart:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Load what `state_dict` returned.
 
         Raises:
             ConfigError: it is of other parameters.
@@ -166,13 +165,13 @@ class ReplicatedPart:
         self.clear()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError unless `load_state_dict` can take `state` over."""
+        """Raise ConfigError unless `load_state_dict` can load `state`."""
         different = sorted(set(state["masters"]) ^ set(self.names))
         if different:
             raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
 
     def refresh_masters(self) -> None:
-        """Copy the parameters' values to the masters: somebody has changed the parameters."""
+        """Copy the values of the parameters, which were changed from outside, to the masters."""
         with torch.no_grad():
             for slot in self._slots:
                 slot.master.copy_(slot.parameter)
@@ -208,22 +207,18 @@ def _collector(slot: _Slot) -> Callable[[torch.Tensor], None]:
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Give every rank rank 0's values. Collective: all ranks, with tensors of the same shapes in the same order."""
+    """Give every rank the values of rank 0. Collective: all ranks, with the same shapes in the same order."""
     for tensor in tensors:
-        whole = tensor.detach().contiguous()
-        comm.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
-        tensor.detach().copy_(whole)
+        values = tensor.detach().contiguous()
+        comm.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
+        tensor.detach().copy_(values)
 
 
-# -- what the engine shows as its optimizer ---------------------------------------------------------------------------
+# -- the optimizer of the engine --------------------------------------------------------------------------------------
 
 
 class PartialOptimizer:
-    """What an engine shows as its optimizer: learning rates to read and write, and whether a step was skipped.
-
-    Attributes:
-        param_groups: the user's, else those of the ds_config's optimizer; both parts follow them.
-    """
+    """The engine's `optimizer`: learning rates to read and write, and whether a step was skipped."""
 
     def __init__(self, part: PartitionedPart, replicated: ReplicatedPart, leader: torch.optim.Optimizer) -> None:
         self._part, self._replicated, self._leader = part, replicated, leader
@@ -231,7 +226,7 @@ class PartialOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups with their options; see the class."""
+        """The groups of the user's or else the ds_config's optimizer. Both parts use their options."""
         return self._leader.param_groups
 
     @property
@@ -241,7 +236,7 @@ class PartialOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by; 1 unless fp16."""
+        """Factor of losses before the backward pass; 1 unless fp16."""
         return self._part.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,13 +248,13 @@ class PartialOptimizer:
 
 
 class SplitOptimizer:
-    """A user's optimizer, of which the partitioned and the replicated part get a derived one each.
+    """A user's optimizer, from which one is derived for the partitioned and one for the replicated part.
 
-    The user's own object never steps: its groups are where learning rates are read and schedulers write. A derived
-    optimizer has the same class and the same groups, less those that hold none of its parameters.
+    The user's own object updates nothing: schedulers write its groups, and learning rates are read there. A derived
+    optimizer has the same class, and those of the groups that hold its parameters.
 
     Raises:
-        UnsupportedError: it has state already, which could belong to either part.
+        UnsupportedError: the optimizer has state already, which could belong to either part.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -274,11 +269,11 @@ class SplitOptimizer:
     def derive(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
         """Return an optimizer over some parameters; None if the user's optimizer holds none of them.
 
-        `stands_for` has what the derived optimizer steps in place of a model's parameter, by the `id` of that.
+        `stands_for` maps the `id` of a model's parameter to the tensor that the derived optimizer updates.
         """
         cls, held = type(self.optimizer), self.optimizer.__dict__
         made = object.__new__(cls)
-        # "step" is there when an lr scheduler counts its calls; like the hooks, it is for the user's object alone.
+        # An lr scheduler that counts calls sets "step"; like the hooks, it concerns the user's object only.
         made.__dict__.update({key: type(value)() if "_hooks" in key else value for key, value in held.items()})
         made.__dict__.pop("step", None)
         made.state, made.param_groups = defaultdict(dict), []
@@ -294,18 +289,18 @@ class SplitOptimizer:
         return made
 
     def sync(self) -> None:
-        """Give the derived optimizers the options that the user's groups have now. Local."""
+        """Copy the options of the user's groups to the derived optimizers. Local."""
         for derived, numbers in self._derived:
             for group, number in zip(derived.param_groups, numbers, strict=True):
                 group.update(options_of(self.optimizer.param_groups[number]))
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
+    """Return the options of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def follow(leader: torch.optim.Optimizer, follower: torch.optim.Optimizer) -> None:
-    """Give every group of `follower` the options of the first group of `leader`. Local."""
+    """Copy the options of the first group of `leader` to every group of `follower`. Local."""
     for group in follower.param_groups:
         group.update({key: value for key, value in options_of(leader.param_groups[0]).items() if key in group})

@@ -1,4 +1,4 @@
-"""Partial ZeRO-3 under Hugging Face Trainer and accelerate, which make their engine with `deepspeed.initialize`."""
+"""Partial ZeRO-3 for programs that make their engine with `deepspeed.initialize`, as Trainer and accelerate do."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ _FOLLOWED = {
 
 @contextlib.contextmanager
 def partial_zero3(partition: Partition | None = None, *, average: Average = "all") -> Iterator[None]:
-    """Inside, `deepspeed.initialize` of a partly partitioned model makes a `PartialEngine`, whoever calls it.
+    """Inside, `deepspeed.initialize` makes a `PartialEngine` for a partly partitioned model, whoever calls it.
 
-    So `with partial_zero3(): trainer.train()` trains with one. It follows `model`, `optimizer`, `model_parameters`
-    (parameters, or groups of them), `lr_scheduler` and the ds_config, also that of `args`; any other argument is
-    refused with an `UnsupportedError`. Models that are partitioned wholly, and those that are not at all where no
-    `partition` is given, get DeepSpeed's own engine. On exit everything is as it was; a `deepspeed.initialize` that
-    somebody kept from inside is the ordinary one from then on.
+    For example, `with partial_zero3(): trainer.train()`. It uses `model`, `optimizer`, `model_parameters` (parameters,
+    or groups of them), `lr_scheduler` and the ds_config, also that of `args`, and refuses any other argument with an
+    `UnsupportedError`. A model that is fully partitioned gets DeepSpeed's own engine; so does a model without
+    partitions, if no `partition` is given. On exit everything is as it was.
 
     Args:
         partition: as for `lowmem_load.initialize`: for models that were not loaded with one.
@@ -67,7 +66,7 @@ def partial_zero3(partition: Partition | None = None, *, average: Average = "all
 
 
 def _is_for_us(model: nn.Module, partition: Partition | None) -> bool:
-    if is_shell(model):  # a partial engine is being made, and this is its call
+    if is_shell(model):  # the call that a partial engine makes
         return False
     chosen = partitioned_modules(model, is_partitioned)
     inside = chosen_parameters(chosen)
@@ -104,7 +103,7 @@ def _followed(given: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return `model_parameters` as groups, read once: they may be generators."""
+    """Return `model_parameters`, which may be a generator, as groups."""
     entries = list(parameters)
     if not entries or not isinstance(entries[0], Mapping):
         entries = [{"params": entries}]
@@ -115,7 +114,7 @@ def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _over(groups: list[dict[str, Any]], model: nn.Module, optimizer: Any, ds_config: Any) -> tuple[Any, Any]:
-    """Return ds_config and optimizer such that the optimizer is over these groups."""
+    """Return the ds_config and an optimizer over these groups."""
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     listed = {id(p) for group in groups for p in group["params"]} & trainable
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -126,16 +125,16 @@ def _over(groups: list[dict[str, Any]], model: nn.Module, optimizer: Any, ds_con
     if optimizer is not None:
         return ds_config, lambda _: optimizer(groups[0]["params"] if plain else groups)
     if plain and listed == trainable:
-        return ds_config, None  # nothing but what the ds_config's optimizer is over in any case
+        return ds_config, None  # the ds_config's optimizer has these parameters in any case
     config = read_ds_config(ds_config)
-    # An optimizer of torch, which DeepSpeed else refuses to step in host memory.
+    # By default DeepSpeed refuses to step an optimizer of torch in host memory.
     return {"zero_force_ds_cpu_optimizer": False, **config}, _maker(groups, config.get("optimizer"))
 
 
 def _maker(groups: list[dict[str, Any]], section: Any) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Return what makes the optimizer of the ds_config's section over these groups; None without a section.
+    """Return a function that makes the optimizer of the ds_config's section over these groups; None without a section.
 
-    It is torch's: DeepSpeed's are made inside of an engine, of which each has but a part of the groups.
+    The optimizer is torch's: DeepSpeed makes its own inside an engine, which has only part of the groups.
     """
     if not section:
         return None

@@ -113,5 +113,5 @@ def test_a_parameter_that_is_cut_up_already_is_named() -> None:
     refuse_partitioned(model)
     with deepspeed.zero.Init(config_dict_or_path=BF16):
         model.append(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedError, match=r"1\.weight: was cut up .* the __init__ of Sequential"):
+    with pytest.raises(UnsupportedError, match=r"1\.weight: was partitioned .* the __init__ of Sequential"):
         refuse_partitioned(model)
