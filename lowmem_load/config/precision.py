@@ -8,13 +8,10 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from lowmem_load.config.ds_config import AUTO
 from lowmem_load.errors import ConfigError
-
-DsEnabled: TypeAlias = "bool | Literal['auto'] | None"
-"""An "enabled" value of a ds_config; None where the section or the key is absent."""
 
 _BF16 = "bf16"
 _FP16 = "fp16"
@@ -30,33 +27,49 @@ class Precision(enum.Enum):
     FP32 = "float32"
 
 
-def resolve_precision(
-    ds_bf16: DsEnabled,
-    ds_fp16: DsEnabled,
+def precision_of(
+    ds_config: Mapping[str, Any],
     *,
+    absent: Literal["auto", "disabled"],
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Precision:
-    """Return the precision that ds_config and training arguments agree on; None stands for an absent value.
+    """Return the precision that a ds_config and the training arguments agree on.
 
     A training argument replaces a ds_config value that is absent or "auto". A value that is still open is the opposite
-    of the other one. If both are open, the answer is bf16.
+    of the other one. If both are open, the answer is bf16. As in DeepSpeed, a section "bfloat16" is read where "bf16"
+    is absent.
+
+    Args:
+        ds_config: read only.
+        absent: how to read a section that is absent or has no "enabled", if no training argument replaces it.
+            "disabled" is what DeepSpeed does with the same dict; "auto" is for a caller that writes the answer back
+            with `with_precision`.
+        trainer_bf16: TrainingArguments.bf16; None if there are no training arguments.
+        trainer_fp16: TrainingArguments.fp16; likewise.
 
     Raises:
-        ConfigError: a value is none of the allowed ones, ds_config and training arguments contradict each other, or
-            bf16 and fp16 are both on.
+        ConfigError: a section is not an object, a value is not a flag, ds_config and training arguments contradict
+            each other, or bf16 and fp16 are both on.
     """
-    ds, trainer = {_BF16: ds_bf16, _FP16: ds_fp16}, {_BF16: trainer_bf16, _FP16: trainer_fp16}
     contradictions = []
     on: dict[str, bool | None] = {}
     origin = {}
-    for name in (_BF16, _FP16):
-        _check_values(name, ds[name], trainer[name])
-        is_explicit = isinstance(ds[name], bool)
-        if is_explicit and trainer[name] is not None and ds[name] is not trainer[name]:
-            contradictions.append(f"ds_config {name}.enabled={ds[name]} vs TrainingArguments.{name}={trainer[name]}")
-        on[name] = bool(ds[name]) if is_explicit else trainer[name]
-        origin[name] = f"ds_config {name}.enabled" if is_explicit else f"TrainingArguments.{name}"
+    for name, section, trainer in (
+        (_BF16, _bf16_section_name(ds_config), trainer_bf16),
+        (_FP16, _FP16, trainer_fp16),
+    ):
+        if not (trainer is None or isinstance(trainer, bool)):
+            raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
+        enabled = _enabled(ds_config, section)
+        if enabled is None and absent == "disabled" and trainer is None:
+            enabled = False
+        if isinstance(enabled, bool):
+            on[name], origin[name] = enabled, f"ds_config {name}.enabled"
+            if trainer not in (None, enabled):
+                contradictions.append(f"ds_config {name}.enabled={enabled} vs TrainingArguments.{name}={trainer}")
+        else:
+            on[name], origin[name] = trainer, f"TrainingArguments.{name}"
     if contradictions:
         raise ConfigError(
             f"{' and '.join(contradictions)}: ds_config and training arguments contradict each other; "
@@ -69,38 +82,6 @@ def resolve_precision(
             f"bf16 and fp16 are both enabled ({origin[_BF16]}=True, {origin[_FP16]}=True): disable one of them"
         )
     return Precision.BF16 if bf16 else Precision.FP16 if fp16 else Precision.FP32
-
-
-def _check_values(name: str, ds: DsEnabled, trainer: bool | None) -> None:
-    # Not `in`: 1 == True, and DeepSpeed and Hugging Face read 1 or "yes" differently.
-    if not (ds is None or isinstance(ds, bool) or ds == AUTO):
-        raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got {ds!r}')
-    if not (trainer is None or isinstance(trainer, bool)):
-        raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
-
-
-def precision_of(
-    ds_config: Mapping[str, Any],
-    *,
-    absent: Literal["auto", "disabled"],
-    trainer_bf16: bool | None = None,
-    trainer_fp16: bool | None = None,
-) -> Precision:
-    """Return the precision that a ds_config asks for.
-
-    As in DeepSpeed, a section "bfloat16" is read where "bf16" is absent. `absent` says how to read a section that is
-    absent or has no "enabled", if no training argument replaces it: "disabled" is what DeepSpeed does with the same
-    dict; "auto" is for a caller that writes the answer back with `with_precision`.
-
-    Raises:
-        ConfigError: as `resolve_precision`, and for a section that is not an object.
-    """
-    return resolve_precision(
-        _enabled(ds_config, _bf16_section_name(ds_config), absent, trainer_bf16),
-        _enabled(ds_config, _FP16, absent, trainer_fp16),
-        trainer_bf16=trainer_bf16,
-        trainer_fp16=trainer_fp16,
-    )
 
 
 def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
@@ -138,14 +119,12 @@ def _section(ds_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _enabled(
-    ds_config: Mapping[str, Any], name: str, absent: Literal["auto", "disabled"], trainer: bool | None
-) -> DsEnabled:
+def _enabled(ds_config: Mapping[str, Any], name: str) -> bool | Literal["auto"] | None:
+    """Return the "enabled" of a section; None where the section or the key is absent."""
     section = _section(ds_config, name)
     if "enabled" not in section:
-        # With a training argument it stays absent: a False that nobody wrote would contradict the argument.
-        return False if absent == "disabled" and trainer is None else None
-    if section["enabled"] is None:
-        raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got None')
-    enabled: DsEnabled = section["enabled"]
+        return None
+    enabled: bool | Literal["auto"] = section["enabled"]
+    if not isinstance(enabled, bool) and enabled != AUTO:  # 1 == True, and Hugging Face and DeepSpeed differ on 1
+        raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got {enabled!r}')
     return enabled

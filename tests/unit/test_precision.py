@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.config.precision import Precision, precision_of, resolve_precision, with_precision
+from lowmem_load.config.precision import Precision, precision_of, with_precision
 from lowmem_load.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "precision.md"
@@ -101,7 +101,6 @@ def test_the_oracle_covers_the_whole_space() -> None:
 def test_every_cell(ds_bf16: Any, ds_fp16: Any, trainer_bf16: Any, trainer_fp16: Any, expected: str) -> None:
     trainer = {"trainer_bf16": trainer_bf16, "trainer_fp16": trainer_fp16}
 
-    assert outcome(resolve_precision, ds_bf16, ds_fp16, **trainer) == expected
     assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="auto", **trainer) == expected
 
 
@@ -154,14 +153,14 @@ def test_values_are_the_names_of_torch_dtypes() -> None:
 def test_a_contradiction_names_both_keys_and_values() -> None:
     message = r"ds_config bf16\.enabled=False vs TrainingArguments\.bf16=True: .*contradict.*make them equal"
     with pytest.raises(ConfigError, match=message):
-        resolve_precision(False, None, trainer_bf16=True)
+        precision_of(config_with(False, None), absent="auto", trainer_bf16=True)
     with pytest.raises(ConfigError, match=r"ds_config fp16\.enabled=True vs TrainingArguments\.fp16=False"):
-        resolve_precision(None, True, trainer_fp16=False)
+        precision_of(config_with(None, True), absent="auto", trainer_fp16=False)
 
 
 def test_two_contradictions_are_one_error() -> None:
     with pytest.raises(ConfigError, match=r"bf16\.enabled=True vs .* and ds_config fp16\.enabled=False vs"):
-        resolve_precision(True, False, trainer_bf16=False, trainer_fp16=True)
+        precision_of(config_with(True, False), absent="auto", trainer_bf16=False, trainer_fp16=True)
 
 
 def test_both_on_says_where_each_comes_from() -> None:
@@ -170,18 +169,18 @@ def test_both_on_says_where_each_comes_from() -> None:
         "disable one of them"
     )
     with pytest.raises(ConfigError, match=message):
-        resolve_precision(True, "auto", trainer_fp16=True)
+        precision_of(config_with(True, "auto"), absent="auto", trainer_fp16=True)
 
 
 @pytest.mark.parametrize("value", ["yes", "AUTO", 1, 0, 1.0, [], {}])
 def test_other_values_are_refused(value: Any) -> None:
     message = re.escape(f'fp16.enabled: expected true, false or "auto", got {value!r}')
     with pytest.raises(ConfigError, match=message):
-        resolve_precision(None, value)
+        precision_of(config_with(None, value), absent="auto")
     with pytest.raises(ConfigError, match=message):
         precision_of({"fp16": {"enabled": value}}, absent="disabled")
     with pytest.raises(ConfigError, match=re.escape(f"TrainingArguments.bf16: expected True or False, got {value!r}")):
-        resolve_precision(None, None, trainer_bf16=value)
+        precision_of(config_with(None, None), absent="auto", trainer_bf16=value)
 
 
 def test_a_null_enabled_is_refused_like_in_deepspeed() -> None:
