@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from lowmem_load.integrations.arguments import DistConfig, ModelArguments
     from lowmem_load.integrations.install import install
     from lowmem_load.integrations.model_engine import ModelEngine
-    from lowmem_load.partial.initialize import initialize
-    from lowmem_load.partial.trainer import partial_zero3
+    from lowmem_load.partial.initialize import initialize, partial_zero3
     from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
     from lowmem_load.planning.load_plan import LoadPlan
     from lowmem_load.report import LoadReport
@@ -77,8 +76,7 @@ _HOMES = {
     "api.load_model": ("load_model", "load_report"),
     "api.plan_model": ("plan",),
     "api.streaming": ("streaming",),
-    "partial.initialize": ("initialize",),
-    "partial.trainer": ("partial_zero3",),
+    "partial.initialize": ("initialize", "partial_zero3"),
     "integrations.arguments": ("DistConfig", "ModelArguments"),
     "integrations.install": ("install",),
     "integrations.model_engine": ("ModelEngine",),
