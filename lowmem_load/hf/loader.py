@@ -1,11 +1,10 @@
-"""The transformers seam: the only module that touches private names of transformers, and each of them once.
+"""Describes a model: runs transformers' own loader on symbolic tensors.
 
-[Note: the seam] transformers' own ordinary loader does the work: it builds the skeleton on meta, renames and converts
-checkpoint tensors, checks shapes, ties, initialises what is missing and writes the loading info. Only the reading of
-files is replaced while it runs: `safe_open` and `load_state_dict`, as `modeling_utils` sees them, hand out symbolic
-tensors (`symbolic/tensor.py`), so that what the loader puts into the model are expressions instead of data. Meanwhile
-whoever in transformers asks for ZeRO-3, modelling code included, hears that there is none (`active.py`). Nothing here
-knows what happens to the expressions afterwards.
+[Note: the seam] transformers' ordinary loader does the work: it builds the skeleton on meta, renames and converts
+checkpoint tensors, checks shapes, ties weights, initialises missing ones and writes the loading info. Only the reading
+of files is replaced while it runs: `safe_open` and `load_state_dict` of `modeling_utils` return symbolic tensors
+(`symbolic/tensor.py`), so the loader puts expressions into the model, and no data. Code of transformers that asks for
+ZeRO-3 is told that there is none (`active.py`). Private names of transformers are used in this folder only.
 
 Written for transformers 4.51 to 5.23.
 """
@@ -43,10 +42,10 @@ from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitial
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
 )
-"""What initialises the parameters that no file has, once those are marked that one has. 4.51 does both in one."""
+"""Initialises the parameters that no file has. transformers 4.51 marks the others in the same method."""
 
 MAX_MODULES = 1 << 18
-"""Of a model, each some kilobytes of memory: twice what the largest published ones have."""
+"""Modules of a model, of some kilobytes each: twice as many as the largest published models have."""
 
 
 require(
@@ -88,9 +87,9 @@ _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 
 
 class Call:
-    """One call of `from_pretrained` that somebody made, not yet run.
+    """A call of `from_pretrained` that has not run yet.
 
-    Of a `from_config` it is the call that builds the same model from no files; `from_config` is what was called then.
+    For a `from_config` it is the call that builds the same model from no files, and `from_config` is the original one.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Call:
         self._ordinary, self._cls, self._args, self._from_config = ordinary, cls, args, from_config
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it as transformers would; return the model and the loading info."""
+        """Run it as without lowmem_load; return the model and the loading info."""
         return self._run(self.kwargs) if self._from_config is None else (self._from_config(), {})
 
     def _run(self, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -116,22 +115,21 @@ class Call:
         return model, info
 
     def describe(self, context: Context, *, is_cut_up: bool) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it with symbolic tensors in place of those in files; see [Note: the seam]. It can be run afterwards.
+        """Run it on symbolic tensors. See [Note: the seam]. `run` can be called afterwards.
 
         Args:
-            context: what describing needs; its `files` are those that were opened, afterwards.
-            is_cut_up: whether parameters will be cut up, which quantized ones cannot be.
+            context: gets the files that are opened.
+            is_cut_up: whether parameters will be partitioned, which quantized ones cannot be.
 
         Returns:
-            The model, some of whose parameters and buffers are symbolic, and the loading info.
+            The model, with symbolic parameters and buffers, and the loading info.
 
         Raises:
             CheckpointError: the model cannot be built from its configuration, or does not fit the files.
             UnsupportedError: the call asks for a format that cannot be streamed.
         """
         refuse_foreign(self.name, self.kwargs)
-        # Nothing is mapped, so there is nothing to disable.
-        kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}  # nothing is mapped
         keeps_names = self.kwargs.get("device_map") is not None
         replacements = [
             *symbolic_files(context),
@@ -189,10 +187,10 @@ def log_zero_init(model: nn.Module) -> None:
         logging.getLogger(modeling_utils.__name__).info(ZERO_INIT_MESSAGE)
 
 
-class _RealData(TorchFunctionMode):
-    """Reads a symbolic value that is made the data of a real parameter, as PEFT's initialisations from weights do.
+class AssignedDataIsRead(TorchFunctionMode):
+    """Reads symbolic values that are assigned to the `data` of real parameters, as PEFT does to initialise an adapter.
 
-    torch would take the tensor without its class, and crash when its memory is used.
+    torch would drop the class of the tensor, and crash when its memory is used.
     """
 
     def __init__(self, read_now: ReadNow) -> None:
@@ -200,7 +198,7 @@ class _RealData(TorchFunctionMode):
         self._read_now = read_now
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        # `==`: torch makes the wrapper anew each time it is looked up.
+        # Not `is`: each look-up of the attribute makes a new wrapper.
         if func == torch.Tensor.data.__set__ and isinstance(args[1], SymbolicTensor):
             parameter, value = args
             if not isinstance(parameter, SymbolicTensor):
@@ -209,12 +207,12 @@ class _RealData(TorchFunctionMode):
 
 
 def _adapters(read_now: ReadNow) -> Replacement:
-    """Let PEFT put an adapter on a model that is described and not yet loaded."""
+    """Let PEFT add an adapter to a model that is described and not yet loaded."""
 
     def load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _RealData(read_now):
+        with AssignedDataIsRead(read_now):
             info = ordinary(model, *args, **kwargs)
-        if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use it
+        if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use the result
             raise UnsupportedError(
                 f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
                 "base model, then peft.PeftModel.from_pretrained(model, adapter), or use a newer transformers"
@@ -225,10 +223,10 @@ def _adapters(read_now: ReadNow) -> Replacement:
 
 
 def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replacement:
-    """Check the model that is built, and name it when it cannot be."""
+    """Check the model when it is built. Raise a `ModelBuildError` that names it if it cannot be built."""
 
     def build(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if type(model) is not cls:  # a part of it, of a class that has the same constructor
+        if type(model) is not cls:  # a submodule of a class that inherits the constructor
             ordinary(model, *args, **kwargs)
             return
         try:
@@ -237,7 +235,7 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replaceme
             check(model)
         except LowMemLoadError:
             raise
-        except Exception as error:  # of any class: it reads values as if they were what they should be
+        except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
             raise ModelBuildError(
                 f"{name}: {cls.__name__} cannot be built from its configuration (config.json): "
                 f"{spelled(error, MAX_TOLD)}"
@@ -248,12 +246,12 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replaceme
 
 @contextlib.contextmanager
 def _modules_counted(name: str) -> Iterator[None]:
-    """Stop the building of a model that would never end."""
+    """Stop a model that has too many modules to be built."""
     num_modules, thread = 0, threading.get_ident()
 
     def count(*_: Any) -> None:
         nonlocal num_modules
-        num_modules += threading.get_ident() == thread  # torch calls this for the modules of all threads
+        num_modules += threading.get_ident() == thread  # torch calls it in all threads
         if num_modules > MAX_MODULES:
             raise CheckpointError(
                 f"{name}: its configuration (config.json) asks for more than {MAX_MODULES} modules; correct the number "
@@ -268,9 +266,9 @@ def _modules_counted(name: str) -> Iterator[None]:
 
 
 def _initialised_in(context: Context) -> Replacement:
-    """Let what transformers' initialisation writes into parameters go through the context's initialiser.
+    """Have the context's initialiser do what transformers' initialisation writes into parameters.
 
-    transformers has given the missing ones `torch.empty` memory by then; they give it back untouched.
+    transformers has given missing parameters `torch.empty` memory by then, which is freed before it is touched.
     """
     initialiser, read_now = context.initialiser, context.read_now
 
@@ -294,10 +292,10 @@ def _initialised_in(context: Context) -> Replacement:
 
 
 def _checked_indexes(once: Once, *, keeps_names: bool) -> Replacement:
-    """Check the index that transformers takes, which depends on the files, `variant` and `use_safetensors`.
+    """Check the index that transformers uses, and read it on one rank of a node.
 
-    It is read once: transformers returns paths of the shards, and what the index says of them. 5.x holds its names to
-    the end of the load, for a `device_map` that puts weights on the disk and for nothing else.
+    transformers returns the paths of the shards and the names in the index. 5.x keeps these names to the end of the
+    load, and uses them only for a `device_map` that puts weights on the disk. Otherwise they are dropped.
     """
     keeps_names = keeps_names or transformers.__version__.startswith("4.")
     unused = () if keeps_names else ("all_checkpoint_keys", "weight_map")
@@ -317,6 +315,6 @@ def _checked_indexes(once: Once, *, keeps_names: bool) -> Replacement:
 
 
 def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
-    """Carry over transformers' mark that keeps a loaded parameter from being initialised again later."""
+    """Copy transformers' mark of a loaded parameter, which keeps it from being initialised again."""
     if getattr(loaded, "_is_hf_initialized", False):
         made._is_hf_initialized = True

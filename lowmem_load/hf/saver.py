@@ -1,10 +1,9 @@
-"""Which files `save_pretrained` would write, found out by running it. Part of the transformers seam, see `loader.py`.
+"""The files that `save_pretrained` would write, found out by running it. Part of the transformers seam.
 
-[Note: the saver] transformers' own `save_pretrained` (of an adapter: PEFT's) does the work: it leaves out tied and
-ignored weights, turns conversions back, cuts the rest into shards, and writes the configuration, code and index files.
-It is given a state dict of symbolic tensors, and only the function that would write a file of weights is replaced
-while it runs. So keys, shards and files are what it would write of the whole model, with any release, and nothing is
-read, gathered or allocated.
+[Note: the saver] transformers' own `save_pretrained` (for an adapter PEFT's) does the work: it leaves out tied and
+ignored weights, reverses conversions, splits the rest into shards, and writes the configuration, code and index files.
+It gets a state dict of symbolic tensors, and only the function that writes a file of weights is replaced while it runs.
+So keys, shards and files are those of the full model, with any release, and nothing is read, gathered or allocated.
 
 Written for transformers 4.51 to 5.23, peft 0.15 to 0.21.
 """
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 from torch import nn
@@ -29,20 +29,20 @@ from transformers.utils import logging as hf_logging
 from lowmem_load.contract import PEFT, TRANSFORMERS, require
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.replaced import Replacement, replaced
-from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _WRITE_WEIGHTS = "safe_save_file"
-"""What writes a file of weights, as transformers' and PEFT's modules name it."""
+"""The function that writes a file of weights, in transformers' and PEFT's modules."""
 
 _WHETHER_TO_WRITE = "should_save_on_this_rank"
 """Method that answers False on all ranks but the first; transformers 5.23 and later have it."""
 
 OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "distributed_checkpoint", "save_function")
-"""Keywords of `save_pretrained` that are decided here."""
+"""Keywords of `save_pretrained` that a caller may not set."""
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""To which weights can be cast: integers and fp8 mean nothing without scales."""
+"""Dtypes to which weights can be cast. Integers and fp8 would need scales."""
 
 
 require(
@@ -58,10 +58,10 @@ class SavedFile:
 
     Attributes:
         name: its path in the folder, with "/".
-        tensors: what each tensor in it is made of, by its name in the file. Leaves are `Source`s whose `path` is "" and
-            whose `name` is that of a parameter or buffer of the model.
-        metadata: of its header.
-        is_zip: whether it is one of torch.save's, not of safetensors'.
+        tensors: the expression of each tensor, by its name in the file. Leaves are `Source`s with the name of a
+            parameter or buffer of the model and no path.
+        metadata: strings of the header.
+        is_zip: whether it is a file of torch.save, not of safetensors.
     """
 
     name: str
@@ -81,12 +81,12 @@ def describe_save(
 ) -> list[SavedFile]:
     """Return the files of weights that `save_pretrained` would write; write all its other files to `scratch`.
 
-    `scratch` is an empty folder of this rank's own. `tensors` has what stands for each parameter and buffer of the
-    model, by `id`. A dtype of None leaves tensors as they are.
+    `scratch` is an empty folder of this rank's own. `tensors` has the source of each parameter and buffer of the model,
+    by `id`. With a dtype of None, tensors keep theirs.
 
     Raises:
         ConfigError: a keyword or dtype that cannot be used here.
-        UnsupportedError: the model has no `save_pretrained`, is quantized, or saves what is none of its tensors.
+        UnsupportedError: the model has no `save_pretrained`, is quantized, or saves other tensors than its own.
     """
     _refuse(model, dtype, kwargs)
     files: list[SavedFile] = []
@@ -96,12 +96,12 @@ def describe_save(
     ) -> None:
         files.append(recorded(scratch, weights, path, metadata or {}))
 
-    numel = sum(_numel(tensors[id(parameter)]) for parameter in model.parameters())
+    num_elements = sum(numel(tensors[id(parameter)]) for parameter in model.parameters())
     arguments = {**kwargs, "state_dict": symbolic_state(model, tensors, dtype), "is_main_process": True}
     if isinstance(model, transformers.PreTrainedModel):
         arguments["max_shard_size"] = max_shard_size
-    # It counts elements, of which the parameters themselves have none where they are partitioned.
-    replacements: list[Replacement] = [(transformers.PreTrainedModel, "num_parameters", lambda *_, **__: numel)]
+    # transformers counts the elements of parameters, of which partitioned ones have none.
+    replacements: list[Replacement] = [(transformers.PreTrainedModel, "num_parameters", lambda *_, **__: num_elements)]
     replacements += [(module, _WRITE_WEIGHTS, record) for module in _modules_that_write(model)]
     if hasattr(transformers.PreTrainedModel, _WHETHER_TO_WRITE):
         replacements.append((transformers.PreTrainedModel, _WHETHER_TO_WRITE, lambda *_: True))
@@ -137,7 +137,7 @@ def logged_as(scratch: Path, folder: str) -> Iterator[None]:
 
 
 def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:
-    """Raise for what cannot be saved so."""
+    """Raise for arguments and models that cannot be saved without gathering."""
     wrong = sorted({*kwargs}.intersection(OURS))
     if wrong:
         raise ConfigError(f"save_model: {', '.join(wrong)}: not among the keywords that are passed on; drop it")
@@ -155,7 +155,7 @@ def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, An
 
 
 def _modules_that_write(model: nn.Module) -> list[Any]:
-    """Return the modules of transformers and PEFT whose function writes files of weights."""
+    """Return the modules of transformers and PEFT in which `_WRITE_WEIGHTS` is replaced."""
     modules: list[Any] = [transformers.modeling_utils]
     if "peft.peft_model" in sys.modules:
         require(PEFT, {"peft.peft_model": (_WRITE_WEIGHTS,)})
@@ -171,10 +171,10 @@ def recorded(
     *,
     is_zip: bool = False,
 ) -> SavedFile:
-    """Return the file that somebody wants to write below `scratch`.
+    """Return the file of weights that is to be written below `scratch`.
 
     Raises:
-        UnsupportedError: something in it is none of the model's tensors.
+        UnsupportedError: one of `weights` is no tensor of the model.
     """
     name = Path(path).relative_to(scratch).as_posix()
     expressions = {key: _expression(name, key, value) for key, value in weights.items()}
@@ -182,11 +182,11 @@ def recorded(
 
 
 def symbolic_state(model: nn.Module, tensors: Mapping[int, Source], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the model's state dict with a symbolic tensor for each tensor: the same one for all names of a tie."""
+    """Return the model's state dict with symbolic tensors. Tied names share one."""
     symbols: dict[int, torch.Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in tensors:  # it is refused when it is to be written: an adapter's save leaves most out
+        if id(value) not in tensors:  # refused only if it is to be written: saves of adapters leave most out
             state[name] = value
             continue
         if id(value) not in symbols:
@@ -212,13 +212,9 @@ def _expression(file: str, name: str, value: Any) -> Expression:
     return value.expression
 
 
-def _numel(source: Source) -> int:
-    return torch.Size(source.shape).numel()
-
-
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Have the configuration name the dtype that the files have, not the one that the model has."""
-    if not path.is_file():  # an adapter's
+    """Write the dtype of the files, not of the model, into the configuration."""
+    if not path.is_file():  # an adapter has none
         return
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("dtype", "torch_dtype"):
@@ -229,12 +225,62 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def _without_progress() -> Iterator[None]:
-    """Hide transformers' bar of shards, of which none is written here."""
-    shown = hf_logging.is_progress_bar_enabled()
-    if shown:
-        hf_logging.disable_progress_bar()
+    """Hide transformers' progress bar: no shard is written here."""
+    shows_bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if shows_bar:
             hf_logging.enable_progress_bar()
+
+
+# -- without a model ---------------------------------------------------------------------------------------------------
+
+
+def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
+    """Return the model of a configuration, on the meta device.
+
+    `config` is a folder with config.json, or the name of a model on the Hub.
+
+    Raises:
+        ConfigError: it cannot be read, or names no class of transformers.
+    """
+    try:
+        found = transformers.AutoConfig.from_pretrained(os.fspath(config))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config {config}: cannot be read: {error}") from error
+    name = next(iter(getattr(found, "architectures", None) or ()), None)
+    kind = getattr(transformers, str(name), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ConfigError(
+            f"config {config}: its 'architectures' name {name}, which is no model of transformers; name one that "
+            "is, or pass config=False, which writes the parameters under the names that the checkpoint has"
+        )
+    with torch.device("meta"):
+        model = kind(found)
+    model.tie_weights()
+    if os.path.isfile(os.path.join(config, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(os.fspath(config))
+    return model
+
+
+def describe_plain(
+    tensors: Mapping[str, Source], scratch: Path, *, dtype: torch.dtype, max_shard_size: int | str
+) -> list[SavedFile]:
+    """Return the files of weights for tensors that keep their names. Write the index, if there is one, to `scratch`."""
+    expressions = {
+        name: cast(source, dtype) if source.dtype.is_floating_point else source for name, source in tensors.items()
+    }
+    empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in expressions.items()}
+    split = huggingface_hub.split_torch_state_dict_into_shards(
+        empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (scratch / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return [
+        SavedFile(file, {name: expressions[name] for name in names}, {"format": "pt"})
+        for file, names in split.filename_to_tensors.items()
+    ]

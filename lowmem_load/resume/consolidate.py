@@ -16,7 +16,6 @@ from torch import nn
 from lowmem_load.errors import CheckpointError, ConfigError, PlanError
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
-from lowmem_load.hf.of_config import describe_plain, model_of
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Expression, Source
@@ -116,9 +115,9 @@ def _describe(
     """Return the files of weights, and write all other files to `scratch`."""
     sources = {name: Source("", name, 0, each.shape, each.dtype) for name, each in tensors.items()}
     if config is None or config is False:
-        return describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
+        return saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
     with load_lock():
-        model = model_of(config)
+        model = saver.model_of(config)
         held = _matched(model, sources, config)
         _check_ties(model, checkpoint, config)
         saved = saver.describe_save(model, scratch, held, dtype=dtype, max_shard_size=max_shard_size, kwargs={})

@@ -104,7 +104,10 @@ def test_where_a_load_is_not_wanted_it_goes_as_if_the_block_were_not_there(llama
     calls: list[str] = []
     with intercept.intercepted(handler("never", calls), lambda _: False):
         AutoModelForCausalLM.from_pretrained(llama)
-        with intercept.intercepted(handler("always", calls)), intercept.intercepted(handler("", calls), lambda _: False):
+        with (
+            intercept.intercepted(handler("always", calls)),
+            intercept.intercepted(handler("", calls), lambda _: False),
+        ):
             AutoModelForCausalLM.from_pretrained(llama)
     assert calls == ["always"]
 

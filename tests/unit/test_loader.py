@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.hf.collecting import SymbolicFile
-from lowmem_load.hf.loader import Call, _RealData, copy_marks
+from lowmem_load.hf.loader import AssignedDataIsRead, Call, copy_marks
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.expression import Expression, held
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -203,7 +203,7 @@ def test_symbolic_data_of_a_real_parameter_is_read() -> None:
 
     value = SymbolicTensor(held(X.float()), read_now)
     parameter = nn.Parameter(torch.zeros(3, 4))
-    with _RealData(read_now):
+    with AssignedDataIsRead(read_now):
         parameter.data = value
     assert reasons == ["assigning to the data of an adapter"]
     assert type(parameter) is nn.Parameter
@@ -213,7 +213,7 @@ def test_symbolic_data_of_a_real_parameter_is_read() -> None:
 def test_other_assignments_to_data_read_nothing() -> None:
     parameter, real = nn.Parameter(torch.zeros(2)), torch.ones(2)
     described = nn.Parameter(SymbolicTensor(held(torch.zeros(2)), read_nothing))
-    with _RealData(read_nothing):
+    with AssignedDataIsRead(read_nothing):
         parameter.data = real
         described.data = SymbolicTensor(held(real), read_nothing)
     assert parameter.data_ptr() == real.data_ptr()
