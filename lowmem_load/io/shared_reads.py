@@ -127,15 +127,18 @@ class SharedReads:
             tensor = delivery.read.tensor
             by_tensor.setdefault((tensor.path, tensor.start), []).append(delivery)
         read_bytes = 0
-        with ThreadPoolExecutor(executor.num_threads, "lowmem_load-chunk") as pool:
+        pool = ThreadPoolExecutor(executor.num_threads, "lowmem_load-chunk")
+        try:
             for number in range(schedule.num_rounds + 1):
                 memory = self._buffer.chunk(self._buffer.place, number)
-                segments = schedule.chunk(number, self._buffer.place) if number < schedule.num_rounds else ()
+                segments = schedule.chunk(number, self._buffer.place)
                 reading = [pool.submit(_read_segment, executor, segment, memory) for segment in segments]
                 if number > 0:
                     self._deliver(executor, schedule, number - 1, by_tensor)
                 read_bytes += sum(each.result() for each in reading)
                 self._buffer.barrier(_FIRST_ROUND + number, self._wait)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after a failed read the others would try again for seconds
         return read_bytes
 
     def _deliver(
