@@ -24,7 +24,7 @@ from lowmem_load.io.uploads import Put, Spans, Uploads, move_tasks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.nest import Axis, Nest
-from lowmem_load.planning.planner import Material
+from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Step
 
 MIN_STAGING_BYTES = 1 << 20
@@ -101,22 +101,22 @@ class Executor:
         """See `OpenSources.expect`."""
         self.sources.expect(files)
 
-    def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], material: Material) -> None:
+    def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], constants: Constants) -> None:
         """Start filling the flat contiguous `destination`; `finish` tells when, and whether, it is filled.
 
         Args:
             fill: the plan of that memory.
             destination: at least `fill.numel` elements.
             values: of the plan.
-            material: of the plan.
+            constants: of the plan.
         """
-        known = {number: self._value(number, values, material) for number in fill.needs} if fill.needs else {}
+        known = {number: self._value(number, values, constants) for number in fill.needs} if fill.needs else {}
         if destination.is_cpu:
             if any(isinstance(step, Apply) for step in fill.steps):
                 self._tasks.have_threads(1)  # see [Note: another heap] in temporaries.py
-            tasks = self._tasks_of(fill.steps, destination, known, material)
+            tasks = self._tasks_of(fill.steps, destination, known, constants)
         else:
-            tasks = self._device_tasks(fill.steps, destination, known, material)
+            tasks = self._device_tasks(fill.steps, destination, known, constants)
         for task in tasks:
             self._tasks.run(task)
 
@@ -161,22 +161,22 @@ class Executor:
         """When memory of a device was read for and copied to; None while there was none."""
         return None if self._uploads is None else self._uploads.spans
 
-    def _value(self, number: int, values: Sequence[Value], material: Material) -> torch.Tensor:
+    def _value(self, number: int, values: Sequence[Value], constants: Constants) -> torch.Tensor:
         """Return a value, flat; one that has to be computed, by the calling thread: a task would wait for itself."""
         value = values[number]
         if not isinstance(value, ComputedValue):
-            return material.tensors[number]
+            return constants.tensors[number]
         inputs = []
         for fill, shape in zip(value.inputs, value.input_shapes, strict=True):
             whole = torch.empty(fill.numel, dtype=fill.dtype, device=_CPU)
-            self.fill(fill, whole, values, material)
+            self.fill(fill, whole, values, constants)
             inputs.append(whole.view(shape))
         self._tasks.finish()
         # To the host, should it have been computed elsewhere: by this thread, on whose stream that was.
-        return material.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
+        return constants.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
 
     def _tasks_of(
-        self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
+        self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], constants: Constants
     ) -> Iterator[Task]:
         """Yield what fills `destination`; moves of values in memory are done at once."""
         for step in steps:
@@ -186,17 +186,17 @@ class Executor:
             elif isinstance(step, Move):
                 scatter_elements(step.nest, known[step.value], destination, 0)
             else:
-                yield from self._apply_tasks(step, destination, known, material)
+                yield from self._apply_tasks(step, destination, known, constants)
 
     def _apply_tasks(
-        self, step: Apply, destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
+        self, step: Apply, destination: torch.Tensor, known: Mapping[int, torch.Tensor], constants: Constants
     ) -> Iterator[Task]:
-        compute = material.functions[step.function]
+        compute = constants.functions[step.function]
         for piece in step.pieces:
 
             def task(piece: Piece = piece) -> None:
                 with self._temporaries().frame() as take:
-                    inputs = self._inputs(piece, known, material, take)
+                    inputs = self._inputs(piece, known, constants, take)
                     result = next((each for each in inputs if each.dtype == step.dtype), None)
                     if result is None:
                         result = take(piece.numel, step.dtype)
@@ -206,12 +206,12 @@ class Executor:
             yield task
 
     def _inputs(
-        self, piece: Piece, known: Mapping[int, torch.Tensor], material: Material, take: Take
+        self, piece: Piece, known: Mapping[int, torch.Tensor], constants: Constants, take: Take
     ) -> list[torch.Tensor]:
         inputs = []
         for fill in piece.inputs:
             inputs.append(take(fill.numel, fill.dtype))
-            for part in self._tasks_of(fill.steps, inputs[-1], known, material):
+            for part in self._tasks_of(fill.steps, inputs[-1], known, constants):
                 part()
         return inputs
 
@@ -238,7 +238,7 @@ class Executor:
         return self._uploads.into(destination)
 
     def _device_tasks(
-        self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], material: Material
+        self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], constants: Constants
     ) -> Iterator[Task]:
         """Yield what fills device memory, through the ring."""
         put = self._put_into(destination)
@@ -251,7 +251,7 @@ class Executor:
                 yield from move_tasks(step.nest, known[step.value], put)
             else:
                 for piece in step.pieces:
-                    yield self._device_apply_task(step, piece, put, known, material)
+                    yield self._device_apply_task(step, piece, put, known, constants)
 
     def _device_read_task(self, step: Read, first: int, nest: Nest, put: Put) -> Task:
         def task() -> None:
@@ -261,11 +261,11 @@ class Executor:
         return task
 
     def _device_apply_task(
-        self, step: Apply, piece: Piece, put: Put, known: Mapping[int, torch.Tensor], material: Material
+        self, step: Apply, piece: Piece, put: Put, known: Mapping[int, torch.Tensor], constants: Constants
     ) -> Task:
         def write(memory: torch.Tensor) -> None:
             with self._temporaries().frame() as take:
-                compute_into(memory, material.functions[step.function], self._inputs(piece, known, material, take))
+                compute_into(memory, constants.functions[step.function], self._inputs(piece, known, constants, take))
 
         return lambda: put(piece.nest, piece.numel, step.dtype, write)
 

@@ -19,6 +19,6 @@ def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
     planner = Planner()
     fill = planner.plan_fill("a value", expression, FlatRange(0, numel(expression)))
     whole = torch.empty(fill.numel, dtype=expression.dtype, device="cpu")
-    executor.fill(fill, whole, planner.values, planner.material)
+    executor.fill(fill, whole, planner.values, planner.constants)
     executor.finish()
     return whole.reshape(expression.shape)

@@ -20,7 +20,7 @@ from lowmem_load.io.shared_buffer import SharedBuffer
 from lowmem_load.io.temporaries import compute_into
 from lowmem_load.planning.load_plan import Value
 from lowmem_load.planning.nest import Nest
-from lowmem_load.planning.planner import Material
+from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Step
 from lowmem_load.planning.sharing import (
     ByteRange,
@@ -66,17 +66,17 @@ class SharedReads:
         self._taken: list[_Taken] = []
         self._buffer, self._block_bytes, self._check = buffer, block_bytes, check
 
-    def take(self, fill: Fill, destination: torch.Tensor, material: Material) -> Fill:
+    def take(self, fill: Fill, destination: torch.Tensor, constants: Constants) -> Fill:
         """Return what is left of a fill without the shared steps; `run` carries those out."""
         shared = [step for step in fill.steps if id(step) in self._shared_ids]
         for step in shared:
             numbers = {part.value for part in input_steps(step) if isinstance(part, Move)}
-            self._taken.append(_Taken(step, destination, {number: material.tensors[number] for number in numbers}))
+            self._taken.append(_Taken(step, destination, {number: constants.tensors[number] for number in numbers}))
         if not shared:
             return fill
         return replace(fill, steps=tuple(step for step in fill.steps if id(step) not in self._shared_ids))
 
-    def run(self, executor: Executor, values: Sequence[Value], material: Material) -> Shared | None:
+    def run(self, executor: Executor, values: Sequence[Value], constants: Constants) -> Shared | None:
         """Carry out the steps that were taken.
 
         Returns:
@@ -91,9 +91,9 @@ class SharedReads:
         if schedule is None:
             for taken in self._taken:
                 fill = Fill(taken.destination.numel(), taken.destination.dtype, (taken.step,), tuple(taken.known))
-                executor.fill(fill, taken.destination, values, Material(dict(taken.known), material.functions))
+                executor.fill(fill, taken.destination, values, Constants(dict(taken.known), constants.functions))
             return None
-        deliveries = [each for taken in self._taken for each in _deliveries(taken, executor, material)]
+        deliveries = [each for taken in self._taken for each in _deliveries(taken, executor, constants)]
         read_bytes = self._read_chunks(executor, schedule, deliveries)
         if missing := sorted({each.read.tensor.name for each in deliveries if each.num_missing}):
             raise PlanError(f"{listed(missing)}: the ranks of the node did not read all elements that are needed")
@@ -204,9 +204,9 @@ class _Delivery:
 class _OpenPiece:
     """A piece of an elementwise operation. It is computed as soon as all of its inputs have arrived."""
 
-    def __init__(self, taken: _Taken, step: Apply, piece: Piece, executor: Executor, material: Material) -> None:
+    def __init__(self, taken: _Taken, step: Apply, piece: Piece, executor: Executor, constants: Constants) -> None:
         self._taken, self._piece, self._executor = taken, piece, executor
-        self._compute, self._dtype = material.functions[step.function], step.dtype
+        self._compute, self._dtype = constants.functions[step.function], step.dtype
         self._inputs: list[torch.Tensor] = []
         reads = [part for fill in piece.inputs for part in fill.steps if isinstance(part, Read)]
         self._num_missing = sum(read.num_reads * read.nest.numel for read in reads)
@@ -233,14 +233,14 @@ class _OpenPiece:
                     scatter_elements(part.nest, self._taken.known[part.value], self._inputs[-1], 0)
 
 
-def _deliveries(taken: _Taken, executor: Executor, material: Material) -> Iterator[_Delivery]:
+def _deliveries(taken: _Taken, executor: Executor, constants: Constants) -> Iterator[_Delivery]:
     step = taken.step
     if isinstance(step, Read):
         yield _Delivery(step, lambda nest, values: executor.place(nest, values, taken.destination))
         return
     assert isinstance(step, Apply)  # `shared_steps` chooses no others
     for piece in step.pieces:
-        opened = _OpenPiece(taken, step, piece, executor, material)
+        opened = _OpenPiece(taken, step, piece, executor, constants)
         for number, fill in enumerate(piece.inputs):
             for part in fill.steps:
                 if isinstance(part, Read):

@@ -54,21 +54,21 @@ def execute(
             if destination.fill is not None:
                 fill, memory_of = destination.fill, tensor[: destination.fill.numel]
                 if sharing is not None:
-                    fill = sharing.take(fill, memory_of, planned.material)
-                executor.fill(fill, memory_of, plan.values, planned.material)
+                    fill = sharing.take(fill, memory_of, planned.constants)
+                executor.fill(fill, memory_of, plan.values, planned.constants)
         copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
             restores.append(_restore(part, parameter, made, planned, target, executor))
         for number in uses[position]:
             if last_use[number] == position:
-                planned.material.tensors.pop(number, None)
+                planned.constants.tensors.pop(number, None)
         loader.copy_marks(parameter, made)
         for module, name in planned.places.pop(part.name):
             setattr(module, name, made)
         if isinstance(parameter, SymbolicTensor):
             parameter.value.forget()
         sample()
-    shared = None if sharing is None else sharing.run(executor, plan.values, planned.material)
+    shared = None if sharing is None else sharing.run(executor, plan.values, planned.constants)
     executor.finish()
     executor.check_unchanged()
     for source, copy in copies:
@@ -110,7 +110,7 @@ def _restore(
     for companion in part.companions:
         if companion.fill is not None:
             flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
-            executor.fill(companion.fill, flat, planned.plan.values, planned.material)
+            executor.fill(companion.fill, flat, planned.plan.values, planned.constants)
             read[companion.name] = flat.view(companion.shape)
     restore = parameter.quantized.restore  # not the described parameter, which may hold values
     return lambda: restore(part.name, made, read, target.device)
@@ -121,7 +121,7 @@ def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor:
     after = before
     if buffer.fill is not None:
         flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
-        executor.fill(buffer.fill, flat, planned.plan.values, planned.material)
+        executor.fill(buffer.fill, flat, planned.plan.values, planned.constants)
         after = flat.view(buffer.shape)
     elif before.device.type == "cpu" and target.device.type != "cpu":
         flat = torch.empty(before.numel(), dtype=buffer.dtype, device=target.device)

@@ -35,7 +35,7 @@ from lowmem_load.planning.load_plan import (
     SlowPath,
     TargetPlan,
 )
-from lowmem_load.planning.planner import Material, Planner
+from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
 from lowmem_load.planning.sharing import reads_of, shared_steps
@@ -54,7 +54,7 @@ class Planned:
 
     Attributes:
         plan: see `LoadPlan`.
-        material: what the plan's steps refer to by number.
+        constants: what the plan's steps refer to by number.
         parameters: the described parameters, by the first of their names.
         places: all places of each parameter and buffer, by the first of its names.
         buffers: the described buffers, by the first of their names.
@@ -62,7 +62,7 @@ class Planned:
     """
 
     plan: LoadPlan
-    material: Material
+    constants: Constants
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def make_plan(
         _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
         for name, parameter in parameters.items()
     ]
-    targets.sort(key=lambda plan: plan.place)
+    targets.sort(key=lambda plan: plan.sort_key)
     buffers, buffer_places, buffer_names = _distinct(modules, model.named_buffers(remove_duplicate=False))
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
@@ -121,7 +121,7 @@ def make_plan(
     shared = shared_steps(load_plan) if shares_reads else ()
     shareable_bytes = sum(read.read_bytes for step in shared for read in reads_of(step))
     load_plan = replace(load_plan, shareable_bytes=shareable_bytes)
-    return Planned(load_plan, planner.material, parameters, {**places, **buffer_places}, buffers, shared)
+    return Planned(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers, shared)
 
 
 def _distinct(

@@ -1,9 +1,9 @@
-"""What a target parameter is made of: expressions over tensors in files. Pure data, nothing is read or allocated.
+"""Expressions: what a target parameter is made of. Pure data; nothing is read or allocated.
 
-An expression is a tree. Its leaves are tensors in shard files (`Source`), values already in memory (`Held`) or the
-result of an operation that has no element-wise description (`Computed`); its inner nodes only move elements
-(`Concat`, `Slice`, `Pick`, `Permute`, `Reshape`) or cast them (`Cast`). All shapes are logical: row-major, whatever
-strides the torch tensor that the expression stands for would have had.
+An expression is a tree. Its leaves are tensors in shard files (`Source`), tensors in memory (`Held`), and results of
+operations (`Elementwise`, and `Computed` for those that need their inputs whole). Its inner nodes only move elements
+(`Concat`, `Slice`, `Pick`, `Permute`, `Reshape`) or cast them (`Cast`). Shapes are logical: elements count in row-major
+order, whatever strides the torch tensor that an expression stands for would have had.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 Shape = tuple[int, ...]
 
 IN_MEMORY = "in memory"
-"""Origin of values that the model or the caller had: made by a module's constructor, or given as a state dict."""
+"""Origin of tensors that a module's constructor made, or that the caller gave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor in a shard file. `start` is the first byte of its data, absolute in the file at `path`."""
+    """A tensor in a shard file. `start` is the byte of the file at `path` where its data starts."""
 
     path: str
     name: str
@@ -34,10 +34,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """Elements that are in memory: `flat[i]` is element `first + i` of the row-major tensor of `shape`.
+    """A tensor in memory: `flat[i]` is element `first + i` of the row-major tensor of `shape`.
 
-    `flat` may hold fewer elements than `shape` has: the part that this rank will be asked for. `origin` says where the
-    values come from.
+    `flat` may be only the part of it that this rank needs. `origin` says where the values come from.
     """
 
     flat: torch.Tensor
@@ -49,10 +48,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """The result of an operation that the planner cannot see through; its inputs are needed whole.
-
-    `compute` gets the inputs as whole tensors and returns the whole result.
-    """
+    """The result of an operation on whole tensors: `compute` gets all inputs in full and returns all of the result."""
 
     operation: str
     compute: Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -63,9 +59,9 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elementwise:
-    """The result of an operation whose element `i` depends on element `i` of each part alone; all have one shape.
+    """The result of an operation whose element `i` depends only on element `i` of each part. All have one shape.
 
-    `compute` gets the same flat range of each part and returns that range of the result.
+    `compute` gets the same flat range of each part, and returns that range of the result.
     """
 
     operation: str
@@ -86,7 +82,7 @@ class Concat:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Index along `dim` at which each part ends."""
+        """The index along `dim` at which each part ends."""
         ends, end = [], 0
         for part in self.parts:
             end += part.shape[self.dim]
@@ -107,9 +103,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pick:
-    """The elements of `part` that a loop nest goes through, one dim for each loop.
+    """The elements of `part` that a loop nest visits; the result has one dim for each loop.
 
-    Element `t` of the result has the index `bases[d] + sum(t * coefficients[d])` along each dim `d` of `part`.
+    Along dim `d` of `part`, element `t` of the result has the index `bases[d] + sum(t * coefficients[d])`.
     """
 
     part: Expression
@@ -152,7 +148,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Stands in a pattern for what each `Instance` of it has in its place."""
+    """A placeholder in a pattern. Each `Instance` of the pattern has an input in its place."""
 
     shape: Shape
     dtype: torch.dtype
@@ -160,7 +156,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """`pattern` with `inputs` in place of its `slots`: one of many expressions that differ in their leaves alone."""
+    """`pattern` with `inputs` in place of its `slots`. Expressions that differ only in their leaves share a pattern."""
 
     pattern: Expression
     slots: tuple[Slot, ...]
@@ -168,12 +164,12 @@ class Instance:
 
     @property
     def shape(self) -> Shape:
-        """Of the pattern."""
+        """Shape of the pattern."""
         return self.pattern.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the pattern."""
+        """Dtype of the pattern."""
         return self.pattern.dtype
 
     def expanded(self) -> Expression:
@@ -199,12 +195,12 @@ Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast | Slot | In
 
 
 def held(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:
-    """Return a whole tensor in memory as an expression; shares its memory when it is contiguous."""
+    """Return a tensor in memory as an expression, which shares its memory if it is contiguous."""
     return Held(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape), tensor.dtype, origin)
 
 
 def concat(parts: Sequence[Expression], dim: int) -> Expression:
-    """Return `parts` joined along `dim` (0 <= dim). Shapes are the caller's duty: torch has checked them."""
+    """Return `parts` joined along `dim` (0 <= dim). The caller makes sure that the shapes fit."""
     first = parts[0]
     size = sum(part.shape[dim] for part in parts)
     shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
@@ -219,7 +215,7 @@ def slice_dim(part: Expression, dim: int, start: int, step: int, size: int) -> E
 
 
 def expand(part: Expression, shape: Sequence[int]) -> Expression:
-    """Return `part` repeated to `shape` by torch's rules of broadcasting."""
+    """Return `part` broadcast to `shape` by torch's rules."""
     padded = (1,) * (len(shape) - len(part.shape)) + part.shape
     if padded == tuple(shape):
         return reshape(part, shape)
@@ -235,7 +231,7 @@ def permute(part: Expression, dims: Sequence[int]) -> Expression:
 
 
 def reshape(part: Expression, shape: Sequence[int]) -> Expression:
-    """Return `part` under `shape` (fully known sizes)."""
+    """Return `part` under `shape`, which has no -1."""
     if tuple(shape) == part.shape:
         return part
     if isinstance(part, Reshape):
@@ -244,14 +240,14 @@ def reshape(part: Expression, shape: Sequence[int]) -> Expression:
 
 
 def cast(part: Expression, dtype: torch.dtype) -> Expression:
-    """Return `part` as `dtype`; a cast to the dtype it has is no cast."""
+    """Return `part` as `dtype`: itself if it has that dtype."""
     return part if part.dtype == dtype else Cast(part, dtype=dtype)
 
 
 def without_casts(part: Expression) -> tuple[Expression, tuple[torch.dtype, ...]]:
-    """Return `part` before it was cast, under its shape, and the dtypes to which it was, in order.
+    """Return `part` as it was before its casts, and the dtypes to which it was cast, in order.
 
-    Whoever casts a few elements at a time holds the others as they were: weights in fp8 are a quarter of those in fp32.
+    Who casts block by block saves memory: weights in fp8 take a quarter of what they take in fp32.
     """
     if isinstance(part, Cast):
         inner, dtypes = without_casts(part.part)
@@ -268,7 +264,7 @@ def numel(expression: Expression) -> int:
 
 
 def leaves(expression: Expression) -> list[Leaf]:
-    """Return the distinct leaves in order of first appearance, with those that `Computed` and `Elementwise` need."""
+    """Return the distinct leaves in order of first appearance, those inside `Computed` and `Elementwise` included."""
     found: list[Leaf] = []
     seen: set[int] = set()
     stack: list[Expression] = [expression]
@@ -277,7 +273,7 @@ def leaves(expression: Expression) -> list[Leaf]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, Source):  # most of them, and without children
+        if isinstance(node, Source):  # most nodes of large models
             found.append(node)
             continue
         if isinstance(node, Leaf):
@@ -287,7 +283,7 @@ def leaves(expression: Expression) -> list[Leaf]:
 
 
 def children(expression: Expression) -> tuple[Expression, ...]:
-    """Return the expressions that `expression` is directly made of; an `Instance` also of its pattern."""
+    """Return the direct parts of an expression; of an `Instance`, also its pattern."""
     if isinstance(expression, Source | Held | Slot):
         return ()
     if isinstance(expression, Computed):

@@ -1,8 +1,8 @@
-"""The plan of one load on one rank: everything that will be read and where it goes. Plain data, proved when it is made.
+"""The plan of one load on one rank: everything that will be read, and where it goes. Plain data, proved when made.
 
-[Note: plan and material] A plan can be compared, printed and costed in any process. What it needs besides, and what
-cannot be data (values in memory, functions of torch), lies in a `Material` beside it (`planner.py`) and is referred to
-by number.
+[Note: plan and constants] A plan is data: it can be compared, printed and costed in any process. Tensors in memory and
+functions of torch are not such data. They lie in a `Constants` object beside the plan (`planner.py`), and the plan
+refers to them by number.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lowmem_load.planning.reads import Fill, Read, ReadCost
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a plan, or a part of one, costs on its rank.
+    """What a plan, or a part of one, costs its rank.
 
     Attributes:
-        needed_bytes: bytes of files that the filled memory is made of.
-        read_bytes: bytes fetched from files: over-read included, headers not.
+        needed_bytes: bytes of files that end up in the filled memory.
+        read_bytes: bytes that are read: needed ones and gaps between them. Headers do not count.
         num_reads: reads that fetch them.
-        staging_bytes: of the staging buffer that each reading thread needs.
-        largest_temporary_bytes: of the values that are in memory at one time only to compute or to move them: all that
-            one destination needs, with the inputs of the largest. Each reading thread may hold as much for elementwise
-            operations.
+        staging_bytes: bytes of the staging buffer that each reading thread needs.
+        largest_temporary_bytes: most bytes that are held at one time only to compute or move values: all values that
+            one destination needs, and the inputs of the largest. Each reading thread may hold as much again for
+            elementwise operations.
     """
 
     needed_bytes: int = 0
@@ -53,7 +53,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """A value that is in memory before the plan is executed, flat; `origin` says where it comes from."""
+    """A flat tensor that is in memory before the plan is executed. `origin` says where it comes from."""
 
     origin: str
     numel: int
@@ -62,7 +62,7 @@ class HeldValue:
 
 @dataclass(frozen=True, slots=True)
 class ComputedValue:
-    """The result of an operation on whole tensors: number `function` of the material's, on the filled inputs."""
+    """The result of an operation on whole tensors: function number `function` of the constants, of these inputs."""
 
     operation: str
     function: int
@@ -77,12 +77,12 @@ Value = HeldValue | ComputedValue
 
 @dataclass(frozen=True, slots=True)
 class SlowPath:
-    """A parameter, or buffer, that is not read straight to where it stays.
+    """A parameter or buffer that cannot be read straight into its final memory.
 
     Attributes:
-        name: of it.
-        reason: why, in words.
-        extra_bytes: bytes held or read beyond the partition for it.
+        name: of the parameter or buffer.
+        reason: why not.
+        extra_bytes: bytes that are held or read beyond the partition.
     """
 
     name: str
@@ -92,15 +92,15 @@ class SlowPath:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A piece of memory of a target.
+    """One piece of memory of a target parameter.
 
     Attributes:
-        region: elements of the target that it holds.
-        numel: elements that are allocated, padding behind the region included.
+        region: elements of the parameter that it holds.
+        numel: elements that are allocated: the region and the padding behind it.
         on_host: whether it is host memory.
-        fill: how the region is filled; None where another destination of the target holds it as well.
-        copied_from: the number of that destination, and the first of its elements, from which the region is copied
-            once all is filled; None where there is a fill.
+        fill: how the region is filled; None if another destination of the parameter holds these elements as well.
+        copied_from: if there is no fill: the number of that other destination, and its element from which on the
+            region is copied once everything is filled.
     """
 
     region: Region
@@ -112,12 +112,12 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class CompanionPlan:
-    """A tensor that goes with a quantized parameter, whole on every rank: scales, code books.
+    """A tensor that belongs to a quantized parameter, such as its scales. Every rank holds all of it.
 
     Attributes:
-        name: as the method of quantization calls it.
-        shape, dtype: of it.
-        fill: how it is filled; None for one that comes with the packing of the parameter.
+        name: as the quantization method calls it.
+        shape, dtype: of the tensor.
+        fill: how it is filled; None if packing the parameter makes it.
     """
 
     name: str
@@ -127,24 +127,24 @@ class CompanionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPlan:
-    """A parameter: what this rank holds of it and how that is filled.
+    """A target parameter: what this rank holds of it, and how that is filled.
 
     Attributes:
-        names: all names of the parameter; more than one where it is tied.
-        shape, dtype: of the whole parameter, as it will be stored; of one that is quantized, of its packed values.
-        kind: what becomes of it, as its target names it: "zero3", "replicated".
+        names: all names of the parameter; several if it is tied.
+        shape, dtype: of the whole parameter as it is stored; if it is quantized, of its packed values.
+        kind: the kind of target: "zero3", "replicated".
         destinations: one for each piece of memory.
         is_recast: whether an ordinary load keeps it in another dtype.
-        is_uninitialised: whether nothing gives it a value, in which case it is zero.
-        slow_paths: what keeps it from being read straight into its destinations.
-        fingerprint: of what it is made of as a whole: equal on all ranks that read the same files.
-        companions: what goes with its packed values; none where it is not quantized.
+        is_uninitialised: whether nothing gives it a value; then it is zero.
+        slow_paths: why it is not read straight into its destinations.
+        fingerprint: digest of the whole parameter's expression; equal on all ranks that read the same files.
+        companions: tensors that belong to its packed values; none unless it is quantized.
     """
 
     names: tuple[str, ...]
@@ -180,8 +180,8 @@ class TargetPlan:
         return [each.fill for each in self.destinations if each.fill is not None] + of_companions
 
     @property
-    def place(self) -> tuple[str, int, str]:
-        """By which the parameters of a plan are sorted: file and first byte of what is read first, then the name."""
+    def sort_key(self) -> tuple[str, int, str]:
+        """Path and byte of the first tensor that is read, then the name: files are read front to back."""
         steps = (step for fill in self.fills for step in fill.steps)
         first = next((step.tensor for step in steps if isinstance(step, Read)), None)
         return ("", 0, self.name) if first is None else (first.path, first.start, self.name)
@@ -189,14 +189,14 @@ class TargetPlan:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """A buffer of the model, whole on every rank.
+    """A buffer of the model. Every rank holds all of it.
 
     Attributes:
         names: all names of the buffer.
         shape, dtype: as it will be held.
-        fill: how it is filled; None for one that is in memory already and is only moved or cast.
-        slow_paths: what keeps it from being read as it lies.
-        fingerprint: as of `TargetPlan`.
+        fill: how it is filled; None if it is in memory already and is only moved or cast.
+        slow_paths: why it is not read straight into its memory.
+        fingerprint: as for `TargetPlan`.
     """
 
     names: tuple[str, ...]
@@ -209,13 +209,13 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file that a plan was made against.
+    """A file whose header the plan was made from.
 
     Attributes:
         path: as it was opened.
-        nbytes: its size.
-        digest: of its header, which says what tensor lies where.
-        version: of the source, see `read.source.ByteSource`; another node's may differ, so it is not compared.
+        nbytes: size of the file.
+        digest: of its header, which says which tensor lies where.
+        version: see `ByteSource.version`. It may differ between nodes, so it is not compared.
     """
 
     path: str
@@ -226,25 +226,25 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Everything that a load does on one rank of one world.
+    """Everything that a load does on one rank.
 
     Attributes:
         name: what is loaded.
         rank, world_size: of the partition group.
         targets: the distinct parameters, in the order in which they are read.
         buffers: the distinct buffers.
-        values: values in memory and computed ones, which steps refer to by number.
-        files: all files of the checkpoint whose headers were read.
-        read_to_describe: operations whose results transformers needed while the model was described, with the bytes
-            that each read; most loads have none.
-        missing_keys, unexpected_keys, mismatched_keys: as transformers' `output_loading_info` gives them.
+        values: values that steps refer to by number: in memory, or computed.
+        files: all files whose headers were read.
+        read_to_describe: what transformers had to know while the model was described: operation, and the bytes that
+            were read for it. Most loads have none.
+        missing_keys, unexpected_keys, mismatched_keys: as in transformers' `output_loading_info`.
         costs: of executing the plan.
-        read_cost: by which it was chosen what one read takes.
-        shareable_bytes: of `read_bytes`, those of reads that the ranks of a node rather do together; see
-            [Note: shared reads] in `sharing.py`. Each of them holds two chunks of `CHUNK_BYTES` for that.
-        seconds: that describing and planning took on this machine; two plans that differ in them alone are equal.
-        planning_bytes: anonymous host memory that these two took, and that stays taken for as long as the model is
-            described: of a plan that was made without loading, else 0. Compared as little.
+        read_cost: cost of a read that the plan was optimised for.
+        shareable_bytes: the part of `read_bytes` that this rank would rather read together with its node; see
+            [Note: shared reads] in `sharing.py`. Each rank that does so holds two chunks of `CHUNK_BYTES` for it.
+        seconds: time that describing and planning took on this machine. Not compared.
+        planning_bytes: anonymous host memory that describing and planning took, and that stays in use while the model
+            is described; 0 for a plan that is part of a load. Not compared.
     """
 
     name: str
@@ -291,32 +291,32 @@ class LoadPlan:
 
     @property
     def partition_bytes(self) -> int:
-        """Bytes that this rank holds of parameters that are cut up, padding included."""
+        """Bytes that this rank holds of partitioned parameters, padding included."""
         return sum(target.held_bytes for target in self.targets if target.kind != REPLICATED)
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of the parameters that every rank holds whole."""
+        """Bytes of the parameters that every rank holds in full."""
         return sum(target.held_bytes for target in self.targets if target.kind == REPLICATED)
 
     @property
     def num_quantized(self) -> int:
-        """Parameters of which packed values are held."""
+        """Number of quantized parameters."""
         return sum(bool(target.companions) for target in self.targets)
 
     @property
     def companion_bytes(self) -> int:
-        """Bytes of what goes with the packed values of quantized parameters, whole on every rank."""
+        """Bytes of the tensors that belong to quantized parameters. Every rank holds all of them."""
         return sum(companion.nbytes for target in self.targets for companion in target.companions)
 
     @property
     def slow_paths(self) -> list[SlowPath]:
-        """Why, and at what cost, parameters and buffers are not read straight to where they stay."""
+        """Those of all parameters and buffers."""
         of_targets = [path for target in self.targets for path in target.slow_paths]
         return of_targets + [path for buffer in self.buffers for path in buffer.slow_paths]
 
     def values_of(self, fills: Iterable[Fill]) -> set[int]:
-        """Return the numbers of all values that executing some fills takes, also to compute others."""
+        """Return the numbers of all values that some fills need, also indirectly."""
         found: set[int] = set()
         pending = [number for fill in fills for number in fill.needs]
         while pending:
@@ -331,14 +331,14 @@ class LoadPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Equal on all ranks that load the same model from the same files in the same way."""
+        """Digest that is equal on all ranks that load the same model from the same files in the same way."""
         lines = sorted(f"{target.name} {target.kind} {target.fingerprint}" for target in self.targets)
         lines += [f"buffer {buffer.names[0]} {buffer.fingerprint}" for buffer in self.buffers]
         lines += sorted(f"file {_file_name(file.path)} {file.nbytes} {file.digest}" for file in self.files)
         return fingerprint(lines)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the plan, to be written as JSON: bytes, counts, names."""
+        """Return the figures of the plan as JSON data: bytes, counts, names."""
         kinds = sorted({target.kind for target in self.targets})
         return {
             "name": self.name,
@@ -374,14 +374,14 @@ class LoadPlan:
 
 
 REPLICATED = "replicated"
-"""Kind of a parameter that every rank holds whole."""
+"""Kind of a parameter that every rank holds in full."""
 
 
 def in_common_order(files: Iterable[PlannedFile]) -> list[PlannedFile]:
-    """Return files in an order that is the same on all ranks, whose nodes may have them in different folders."""
+    """Return files in an order that is the same on all ranks, although nodes may have them in different folders."""
     return sorted(files, key=lambda file: (_file_name(file.path), file.digest))
 
 
 def _file_name(path: str) -> str:
-    """Return what follows the last slash: nodes may have the same file in different folders."""
+    """Return what follows the last slash."""
     return path.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Turns expressions into fills: proved and costed when they are made. Pure: nothing is read or allocated."""
+"""Turns expressions into fills, which are proved and costed as they are made. Pure: nothing is read or allocated."""
 
 from __future__ import annotations
 
@@ -31,40 +31,44 @@ from lowmem_load.planning.reads import (
 )
 
 MAX_COPIES = 1 << 20
-"""Copies of one destination on one rank. Far above any known conversion; beyond it a plan costs more than the data."""
+"""Most copies into one destination. No known conversion comes near it; a plan with more costs more than the data."""
 
 
 @dataclass(slots=True)
-class Material:
-    """What the steps of a plan refer to by number. See [Note: plan and material]."""
+class Constants:
+    """Tensors and functions that the steps of a plan refer to by number. See [Note: plan and constants]."""
 
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     functions: list[Callable[[Sequence[torch.Tensor]], torch.Tensor]] = field(default_factory=list)
 
 
 class Planner:
-    """Turns expressions into fills, and collects the values and functions that these share.
+    """Turns expressions into fills, and collects the values and functions that they share.
 
     Attributes:
-        values: of the plan.
-        material: what goes with it.
+        values: of the plan; steps refer to them by number.
+        constants: tensors and functions that go with the plan.
     """
 
     def __init__(self, limits: ReadLimits | None = None) -> None:
         self.values: list[Value] = []
-        self.material = Material()
+        self.constants = Constants()
         self._limits = limits or ReadLimits()
         self._numbers: dict[int, int] = {}
         self._costs: dict[int, tuple[Costs, int]] = {}
-        self._known: list[Expression | Callable[..., Any]] = []  # keeps what `_numbers` knows by id alive
+        self._known: list[Expression | Callable[..., Any]] = []  # kept alive: `_numbers` knows them by id
 
     def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
-        """Plan the memory that holds `region` of `expression`, and prove that every element is filled once.
+        """Return how memory that holds a region of an expression is filled; proved to fill each element once.
 
-        `region` has the elements that the memory holds; a grid is laid out row-major.
+        Args:
+            name: of the parameter, for messages.
+            expression: of the whole parameter.
+            region: elements that the memory holds. A grid is held row-major.
+            on_host: whether it is host memory, into which files can be read directly.
 
         Raises:
-            PlanError: the region leaves the expression, needs more than `MAX_COPIES` copies, is not covered exactly
+            PlanError: the region exceeds the expression, needs more than `MAX_COPIES` copies, is not covered exactly
                 once, or needs elements that are not in memory.
         """
         expression, flat_range = _selected(name, expression, region)
@@ -77,7 +81,7 @@ class Planner:
         return Fill(flat_range.numel, expression.dtype, tuple(steps), tuple(dict.fromkeys(self._needed(steps))))
 
     def costs(self, fills: Iterable[Fill]) -> Costs:
-        """Return what executing some fills costs; a computed value that several of them need is computed for each."""
+        """Return what executing some fills costs. A computed value that several fills need is computed for each."""
         fills = list(fills)
         total = self._steps_costs(step for fill in fills for step in fill.steps)
         for fill in fills:
@@ -114,7 +118,7 @@ class Planner:
         number = self._numbers.get(id(leaf))
         if number is None:
             number = self._add(leaf, HeldValue(leaf.origin, leaf.flat.numel(), leaf.dtype))
-            self.material.tensors[number] = leaf.flat
+            self.constants.tensors[number] = leaf.flat
         return number
 
     def _computed(self, name: str, leaf: Computed) -> int:
@@ -134,8 +138,8 @@ class Planner:
     def _function(self, compute: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> int:
         if id(compute) not in self._numbers:
             self._known.append(compute)
-            self.material.functions.append(compute)
-            self._numbers[id(compute)] = len(self.material.functions) - 1
+            self.constants.functions.append(compute)
+            self._numbers[id(compute)] = len(self.constants.functions) - 1
         return self._numbers[id(compute)]
 
     @staticmethod
@@ -170,7 +174,7 @@ class Planner:
         return replace(inputs, largest_temporary_bytes=held + max(block, inputs.largest_temporary_bytes))
 
     def _value_costs(self, number: int) -> tuple[Costs, int]:
-        """Return what making a value costs, and the bytes of the result."""
+        """Return the costs of computing a value, and the bytes of the result."""
         value = self.values[number]
         if isinstance(value, HeldValue):
             return Costs(), 0
@@ -184,15 +188,15 @@ class Planner:
 
 
 def _piece_bytes(dtype: torch.dtype, inputs: Sequence[torch.dtype]) -> int:
-    """Return the bytes that an elementwise operation holds of each element: its inputs, and its result of `dtype`.
+    """Return the bytes that an elementwise operation holds for each element: its inputs and its result of `dtype`.
 
-    The result goes into an input of its dtype, where there is one.
+    The result overwrites an input of the same dtype, if there is one.
     """
     return sum(each.itemsize for each in inputs) + (0 if dtype in inputs else dtype.itemsize)
 
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:
-    """Return the expression and the flat range of it that are the elements of `region` in order."""
+    """Return an expression, and a flat range of it, whose elements are those of `region` in order."""
     if isinstance(region, Grid):
         dims = zip(region.runs, expression.shape, strict=True)
         if any(not 0 <= start <= end <= size for runs, size in dims for start, end in runs):
@@ -208,7 +212,7 @@ def _selected(name: str, expression: Expression, region: Region) -> tuple[Expres
 
 
 def _within(name: str, leaf: Held, nest: Nest) -> Nest:
-    """Return `nest` if it stays within the elements that are in memory."""
+    """Return `nest`; raise PlanError if it needs elements of `leaf` that are not in memory."""
     num_spanned = extent(nest.axes, "source")
     if nest.source < 0 or nest.source + num_spanned > leaf.flat.numel():
         first = nest.source + leaf.first

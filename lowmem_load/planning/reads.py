@@ -1,8 +1,8 @@
-"""From copies to the steps that an executor performs: nests of reads, moves of values in memory. Pure, no I/O.
+"""Steps: what the executor does to fill memory, made from copies. Pure, no I/O.
 
-A step is data: it can be compared, costed and proved without files. A million reads of one strided copy are one `Read`,
-whose loops the executor runs through. (The pieces of an elementwise operation are listed one by one: what each needs of
-its inputs is another plan.)
+A step is data: it can be compared, costed and proved without files. The million reads of a strided copy are one `Read`
+with loops, which the executor runs through. Only the pieces of an elementwise operation are listed one by one, because
+the inputs of each have plans of their own.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Nest, extent, offsets
 
 LOCAL = "local"
-"""`ReadCost.origin` of files that do not lie on the network."""
+"""`ReadCost.origin` of files that are not on a network file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
     """What reading costs: `call_s` for each read, and its bytes at `bytes_per_s`.
 
-    Between two wanted pieces lies a gap: reading it along costs its bytes, leaving it out costs another read. The
-    defaults were measured on two cores of an AMD EPYC, reading 192 to 3072 of every 6144 bytes from the page cache: 25
-    us for each read, of which the system call is the smaller part, and 7.6 GB/s where the gaps are read along. What
-    several ranks of a machine read at a time shares the bandwidth of its memory, so it is taken as 5 GB/s.
+    Between two needed pieces of a file lies a gap. Reading the gap as well costs its bytes; skipping it costs one more
+    read. The defaults were measured on two cores of an AMD EPYC, reading from the page cache: 25 us for each read, most
+    of it in Python, and 7.6 GB/s. Ranks that read at the same time share the memory bandwidth, hence 5 GB/s.
 
     Attributes:
-        call_s: seconds for each read, beside its bytes.
-        bytes_per_s: that one thread reads.
-        block_bytes: that a network file system reads as a whole; 1 elsewhere.
+        call_s: seconds for each read, apart from its bytes.
+        bytes_per_s: of one thread.
+        block_bytes: bytes that a network file system reads as a whole; 1 for others.
         origin: type of the network file system, or `LOCAL`.
     """
 
@@ -45,7 +44,7 @@ class ReadCost:
 
     @property
     def max_gap_bytes(self) -> int:
-        """Of the largest gap that costs no more than another read."""
+        """Bytes of the largest gap that costs no more than another read."""
         return int(self.call_s * self.bytes_per_s)
 
 
@@ -54,11 +53,11 @@ class ReadLimits:
     """How large reads are.
 
     Attributes:
-        staging_bytes: of one staged read, and of what one piece of an elementwise operation holds. Larger gains
-            nothing on local disks and the page cache, and each reading thread has a buffer of this size.
-        direct_bytes: of one read into its destination. Needs no buffer; the bound keeps the progress bar and the
-            threads fed.
-        max_gap_bytes: between two wanted pieces up to which one read takes both. See `ReadCost`.
+        staging_bytes: most bytes of a staged read, and of the inputs and the result of one piece of an operation. Each
+            reading thread has a buffer of this size; larger ones were not faster on local disks or the page cache.
+        direct_bytes: most bytes of a read straight into its destination. The limit is there for the progress bar, and
+            so that several threads share a large partition.
+        max_gap_bytes: largest gap that is read along. See `ReadCost`.
     """
 
     staging_bytes: int = 8 << 20
@@ -67,20 +66,20 @@ class ReadLimits:
 
 
 BLOCK_NUMEL = 1 << 16
-"""Elements of an elementwise operation that are computed at a time: they stay in the processor's cache."""
+"""Elements of an elementwise operation that are computed at a time. So many stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Reads of one tensor in a file: for every combination of the `outer` axes, one of `numel` elements.
+    """Reads of one source tensor: one read of `numel` elements for each combination of the `outer` axes.
 
     Attributes:
-        tensor: what is read.
+        tensor: that is read.
         first: element of the tensor at which the first read starts.
-        numel: elements that each read fetches, gaps between wanted ones included.
-        outer: one read for every combination.
-        nest: where the elements of the first read go; those of the others go `outer.destination` further on.
-        is_direct: whether the bytes go straight to their destination, which is host memory of the same dtype.
+        numel: elements of each read, gaps included.
+        outer: loops over the reads.
+        nest: where the elements of the first read go. Those of the others go further on by `outer`'s destination.
+        is_direct: whether the bytes go straight into the destination, which is then host memory of the same dtype.
     """
 
     tensor: Source
@@ -102,18 +101,18 @@ class Read:
 
     @property
     def needed_bytes_each(self) -> int:
-        """Bytes of one read that are wanted: an element that goes to several places counts once."""
+        """Bytes of one read that are needed. An element that goes to several places counts once."""
         return self.nest.source_numel * self.tensor.dtype.itemsize
 
     def each(self) -> Iterator[tuple[int, int]]:
-        """Yield, for each read, its first element of the tensor and its offset in the destination."""
+        """Yield for each read its first element of the tensor, and how far its elements go further on."""
         for start, destination in offsets(self.outer):
             yield self.first + start, destination
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Elements of a value that is in memory when the step runs: number `value` of the plan's values."""
+    """Moves elements of the plan's value number `value`, which is in memory when the step runs."""
 
     value: int
     nest: Nest
@@ -136,9 +135,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An elementwise operation: number `function` of the plan's functions, piece by piece.
+    """An elementwise operation: function number `function` of the constants, applied piece by piece.
 
-    A piece is computed in blocks, into an input of its dtype where it has one, and else into memory besides.
+    The result of a piece overwrites an input of the same dtype, if there is one.
     """
 
     operation: str
@@ -152,9 +151,12 @@ Step = Read | Move | Apply
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How flat memory of `numel` elements is filled: each of them by exactly one step.
+    """How flat memory is filled: each of its elements by exactly one step.
 
     Attributes:
+        numel: elements of the memory.
+        dtype: of the elements.
+        steps: in any order.
         needs: numbers of the values that the steps move, in order of first use.
     """
 
@@ -165,7 +167,7 @@ class Fill:
 
 
 def written(step: Step) -> Iterator[Nest]:
-    """Yield nests whose destinations are the elements that a step writes."""
+    """Yield nests whose destinations are all elements that a step writes."""
     if isinstance(step, Apply):
         for piece in step.pieces:
             yield piece.nest
@@ -176,10 +178,7 @@ def written(step: Step) -> Iterator[Nest]:
 
 
 def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool) -> Iterator[Read]:
-    """Yield the reads of `copy`, whose leaf is `tensor`.
-
-    Files can be read straight into a destination that is host memory (`on_host`).
-    """
+    """Yield the reads of `copy`, whose leaf is `tensor`. Only host memory (`on_host`) can be read into directly."""
     itemsize = tensor.dtype.itemsize
     if on_host and copy.nest.is_run and not copy.nest.casts:
         yield from _direct(copy.nest, tensor, max(1, limits.direct_bytes // itemsize))
@@ -189,9 +188,9 @@ def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool)
 
 
 def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, Nest]]:
-    """Yield the pieces of a copy that fit a staging buffer of elements of `itemsize` bytes.
+    """Yield the pieces of a copy that fit the staging limit at `itemsize` bytes for each element.
 
-    Each is: first element of the leaf, elements that it spans, and where they go.
+    A piece is: its first element of the leaf, the elements that it spans, and where they go.
     """
     for part in _staged(copy.nest, itemsize, limits):
         for start, destination in offsets(part.outer):
@@ -208,9 +207,9 @@ def _direct(nest: Nest, tensor: Source, step: int) -> Iterator[Read]:
 
 
 class _Staged(NamedTuple):
-    """One buffer of `numel` elements for every combination of `outer`.
+    """A staging buffer of `numel` elements, filled once for each combination of `outer`.
 
-    `first` is the element of the source at which the first buffer starts; `nest` says where its elements go.
+    The first buffer starts at element `first` of the source. `nest` says where its elements go.
     """
 
     first: int
@@ -220,10 +219,10 @@ class _Staged(NamedTuple):
 
 
 def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
-    """Yield the parts of a nest of which each buffer fits the staging limit.
+    """Yield parts of a nest whose buffers fit the staging limit.
 
-    The axes with the smallest source strides are read in one go as long as the gaps between wanted elements stay
-    within the limit; the others become separate reads.
+    Axes with small source strides are read at once, as long as the gaps between their elements are not larger than the
+    limit. The other axes become loops over separate reads.
     """
     axes = sorted(nest.axes, key=lambda axis: axis.source)
     budget = max(1, limits.staging_bytes // itemsize)
@@ -238,7 +237,7 @@ def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
     if span <= budget:
         yield _Staged(nest.source, span, outer, replace(nest, source=0, axes=inner))
         return
-    (widest_size, source, destination), inner = inner[-1], inner[:-1]  # cut into blocks that fit the budget
+    (widest_size, source, destination), inner = inner[-1], inner[:-1]  # the widest is cut so that blocks fit
     below = extent(inner, "source")
     block = max(1, (budget - below) // source + 1)
     full, rest = divmod(widest_size, block)

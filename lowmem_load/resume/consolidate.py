@@ -242,7 +242,7 @@ def _copy(chunks: Sequence[_Chunk], executor: Executor, writer: Writer) -> None:
         planner = Planner()
         fill = planner.plan_fill(chunk.name, chunk.expression, FlatRange(0, chunk.elements.numel))
         memory = buffer[: chunk.nbytes].view(chunk.expression.dtype)
-        executor.fill(fill, memory, planner.values, planner.material)
+        executor.fill(fill, memory, planner.values, planner.constants)
         executor.finish()
         for write in chunk.writes:
             writer.write(write, memory, chunk.elements.start)

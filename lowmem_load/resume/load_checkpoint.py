@@ -192,7 +192,7 @@ def _fill(
                     _fill_parts([part], {FP32: memory}, plan, executor)
             for buffer, fill in plan.buffers.items():
                 flat = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
-                executor.fill(fill, flat, plan.planner.values, plan.planner.material)
+                executor.fill(fill, flat, plan.planner.values, plan.planner.constants)
                 executor.finish()
                 state.buffers[buffer].detach().copy_(flat.view(state.buffers[buffer].shape))
             executor.check_unchanged()
@@ -203,7 +203,7 @@ def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan:
         mine, numel = memory[part.key].narrow(0, part.held.first, part.held.numel), part.held.mine.numel
         if part.fill is not None:
             mine[numel:].zero_()  # padding, which DeepSpeed steps as well
-            executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.material)
+            executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.constants)
         elif part.key != FP32:
             mine.zero_()
     executor.finish()

@@ -480,7 +480,7 @@ def fill_all_ranks(
             fill = planner.plan_fill(name, expression, span)
             destination = torch.full((span.numel * itemsize,), UNWRITTEN, dtype=torch.uint8)
             before = executor.stats.read_bytes
-            executor.fill(fill, destination.view(expression.dtype), planner.values, planner.material)
+            executor.fill(fill, destination.view(expression.dtype), planner.values, planner.constants)
             executor.finish()
             read_bytes, costs = executor.stats.read_bytes - before, planner.costs([fill])
             assert read_bytes == costs.read_bytes

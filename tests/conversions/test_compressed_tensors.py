@@ -112,7 +112,7 @@ def test_all_ranks_have_the_bytes_of_the_ordinary_load(
                     fill, region = target.destinations[0].fill, target.destinations[0].region
                     assert fill is not None and isinstance(region, FlatRange)
                     memory = torch.empty(fill.numel, dtype=target.dtype)
-                    executor.fill(fill, memory, plan.values, made[-1].material)
+                    executor.fill(fill, memory, plan.values, made[-1].constants)
                     executor.finish()
                     assert torch.equal(memory.view(torch.int16), expected[target.name][region.start : region.end])
     assert bool(plan.slow_paths) == (name in ("int4", "nvfp4")), "codes are unpacked one whole weight at a time"

@@ -101,9 +101,9 @@ READ_INTO = LocalFile.read_into
 class WithoutRing(Executor):
     """Fills device memory as if it were the host's."""
 
-    def fill(self, fill: Any, destination: torch.Tensor, values: Any, material: Any) -> None:
-        known = {number: self._value(number, values, material) for number in fill.needs}
-        for task in self._tasks_of(fill.steps, destination, known, material):
+    def fill(self, fill: Any, destination: torch.Tensor, values: Any, constants: Any) -> None:
+        known = {number: self._value(number, values, constants) for number in fill.needs}
+        for task in self._tasks_of(fill.steps, destination, known, constants):
             self._tasks.run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:

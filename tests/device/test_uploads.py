@@ -43,7 +43,7 @@ def small_slots() -> Iterator[Executor]:
 def fill(executor: Executor, node: ex.Expression, destination: torch.Tensor) -> None:
     planner = Planner(ReadLimits(staging_bytes=SLOT))
     planned = planner.plan_fill("w", node, FlatRange(0, destination.numel()), on_host=False)
-    executor.fill(planned, destination, planner.values, planner.material)
+    executor.fill(planned, destination, planner.values, planner.constants)
 
 
 def leaf(path: str) -> ex.Source:

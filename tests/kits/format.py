@@ -75,7 +75,7 @@ class FormatContract(abc.ABC):
             span, planner = partition_range(numel(expression), rank, 4), Planner()
             fill, memory = planner.plan_fill("weight", expression, span), torch.empty(span.numel)
             with Executor(open_source=lambda path: MemorySource(path, data)) as executor:
-                executor.fill(fill, memory, planner.values, planner.material)
+                executor.fill(fill, memory, planner.values, planner.constants)
                 executor.finish()
                 assert (executor.stats.read_bytes, executor.stats.num_reads) == (span.numel * 4, 1)
             assert torch.equal(_bytes(memory), _bytes(tensor.reshape(-1)[span.start : span.end]))

@@ -185,7 +185,7 @@ def _filled(name: str, values: torch.Tensor, layout: Layout, number: int) -> tor
     fill = planner.plan_fill(name, cast(held(values), layout.dtype), region, on_host=layout.on_host)
     memory = torch.full((layout.numels[number],), float("nan"), dtype=layout.dtype)
     with Executor() as executor:
-        executor.fill(fill, memory[: fill.numel], planner.values, planner.material)
+        executor.fill(fill, memory[: fill.numel], planner.values, planner.constants)
     assert memory[fill.numel :].isnan().all(), f"{name}: padding was written"
     return memory[: fill.numel]
 

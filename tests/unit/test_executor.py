@@ -49,7 +49,7 @@ def read(
     fill = planner.plan_fill("w", node, flat_range)
     with Executor(num_threads=num_threads) as executor:
         executor.on_bytes = done.append
-        executor.fill(fill, destination, planner.values, planner.material)
+        executor.fill(fill, destination, planner.values, planner.constants)
         executor.finish()
     costs = planner.costs([fill])
     assert (costs.read_bytes, costs.num_reads) == (executor.stats.read_bytes, executor.stats.num_reads)
@@ -124,7 +124,7 @@ def test_bytes_are_counted_while_a_read_goes_on(
     fill = planner.plan_fill("w", ex.cast(leaf(file), dtype), FlatRange(5, 720))
     destination = torch.empty(715, dtype=dtype)
     with Executor(open_source=Watched) as executor:
-        executor.fill(fill, destination, planner.values, planner.material)
+        executor.fill(fill, destination, planner.values, planner.constants)
     assert counted == [0, 1000, 2000]
     assert (executor.stats.read_bytes, executor.stats.num_reads) == (2860, 1)
     assert torch.equal(destination, VALUES.reshape(-1)[5:].to(dtype))
@@ -138,7 +138,7 @@ def test_one_thread_reads_in_groups_and_leaves_nothing_waiting(file: Path, monke
     num_reads = []
     with Executor() as executor:
         for destination in destinations:
-            executor.fill(fill, destination, planner.values, planner.material)
+            executor.fill(fill, destination, planner.values, planner.constants)
             num_reads.append(executor.stats.num_reads)
         executor.finish()
         num_reads.append(executor.stats.num_reads)
@@ -248,5 +248,5 @@ def test_memory_that_a_tensor_does_not_fit_is_refused(file: Path, destination: t
     planner = Planner()
     fill = planner.plan_fill("t", leaf(file), FlatRange(0, 100))
     with pytest.raises(RuntimeError), Executor() as executor:
-        executor.fill(fill, destination, planner.values, planner.material)
+        executor.fill(fill, destination, planner.values, planner.constants)
     assert not destination.any()

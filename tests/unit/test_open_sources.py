@@ -87,7 +87,7 @@ def test_more_files_than_descriptors(tmp_path: Path, num_threads: int) -> None:
             number = place % NUM_FILES
             leaf = ex.Source(str(tmp_path / str(number)), f"w{number}", 0, (1,), torch.int64)
             fill = planner.plan_fill("w", leaf, FlatRange(0, 1))
-            executor.fill(fill, destination[place : place + 1], planner.values, planner.material)
+            executor.fill(fill, destination[place : place + 1], planner.values, planner.constants)
         executor.finish()
         executor.check_unchanged()
         assert 0 < num_open(tmp_path) <= open_sources.MAX_OPEN_SOURCES + num_threads

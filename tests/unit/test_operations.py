@@ -33,7 +33,7 @@ def value_of(expression: ex.Expression) -> torch.Tensor:
     planner, memory = Planner(), torch.full((ex.numel(expression),), -1, dtype=expression.dtype)
     fill = planner.plan_fill("value", expression, FlatRange(0, ex.numel(expression)))
     with Executor() as executor:
-        executor.fill(fill, memory, planner.values, planner.material)
+        executor.fill(fill, memory, planner.values, planner.constants)
         executor.finish()
     return memory.view(expression.shape)
 

@@ -33,7 +33,7 @@ SOURCE = ex.Source("file", "w", 0, (24, 30), torch.float32)
 def filled(planner: Planner, fill: Any) -> torch.Tensor:
     memory = torch.full((fill.numel,), -1, dtype=fill.dtype)
     with Executor(open_source=lambda path: MemorySource(path, VALUES.numpy().tobytes())) as executor:
-        executor.fill(fill, memory, planner.values, planner.material)
+        executor.fill(fill, memory, planner.values, planner.constants)
         executor.finish()
         costs = planner.costs([fill])
         assert (costs.read_bytes, costs.num_reads) == (executor.stats.read_bytes, executor.stats.num_reads)
@@ -227,7 +227,7 @@ def test_a_wrong_plan_of_a_part_is_refused(
 ) -> None:
     Planner().plan_fill("w", of(SOURCE), FlatRange(10, 700))
     planted(monkeypatch, change)
-    with pytest.raises(PlanError, match=r"w: .*(cover|leaves)"):
+    with pytest.raises(PlanError, match=r"w: .*(cover|a copy writes)"):
         Planner().plan_fill("w", of(SOURCE), FlatRange(10, 700))
 
 
@@ -244,8 +244,8 @@ def test_a_value_that_is_needed_several_times_has_one_number() -> None:
     assert of_held == HeldValue("here", 4, torch.float32)
     assert isinstance(of_computed, ComputedValue)
     assert (of_computed.operation, of_computed.input_shapes, of_computed.shape) == ("aten.flip", ((24, 30),), (24, 30))
-    assert list(planner.material.tensors) == [0]
-    assert planner.material.functions[of_computed.function] is computed.compute
+    assert list(planner.constants.tensors) == [0]
+    assert planner.constants.functions[of_computed.function] is computed.compute
 
 
 def test_what_an_elementwise_operation_needs_is_needed_by_its_fill() -> None:

@@ -18,12 +18,12 @@ from lowmem_load.io.shared_reads import SharedReads
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.pipeline.share_reads import ALONE, SHARE_READS, Place, ReadSharing, shares_reads
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.planner import Material
+from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import ReadCost
 from tests.together import leaf, plan_of
 
 NODES = ("a", "b", "a", "b", "a")
-PLANNED = Planned(plan_of(ex.permute(leaf(), (2, 0, 1)), 5, ReadCost()), Material(), {}, {}, {})
+PLANNED = Planned(plan_of(ex.permute(leaf(), (2, 0, 1)), 5, ReadCost()), Constants(), {}, {}, {})
 
 
 def ended() -> None:
@@ -84,7 +84,7 @@ def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others_so() -> 
         memories = [memory_of(*offer, SharedBuffer.NBYTES) for offer in (sharing.offer, other.offer)]
         third = SharedReads((), SharedBuffer(memories, 1), 1, check=ended)
         with Executor() as executor:
-            assert third.run(executor, (), Material()) is None, "it does not wait"
+            assert third.run(executor, (), Constants()) is None, "it does not wait"
         assert third.why_alone == sharing.why_alone
 
 

@@ -56,8 +56,8 @@ def test_what_is_read_together_equals_torch(file: Path, chunk_bytes: int) -> Non
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
         with Executor(num_threads=1 + place) as executor:
-            assert sharing.take(plans[place], results[place], planner.material).steps == ()
-            shared = sharing.run(executor, planner.values, planner.material)
+            assert sharing.take(plans[place], results[place], planner.constants).steps == ()
+            shared = sharing.run(executor, planner.values, planner.constants)
             assert isinstance(shared, Shared) and executor.stats.read_bytes == shared.read_bytes
             return shared
 
@@ -81,8 +81,8 @@ def test_an_operation_is_computed_once_its_inputs_have_come(file: Path) -> None:
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
         with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.material)
-            return sharing.run(executor, planner.values, planner.material)
+            sharing.take(plans[place], results[place], planner.constants)
+            return sharing.run(executor, planner.values, planner.constants)
 
     assert all(isinstance(each, Shared) for each in together(2, load))
     expected = VALUES.permute(2, 0, 1)
@@ -96,8 +96,8 @@ def test_where_little_is_spared_each_reads_alone(file: Path) -> None:
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
         with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.material)
-            return sharing.run(executor, planner.values, planner.material)
+            sharing.take(plans[place], results[place], planner.constants)
+            return sharing.run(executor, planner.values, planner.constants)
 
     assert together(2, load) == [None, None]
     assert torch.equal(torch.cat(results), VALUES.reshape(-1))
@@ -114,8 +114,8 @@ def test_if_one_rank_cannot_share_each_reads_alone(file: Path, case: str) -> Non
             return ""
         sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
         with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.material)
-            assert sharing.run(executor, planner.values, planner.material) is None
+            sharing.take(plans[place], results[place], planner.constants)
+            assert sharing.run(executor, planner.values, planner.constants) is None
         assert torch.equal(results[place], VALUES.permute(2, 0, 1).reshape(-1)[place * 600 : place * 600 + 600])
         return sharing.why_alone
 
@@ -134,8 +134,8 @@ def test_slices_that_share_a_block_are_read_once_where_blocks_count(file: Path) 
         block_bytes = 1 << 20 if place == 1 else 1  # of what the ranks of a node find, the largest counts
         sharing = SharedReads(plans[place].steps, buffer, block_bytes, check=lambda: None)
         with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.material)
-            return sharing.run(executor, planner.values, planner.material)
+            sharing.take(plans[place], results[place], planner.constants)
+            return sharing.run(executor, planner.values, planner.constants)
 
     assert all(isinstance(each, Shared) and each.node_bytes == NUMEL * 4 for each in together(3, load))
     assert torch.equal(torch.cat(results), VALUES.reshape(-1))
@@ -158,8 +158,8 @@ def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=check)
         with Failing() if place == 1 else Executor() as executor:
-            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.material)
-            return sharing.run(executor, planner.values, planner.material)
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.constants)
+            return sharing.run(executor, planner.values, planner.constants)
 
     assert [type(each) for each in together(3, load)] == [InterruptedError, TruncatedFileError, InterruptedError]
 
@@ -172,10 +172,10 @@ def test_waiting_for_others_counts_as_progress(file: Path) -> None:
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=has_waited.set if place == 0 else lambda: None)
         with Executor() as executor:
-            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.material)
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.constants)
             if place == 1:
                 assert has_waited.wait(30)
-            sharing.run(executor, planner.values, planner.material)
+            sharing.run(executor, planner.values, planner.constants)
         return sharing.waited
 
     assert together(2, load)[0] != 0

@@ -234,7 +234,7 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
     with Executor() as executor:
         execute(result, found.target, executor)
     assert [piece.tolist() for piece in target.pieces] == [[3.0] * 4, [3.0] * 8]
-    assert not result.material.tensors, "it is freed after its last use"
+    assert not result.constants.tensors, "it is freed after its last use"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_value_equals_torch(name: str, pair: tuple[SymbolicTensor, SymbolicTenso
             partition = torch.empty(span.numel, dtype=expected.dtype)
             planner = Planner()
             fill = planner.plan_fill("w", expression_of(result), span)
-            reader.fill(fill, partition, planner.values, planner.material)
+            reader.fill(fill, partition, planner.values, planner.constants)
             reader.finish()
             assert torch.equal(partition, expected.reshape(-1)[span.start : span.end])
     computed = any(isinstance(leaf, ex.Computed) for leaf in ex.leaves(expression_of(result)))
@@ -224,7 +224,7 @@ def test_a_product_of_what_must_be_computed_whole(
 
         def run() -> None:
             whole = torch.empty(X.numel())
-            reader.fill(fill, whole, planner.values, planner.material)
+            reader.fill(fill, whole, planner.values, planner.constants)
             reader.finish()
             found.append(whole.view(X.shape))
 
