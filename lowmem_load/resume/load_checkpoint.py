@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,12 +115,12 @@ def _load_zero3(
             state = Zero3State(engine)
             latest = ("latest_universal",) if wants_universal(engine) else ("latest", "latest_universal")
             folder = find_folder(name, tag, latest)
-            step.digest = "no checkpoint"
+            step.digest = {"files": "none: there is no file 'latest'"}
             if folder is not None:
                 checkpoint = open_checkpoint(folder, executor)
                 own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
                 plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=engine.lr_scheduler is not None)
-                step.digest = _told(checkpoint, state, wanted)
+                step.digest = _compared(checkpoint, state, wanted)
                 step.payload = os.path.realpath(folder), _times_of(checkpoint)
         if folder is None:
             return None, {}
@@ -133,13 +134,16 @@ def _load_zero3(
     return folder, plan.client_state
 
 
-def _told(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> str:
-    """Return what must be equal on all ranks, as text that says what differs."""
+def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict[str, str]:
+    """Return what must be equal on all ranks."""
     files = sorted((os.path.basename(file.path), file.nbytes, file.digest) for file in checkpoint.files)
-    names = listed([f"{name} of {nbytes} bytes" for name, nbytes, _ in files])
-    parameters = fingerprint(f"{one.name} {one.shape}" for group in state.sub_groups for one in group)
-    headers = fingerprint(map(str, files))
-    return f"{wanted}; files {names}, with headers {headers}; parameters of the engine {parameters}"
+    parameters = [f"{one.name} {one.shape}" for group in state.sub_groups for one in group]
+    return {
+        **{key: repr(value) for key, value in asdict(wanted).items()},
+        "files": listed([f"{name} ({nbytes} bytes)" for name, nbytes, _ in files]),
+        "headers of the files": fingerprint(map(str, files)),
+        "parameters of the engine": fingerprint(parameters),
+    }
 
 
 def _times_of(checkpoint: Checkpoint) -> str:

@@ -144,7 +144,7 @@ def save_described(
             with ranks.step("planning the save", name=save.folder) as step, report.phase("plan"):
                 target = folders.find_target(folder)
                 planned = save.plan(model, describe, scratch, masters)
-                step.digest = _told(arguments, planned.files)
+                step.digest = _compared(arguments, planned.files)
                 step.payload = total_bytes(planned.writes), *target
             save.prove(planned, [num_bytes for num_bytes, *_ in step.payloads])
             with save.staging(planned, [folders.Target(*known) for _, *known in step.payloads]) as staging:
@@ -297,7 +297,7 @@ class _Save:
         if merges:
             with self.ranks.step("gathering the adapters", name=self.folder) as step, self.report.phase("merge"):
                 adapters = gathered_adapters(merges.values())
-                step.digest = f"adapters with values {digest_of_values(adapters.values())}"
+                step.digest = {"adapters with values": digest_of_values(adapters.values())}
             self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
             self.report.num_merged += len(merges)
 
@@ -312,11 +312,11 @@ class _Save:
         return pieces
 
 
-def _told(arguments: Mapping[str, Any], files: Sequence[FileLayout]) -> str:
-    """Return what must be equal on all ranks, as text that says what differs."""
-    given = ", ".join(f"{key}={value!r}" for key, value in sorted(arguments.items()))
-    names = listed([f"{file.name} of {file.nbytes} bytes" for file in files])
-    return f"arguments {given}; files {names}, with headers {digest_of(files)}"
+def _compared(arguments: Mapping[str, Any], files: Sequence[FileLayout]) -> dict[str, str]:
+    """Return what must be equal on all ranks."""
+    names = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
+    values = {key: repr(value) for key, value in arguments.items()}
+    return {**values, "files": names, "headers of the files": digest_of(files)}
 
 
 def _once(file: saver.SavedFile) -> Mapping[str, Expression]:
