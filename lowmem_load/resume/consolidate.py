@@ -207,10 +207,8 @@ def _write(
     progress: bool | None,
 ) -> None:
     """Write the folder, all at once."""
-    staging = folders.make_staging([folders.find_target(report.folder)], sum(file.nbytes for file in files))
+    staging = folders.make_staging([folders.find_target(report.folder)], files)
     try:
-        for file in files:
-            folders.make_file(staging, file)
         with progress_bar(total, "Consolidating", progress, 0) as update, report.phase("write"):
 
             def on_bytes(num_bytes: int) -> None:

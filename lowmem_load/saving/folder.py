@@ -91,18 +91,21 @@ def find_target(folder: str | os.PathLike[str]) -> Target:
         raise ConfigError(f"{folder}: cannot be saved to: {error}") from error
 
 
-def make_staging(targets: Sequence[Target], needed_bytes: int) -> Staging:
-    """Make an empty staging folder, and remove what earlier saves to the same target left when they were killed.
+def make_staging(targets: Sequence[Target], files: Sequence[FileLayout]) -> Staging:
+    """Make a staging folder with files, and remove what earlier saves to the target left when they were killed.
+
+    The files have their full length, and everything but the tensors' data, which is zero until ranks write it.
 
     It lies inside a target that a rank cannot rename, and inside one that ranks know under different names: it might
     be a mount point, which not all ranks see as one.
 
     Args:
         targets: of all ranks; the first is that of this rank.
-        needed_bytes: size of what is saved.
+        files: of weights.
 
     Raises:
         ConfigError: the folder cannot be made, or the disk is too small.
+        CheckpointError: a file cannot be made.
     """
     target = Path(targets[0].path)
     is_one_name = len({os.path.basename(each.path) for each in targets}) == 1
@@ -111,6 +114,7 @@ def make_staging(targets: Sequence[Target], needed_bytes: int) -> Staging:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _finish_what_is_left(staging)
+        needed_bytes = sum(file.nbytes for file in files)
         free_bytes = shutil.disk_usage(staging.path.parent).free
         if free_bytes < needed_bytes:
             beside = " beside the former files, which stay until the new ones are complete" if target.is_dir() else ""
@@ -123,6 +127,8 @@ def make_staging(targets: Sequence[Target], needed_bytes: int) -> Staging:
             (staging.path / PROBE).write_text(staging.token)
             if target.is_dir():
                 shutil.copymode(target, staging.path)
+            for file in files:
+                _make_file(staging.path / file.name, file)
         except BaseException:
             shutil.rmtree(staging.path, ignore_errors=True)
             raise
@@ -140,47 +146,6 @@ def check_seen(staging: Staging, made: str) -> None:
         f"{staging.target}: this rank does not see the folder that rank 0 made: it looked for {staging.path}, rank 0 "
         f"made {made}. All ranks write into one folder: name the same folder on each, on a file system that they share"
     )
-
-
-def make_file(staging: Staging, file: FileLayout) -> None:
-    """Make a file of its full length, with everything but the tensors' data. That is zero until ranks write it.
-
-    Raises:
-        CheckpointError: the system refuses: the disk is full.
-    """
-    path = staging.path / file.name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as opened:
-            _allocate(opened.fileno(), file.nbytes)
-            for offset, data in {0: file.header, **file.others}.items():
-                opened.seek(offset)
-                opened.write(data)
-            opened.flush()
-            os.fsync(opened.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made, with {file.nbytes} bytes: {error}") from error
-
-
-def _allocate(descriptor: int, nbytes: int) -> None:
-    """Give a file its full length and, where the file system can, blocks on the disk.
-
-    Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
-    """
-    # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
-    number = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if nbytes else 0
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise OSError(number, os.strerror(number))
-    if number:
-        os.ftruncate(descriptor, nbytes)
-
-
-def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library. Return 0 or the error number, which is ENOSYS if there is no such function."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is None:
-        return errno.ENOSYS
-    return 0 if function(*arguments) == 0 else ctypes.get_errno()
 
 
 def put_beside(staging: Staging, scratch: Path) -> None:
@@ -226,6 +191,41 @@ def discard(staging: Staging) -> None:
     """Remove the staging folder of a save that has failed."""
     if (staging.path / PROBE).exists():  # otherwise it is taking its place
         shutil.rmtree(staging.path, ignore_errors=True)
+
+
+def _make_file(path: Path, file: FileLayout) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as opened:
+            _allocate(opened.fileno(), file.nbytes)
+            for offset, data in {0: file.header, **file.others}.items():
+                opened.seek(offset)
+                opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made, with {file.nbytes} bytes: {error}") from error
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    """Give a file its full length and, where the file system can, blocks on the disk.
+
+    Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
+    """
+    # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
+    number = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if nbytes else 0
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(number, os.strerror(number))
+    if number:
+        os.ftruncate(descriptor, nbytes)
+
+
+def _call(name: str, *arguments: Any) -> int:
+    """Call a function of the C library. Return 0 or the error number, which is ENOSYS if there is no such function."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:
+        return errno.ENOSYS
+    return 0 if function(*arguments) == 0 else ctypes.get_errno()
 
 
 def _finish_what_is_left(staging: Staging) -> None:

@@ -231,9 +231,7 @@ class _Save:
         try:
             with self.ranks.step("making the folder", name=self.folder) as step:
                 if self.ranks.rank == 0:
-                    made = folders.make_staging(targets, sum(file.nbytes for file in planned.files))
-                    for file in planned.files:
-                        folders.make_file(made, file)
+                    made = folders.make_staging(targets, planned.files)
                     step.payload = str(made.path), made.token, made.is_inside
             path, token, is_inside = step.payloads[0]
             staging = folders.Staging(Path(targets[self.ranks.rank].path), token, is_inside)

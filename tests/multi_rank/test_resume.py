@@ -475,9 +475,7 @@ def resume_by_two_paths(engine: Any, folder: str) -> None:
         load_checkpoint(engine, places[dist.get_rank()], load_module_only=True)
         with pytest.raises(ConfigError, match=r"rank 0 .*bf16.*, rank 1 .*another-run.* name the same folder"):
             load_checkpoint(engine, places[2 * dist.get_rank()], load_module_only=True)
-    with pytest.raises(
-        RankError, match="holds strict True, where rank.s. 1 hold False|holds strict False, where rank.s. 0 hold True"
-    ):
+    with pytest.raises(RankError, match=r"rank 1: holds strict False, where rank\(s\) 0 hold True"):
         load_checkpoint(engine, f"{folder}/bf16", load_module_strict=dist.get_rank() == 0)
 
 

@@ -7,9 +7,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,17 +27,16 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-def staged(target: Path, num_bytes: int = 1, others: Sequence[Target] = ()) -> Staging:
+def staged(target: Path, files: Mapping[str, bytes] = MappingProxyType({}), others: Sequence[Target] = ()) -> Staging:
     """Make a staging folder; `others` is what other ranks know of the folder."""
-    return folders.make_staging([folders.find_target(target), *others], num_bytes)
+    layouts = [FileLayout(name, content, len(content), {}) for name, content in files.items()]
+    return folders.make_staging([folders.find_target(target), *others], layouts)
 
 
 def stage(target: Path, text: str, *, sharded: bool = True) -> tuple[Staging, list[str]]:
     """Stage a save whose every file says `text`."""
     weights = SHARDS if sharded else ["model.safetensors"]
-    staging = staged(target)
-    for name in weights:
-        folders.make_file(staging, FileLayout(name, text.encode(), len(text), {}))
+    staging = staged(target, dict.fromkeys(weights, text.encode()))
     scratch = target.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -123,8 +122,7 @@ def test_what_is_inside_another_folder_goes_there(tmp_path: Path) -> None:
     """Adapters of PEFT that are not the default one have folders of their own."""
     target = tmp_path / "model"
     for text in ("old", "new"):
-        staging = staged(target)
-        folders.make_file(staging, FileLayout("second/adapter_model.safetensors", text.encode(), 3, {}))
+        staging = staged(target, {"second/adapter_model.safetensors": text.encode()})
         folders.commit(staging, ["second/adapter_model.safetensors"])
         (target / "second" / "notes").write_text("mine")
     assert (target / "second" / "adapter_model.safetensors").read_text() == "new"
@@ -220,11 +218,11 @@ def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs \d+ bytes, but \d+ are free"):
-        staged(tmp_path / "model", 1 << 60)
+        folders.make_staging([folders.find_target(tmp_path / "model")], [FileLayout("f", b"", 1 << 60, {})])
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "model", "old")
     with pytest.raises(ConfigError, match=r"needs \d+ bytes beside the former files, .* but \d+ are free"):
-        staged(tmp_path / "model", 1 << 60)
+        folders.make_staging([folders.find_target(tmp_path / "model")], [FileLayout("f", b"", 1 << 60, {})])
     assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
 
 
@@ -319,8 +317,7 @@ def test_weights_of_a_variant_replace_those_of_the_same_variant(tmp_path: Path, 
     target.mkdir()
     for name in stale | others:
         (target / name).write_text("old")
-    staging = staged(target)
-    folders.make_file(staging, FileLayout(weights, b"new", 3, {}))
+    staging = staged(target, {weights: b"new"})
     folders.commit(staging, [weights])
     assert {path.name for path in target.iterdir()} == others | {weights}
 
@@ -350,8 +347,8 @@ def test_a_file_without_allocation_has_its_length(tmp_path: Path, monkeypatch: p
 
     for call in (None, unsupported):
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, call=call, **__: SimpleNamespace(fallocate=call))
-        staging = staged(tmp_path / "model")
-        folders.make_file(staging, FileLayout("f", b"head", 10_000, {}, {9_000: b"others"}))
+        file = FileLayout("f", b"head", 10_000, {}, {9_000: b"others"})
+        staging = folders.make_staging([folders.find_target(tmp_path / "model")], [file])
         assert (staging.path / "f").read_bytes() == b"head".ljust(9_000, b"\0") + b"others".ljust(1_000, b"\0")
 
 
@@ -360,7 +357,7 @@ def test_a_file_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.M
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
-    staging = staged(tmp_path / "model")
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=full))
-    with pytest.raises(CheckpointError, match=r"f: cannot be made, with 9 bytes: .*No space left"):
-        folders.make_file(staging, FileLayout("f", b"head", 9, {}))
+    with pytest.raises(CheckpointError, match=r"f: cannot be made, with 4 bytes: .*No space left"):
+        staged(tmp_path / "model", {"f": b"head"})
+    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.formats.safetensors import DTYPES, PACKED
 from lowmem_load.planning.expression import Source
 from lowmem_load.saving.file_layout import digest_of, lay_out, lay_out_zip
-from lowmem_load.saving.folder import find_target, make_file, make_staging
+from lowmem_load.saving.folder import find_target, make_staging
 
 
 @pytest.mark.parametrize("metadata", [{"format": "pt"}, {}])
@@ -57,8 +57,7 @@ def test_torch_loads_what_is_written_to_the_offsets(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     layout = lay_out_zip("below/model.bin", parts, tmp_path / "scratch")
     assert not list((tmp_path / "scratch").iterdir())
-    staging = make_staging([find_target(tmp_path / "out")], layout.nbytes)
-    make_file(staging, layout)
+    staging = make_staging([find_target(tmp_path / "out")], [layout])
     path = staging.path / layout.name
     with path.open("r+b") as file:
         for name, value in values.items():
