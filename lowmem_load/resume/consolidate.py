@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +17,12 @@ from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.expression import Source
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint
 from lowmem_load.resume.zero_checkpoint import Checkpoint, differences_of, find_folder
-from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter
+from lowmem_load.resume.zero_layout import FP32, SavedParameter
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.file_layout import FileLayout, lay_out_saved
 from lowmem_load.saving.save_plan import Write, held_writes, plan_writes, total_bytes
@@ -92,8 +91,13 @@ def consolidate(
             saved = _describe(checkpoint, tensors, scratch, config, dtype or torch.float32, max_shard_size)
             files = [lay_out_saved(file, scratch) for file in saved]
             writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
-            chunks = list(_chunks_of(writes, {name: each.pieces[FP32] for name, each in tensors.items()}))
-        _write(files, chunks, total_bytes(writes), executor, scratch, report, progress)
+        with progress_bar(total_bytes(writes), "Consolidating", progress, 0) as update:
+
+            def on_bytes(num_bytes: int) -> None:
+                update(num_bytes)
+                report.sample_memory()
+
+            _write(files, writes, tensors, executor, scratch, report, on_bytes)
     report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
     return report
 
@@ -162,63 +166,22 @@ def _check_ties(model: nn.Module, checkpoint: Checkpoint, config: str | os.PathL
 # -- copying ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A run of elements of one parameter, and where they go.
-
-    Attributes:
-        name: of the parameter.
-        elements: of the parameter.
-        expression: their source.
-        writes: that put them into files.
-    """
-
-    name: str
-    elements: FlatRange
-    expression: Expression
-    writes: tuple[Write, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read."""
-        return self.elements.numel * self.expression.dtype.itemsize
-
-
-def _chunks_of(writes: Iterable[Write], pieces: Mapping[str, Pieces]) -> Iterator[_Chunk]:
-    """Yield chunks that together are all writes, parameter by parameter."""
-    of_parameter: dict[str, list[Write]] = {}
-    for write in writes:
-        of_parameter.setdefault(write.parameter, []).append(write)
-    for name, mine in of_parameter.items():
-        source = pieces[name]
-        step = max(1, CHUNK_BYTES // source.dtype.itemsize)
-        for start in range(0, source.numel, step):
-            elements = FlatRange(start, min(start + step, source.numel))
-            yield _Chunk(name, elements, source.part(elements), tuple(held_writes(mine, {name: elements})))
-
-
 def _write(
     files: Sequence[FileLayout],
-    chunks: Sequence[_Chunk],
-    total: int,
+    writes: Sequence[Write],
+    tensors: Mapping[str, SavedParameter],
     executor: Executor,
     scratch: Path,
     report: SaveReport,
-    progress: bool | None,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Write the folder, all at once."""
     staging = folders.make_staging([folders.find_target(report.folder)], files)
     try:
-        with progress_bar(total, "Consolidating", progress, 0) as update, report.phase("write"):
-
-            def on_bytes(num_bytes: int) -> None:
-                update(num_bytes)
-                report.sample_memory()
-
-            with Writer([staging.path / file.name for file in files], on_bytes) as writer:
-                _copy(chunks, executor, writer)
-        if writer.written_bytes != total:
-            raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total}")
+        with report.phase("write"), Writer([staging.path / file.name for file in files], on_bytes) as writer:
+            _copy(writes, tensors, executor, writer)
+        if writer.written_bytes != total_bytes(writes):
+            raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total_bytes(writes)}")
         with report.phase("rename"):
             folders.put_beside(staging, scratch)
             folders.commit(staging, [file.name for file in files])
@@ -229,20 +192,20 @@ def _write(
     report.note_writes(writer)
 
 
-def _copy(chunks: Sequence[_Chunk], executor: Executor, writer: Writer) -> None:
-    """Copy the chunks, and have what was written reach the disk.
-
-    Raises:
-        CheckpointError: a file cannot be read, has changed, or cannot be written.
-    """
-    buffer = torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8, device="cpu")
-    for chunk in chunks:
-        planner = Planner()
-        fill = planner.plan_fill(chunk.name, chunk.expression, FlatRange(0, chunk.elements.numel))
-        memory = buffer[: chunk.nbytes].view(chunk.expression.dtype)
-        executor.fill(fill, memory, planner.values, planner.constants)
-        executor.finish()
-        for write in chunk.writes:
-            writer.write(write, memory, chunk.elements.start)
+def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:
+    """Copy one chunk of a parameter at a time, and have everything reach the disk."""
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+    for name, mine in held_writes(writes, {name: FlatRange(0, each.numel) for name, each in tensors.items()}).items():
+        source = tensors[name].pieces[FP32]
+        step = CHUNK_BYTES // source.dtype.itemsize
+        for start in range(0, source.numel, step):
+            elements = FlatRange(start, min(start + step, source.numel))
+            planner = Planner()
+            fill = planner.plan_fill(name, source.part(elements), FlatRange(0, elements.numel))
+            memory = buffer.view(source.dtype)[: elements.numel]
+            executor.fill(fill, memory, planner.values, planner.constants)
+            executor.finish()
+            for part in (part for write in mine for part in write.within(elements)):
+                writer.write(part, memory, start)
     executor.check_unchanged()
     writer.sync()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +146,7 @@ def save_described(
                 target = folders.find_target(folder)
                 planned = save.plan(model, describe, scratch, masters)
                 step.digest = _compared(arguments, planned.files)
-                step.payload = total_bytes(planned.writes), *target
+                step.payload = planned.own_bytes, *target
             save.prove(planned, [num_bytes for num_bytes, *_ in step.payloads])
             with save.staging(planned, [folders.Target(*known) for _, *known in step.payloads]) as staging:
                 save.write(planned, staging, progress)
@@ -177,16 +178,21 @@ class _Planned:
     Attributes:
         files: of weights.
         shards: what this rank holds, by name.
-        writes: of this rank.
+        writes: of this rank, by parameter.
         all_bytes: that all ranks write together.
         merges: of adapters.
     """
 
     files: list[FileLayout]
     shards: dict[str, LocalShard]
-    writes: list[Write]
+    writes: dict[str, list[Write]]
     all_bytes: int
     merges: list[Merge]
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that this rank writes."""
+        return total_bytes(itertools.chain.from_iterable(self.writes.values()))
 
     def shards_of(self, merge: Merge) -> list[LocalShard]:
         """Return those of the weights that are merged together."""
@@ -244,7 +250,7 @@ class _Save:
             raise
 
     def write(self, planned: _Planned, staging: folders.Staging, show_progress: bool | None) -> None:
-        report, total = self.report, total_bytes(planned.writes)
+        report, total = self.report, planned.own_bytes
         paths = [staging.path / file.name for file in planned.files]
 
         def progress() -> Progress:
@@ -324,11 +330,8 @@ def _once(file: saver.SavedFile) -> Mapping[str, Expression]:
     return dict({id(part): (key, part) for key, part in file.tensors.items()}.values())
 
 
-def _in_turn(writes: Sequence[Write], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
+def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
     """Return the writes by parameter. Each rank begins with another file: file systems let one rank write at a time."""
-    todo: dict[str, list[Write]] = {}
-    for write in writes:
-        todo.setdefault(write.parameter, []).append(write)
     own = ranks.rank * num_files // ranks.world_size
-    later = {name: mine for name, mine in todo.items() if mine[0].file < own}
-    return {name: mine for name, mine in todo.items() if name not in later} | later
+    later = {name: mine for name, mine in writes.items() if mine[0].file < own}
+    return {name: mine for name, mine in writes.items() if name not in later} | later

@@ -76,8 +76,8 @@ def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) ->
     return writes
 
 
-def held_writes(writes: Iterable[Write], held: Mapping[str, FlatRange]) -> list[Write]:
-    """Return the parts of the writes that a rank does, in the order of the parameters' first use.
+def held_writes(writes: Iterable[Write], held: Mapping[str, FlatRange]) -> dict[str, list[Write]]:
+    """Return the parts of the writes that a rank does, by parameter, in the order of the parameters' first use.
 
     `held` has the elements of each parameter and buffer that the rank writes.
     """
@@ -86,7 +86,7 @@ def held_writes(writes: Iterable[Write], held: Mapping[str, FlatRange]) -> list[
         parts = list(write.within(held[write.parameter]))
         if parts:
             mine.setdefault(write.parameter, []).extend(parts)
-    return [write for parts in mine.values() for write in parts]
+    return mine
 
 
 def _refuse_computed(file: str, name: str, expression: Expression) -> None:

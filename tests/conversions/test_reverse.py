@@ -69,10 +69,10 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
             for rank in range(world_size):
                 held = {name: partition_range(value.numel(), rank, world_size) for name, value in model.items()}
                 with Writer([path], lambda _: None) as writer:
-                    for write in held_writes(writes, held):
-                        mine = held[write.parameter]
-                        part = model[write.parameter].reshape(-1)[mine.start : mine.end].clone()
-                        writer.write(write, part, mine.start)
+                    for name, parts in held_writes(writes, held).items():
+                        mine = model[name].reshape(-1)[held[name].start : held[name].end].clone()
+                        for write in parts:
+                            writer.write(write, mine, held[name].start)
                     written += writer.written_bytes
             assert written == layout.nbytes - len(layout.header) == total_bytes(writes)
             saved = load_file(path)
