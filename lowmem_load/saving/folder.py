@@ -69,26 +69,23 @@ class Staging:
 
 
 class Target(NamedTuple):
-    """What a rank knows of the folder of a save. Ranks send it to each other.
+    """The folder of a save, as a rank knows it. Ranks send it to each other.
 
     Attributes:
-        path: of the folder, without symbolic links.
-        can_be_renamed: False if a save must replace the files in it.
+        path: without symbolic links.
+        is_mount: whether it is a mount point, which cannot be renamed.
     """
 
     path: str
-    can_be_renamed: bool
+    is_mount: bool
 
 
 def find_target(folder: str | os.PathLike[str]) -> Target:
-    """Return what this rank knows of the folder of a save; raise ConfigError if it is a file or cannot be reached."""
-    target = Path(os.path.realpath(folder))
-    if target.exists() and not target.is_dir():
+    """Return the folder of a save; raise ConfigError if it is a file."""
+    target = os.path.realpath(folder)
+    if os.path.exists(target) and not os.path.isdir(target):
         raise ConfigError(f"{folder}: is a file; name a folder")
-    try:
-        return Target(str(target), not target.is_dir() or _can_be_renamed(target))
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be saved to: {error}") from error
+    return Target(target, os.path.ismount(target))
 
 
 def make_staging(targets: Sequence[Target], files: Sequence[FileLayout]) -> Staging:
@@ -96,8 +93,8 @@ def make_staging(targets: Sequence[Target], files: Sequence[FileLayout]) -> Stag
 
     The files have their full length, and everything but the tensors' data, which is zero until ranks write it.
 
-    It lies inside a target that a rank cannot rename, and inside one that ranks know under different names: it might
-    be a mount point, which not all ranks see as one.
+    The staging folder lies inside a target that cannot be renamed. Ranks may know the target under different names:
+    then it may be a mount point that not all of them recognise, so the staging folder lies inside it as well.
 
     Args:
         targets: of all ranks; the first is that of this rank.
@@ -108,10 +105,12 @@ def make_staging(targets: Sequence[Target], files: Sequence[FileLayout]) -> Stag
         CheckpointError: a file cannot be made.
     """
     target = Path(targets[0].path)
-    is_one_name = len({os.path.basename(each.path) for each in targets}) == 1
-    is_inside = target.is_dir() and not (is_one_name and all(each.can_be_renamed for each in targets))
-    staging = Staging(target, secrets.token_hex(4), is_inside)
+    is_alike = len({os.path.basename(each.path) for each in targets}) == 1 and not any(
+        each.is_mount for each in targets
+    )
     try:
+        is_inside = target.is_dir() and not (is_alike and _can_be_renamed(target))
+        staging = Staging(target, secrets.token_hex(4), is_inside)
         target.parent.mkdir(parents=True, exist_ok=True)
         _finish_what_is_left(staging)
         needed_bytes = sum(file.nbytes for file in files)

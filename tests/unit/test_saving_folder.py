@@ -326,16 +326,16 @@ def test_a_folder_of_two_names_is_changed_inside(tmp_path: Path) -> None:
     """Another node may have mounted the folder itself, under another name: it does not see what is beside it."""
     target = tmp_path / "model"
     save(target, "old")
-    assert not staged(target, others=[Target("/mnt/elsewhere/model", can_be_renamed=True)]).is_inside
-    assert staged(target, others=[Target("/mnt/model", can_be_renamed=False)]).is_inside
-    staging = staged(target, others=[Target("/mnt/other", can_be_renamed=True)])
+    assert not staged(target, others=[Target("/mnt/elsewhere/model", is_mount=False)]).is_inside
+    assert staged(target, others=[Target("/mnt/model", is_mount=True)]).is_inside
+    staging = staged(target, others=[Target("/mnt/other", is_mount=False)])
     assert staging.is_inside
     (tmp_path / "other").symlink_to("model")
     folders.check_seen(Staging(tmp_path / "other", staging.token, is_inside=True), str(staging.path))
 
 
 def test_a_folder_of_another_name_beside_it_is_another_folder(tmp_path: Path) -> None:
-    staging = staged(tmp_path / "model", others=[Target(str(tmp_path / "other"), can_be_renamed=True)])
+    staging = staged(tmp_path / "model", others=[Target(str(tmp_path / "other"), is_mount=False)])
     with pytest.raises(ConfigError, match="name the same folder on each"):
         folders.check_seen(Staging(tmp_path / "other", staging.token, staging.is_inside), str(staging.path))
 
