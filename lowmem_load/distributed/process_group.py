@@ -1,7 +1,7 @@
-"""The process group: `DistributedInterface` alone makes, adopts and destroys it.
+"""The process group and the device of each rank: `DistributedInterface` alone makes, adopts and destroys the group.
 
-Everything else in the package asks here, and so should callers: two owners of the initialization are two calls of
-`init_process_group`, the second of which fails, or two groups of different sizes, of which ZeRO-3 takes the wrong one.
+With two owners `init_process_group` is called twice, and the second call fails; or there are two groups of different
+sizes, and ZeRO-3 takes the wrong one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import synchronize
 
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.device import accelerator, choose_device, choose_devices, this_device
 from lowmem_load.distributed.group import RankGroup, require_live
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
@@ -28,43 +28,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What was done here for one group. It says nothing once that group is no longer the live one."""
+    """What this module did for one group. Stale once that group is no longer the live one."""
 
     group: weakref.ref[dist.ProcessGroup]
-    made: bool  # False: adopted, somebody else's to destroy
-    timeout: timedelta | None  # the one set here; None for an adopted group
-    env_set: dict[str, str]  # variables set here, to be removed with the group
+    made: bool  # False if it was adopted
+    timeout: timedelta | None  # None if it was adopted
+    env_set: dict[str, str]  # environment variables to remove with the group
 
 
 @dataclass(slots=True)
 class _Meeting:
-    """Where the ranks of a launcher meet.
+    """The store that the ranks of a launcher meet in.
 
-    [Note: the store outlives the group] A group made after `destroy` must not meet through a store of its own: the
-    first rank to come back would reach rank 0's old store just before it goes, or, under torchrun, whose agent keeps
-    one store for all, read the addresses of the old group. Either way all ranks hang. So the store is kept, and each
-    group has its own prefix in it; torch lets others in this process open a store on the same port.
+    [Note: the store outlives the group] A group made after `destroy` must not meet in a new store. The first rank to
+    come back would reach rank 0's old store just before it ends, or, under torchrun, whose agent keeps one store for
+    all, read the addresses of the old group. Either way all ranks hang. So the store is kept, and each group has its
+    own prefix in it. Other code in this process can still open a store on the same port.
     """
 
-    address: tuple[str, ...]  # values of LAUNCHER_NAMES it belongs to, but for LOCAL_RANK
+    address: tuple[str, ...]  # values of LAUNCHER_NAMES without LOCAL_RANK
     store: Store
     num_groups: int = 0
 
 
 class DistributedInterface(RankGroup):
-    """A handle on the default process group, which is made or adopted when the first handle is.
+    """A handle on the default process group; the first handle makes or adopts it.
 
-    The truth is torch.distributed's own: a handle holds nothing, so that any number of them agree, and all are stale
-    together when the group is destroyed.
+    A handle holds no state, so any number of them agree, and all are stale when the group is destroyed.
 
     A live group (of torch, accelerate or DeepSpeed) is adopted. Else, under torchrun, deepspeed or accelerate launch,
-    one is made through env://. Else this is a lone process: a group of size 1 that needs no port, and the variables
-    that DeepSpeed insists on are set until `destroy`. DeepSpeed's comm is live afterwards in all cases, so
+    one is made through env://. Else this is a lone process: it gets a group of size 1 that needs no port, and the
+    variables that DeepSpeed needs are set until `destroy`. DeepSpeed's comm is live afterwards in all cases, so
     `deepspeed.zero.Init` and `deepspeed.initialize` initialize nothing. Not thread-safe.
 
     Collective:
-        Making a group is. Adopting one of several ranks is where LOCAL_RANK is unset (on all ranks or none): host
-        names are gathered to derive it.
+        Making a group is. Adopting one is if LOCAL_RANK is unset (on all ranks or none): it is derived from the host
+        names of all ranks.
 
     Args:
         backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "cpu:gloo,cuda:nccl" for
@@ -85,11 +84,10 @@ class DistributedInterface(RankGroup):
 
     __slots__ = ()
 
-    # The only mutable state of the module, per process as the group itself: which variables to remove, and whether
-    # the group is ours to destroy, is known to nobody else.
+    # The only mutable state of the module; it belongs to the process, as the group does.
     _record: ClassVar[_Record | None] = None
     _meeting: ClassVar[_Meeting | None] = None
-    # Live in the parent when this process was forked from it: of no use here, where none of its threads is.
+    # The group that was live when this process was forked. It cannot be used here, as none of its threads is.
     _inherited: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
 
     def __init__(
@@ -113,7 +111,7 @@ class DistributedInterface(RankGroup):
 
     @property
     def local_rank(self) -> int:
-        """Rank among the processes of this machine; chooses the device, never the data."""
+        """Rank among the processes of this machine; it selects the device."""
         require_live()
         return environment.integer("LOCAL_RANK")
 
@@ -130,12 +128,12 @@ class DistributedInterface(RankGroup):
         return _backends_by_device().get(accelerator().device_name(), dist.get_backend())
 
     def barrier(self) -> None:
-        """Waits for all ranks. Collective."""
-        # NCCL guesses a device from the rank, unless told: wrong where ranks do not fill machines in order.
+        """Wait for all ranks. Collective."""
+        # By default NCCL derives the device from the rank: wrong where ranks do not fill machines in order.
         dist.barrier(device_ids=[self.local_rank] if self.backend == "nccl" else None)
 
     def subgroup(self, group: Any) -> RankGroup:
-        """Returns the ranks of a group that the caller made; all ranks for None.
+        """Return the ranks of a group that the caller made; all ranks for None.
 
         Raises:
             ConfigError: this rank is not in it.
@@ -154,9 +152,9 @@ class DistributedInterface(RankGroup):
         return RankGroup(group)
 
     def destroy(self, *, force: bool = False) -> None:
-        """Tears down torch's group and DeepSpeed's comm, so that the next `DistributedInterface()` starts afresh.
+        """Destroy torch's group and DeepSpeed's comm; the next `DistributedInterface()` makes new ones.
 
-        Does nothing where no group is live or, unless `force`, where it was adopted. Variables set here are removed.
+        Does nothing if no group is live or, unless `force`, if it was adopted. Variables that were set are removed.
         """
         self._forget_if_gone()
         record = DistributedInterface._record
@@ -166,7 +164,7 @@ class DistributedInterface(RankGroup):
 
     @staticmethod
     def _forget_if_gone() -> None:
-        """Drops the record of a group that was destroyed, or replaced, perhaps behind our back."""
+        """Drop the record of a group that was destroyed or replaced, perhaps by other code."""
         record = DistributedInterface._record
         if record is not None and not (dist.is_initialized() and record.group() is dist.group.WORLD):
             DistributedInterface._record = None
@@ -184,7 +182,7 @@ class DistributedInterface(RankGroup):
 
     @staticmethod
     def _note_fork() -> None:
-        """Runs in every child of a fork."""
+        """Run in every child of a fork."""
         group = dist.group.WORLD if dist.is_initialized() else None
         DistributedInterface._inherited = None if group is None else weakref.ref(group)
 
@@ -192,13 +190,13 @@ class DistributedInterface(RankGroup):
     def _remember(*, made: bool, timeout: timedelta | None, env_set: dict[str, str]) -> None:
         group = dist.group.WORLD
         assert group is not None
-        # Weak: a strong reference would keep sockets and device memory of a group that its owner destroyed.
+        # A strong reference would keep sockets and device memory of a group that its owner destroyed.
         DistributedInterface._record = _Record(weakref.ref(group), made, timeout, env_set)
 
     def _check_agrees(
         self, *, backend: str | None, timeout: timedelta | None, world_size: int | None, rank: int | None
     ) -> None:
-        """Raises one ConfigError that names every argument the live group contradicts."""
+        """Raise one ConfigError that names every argument that differs from the live group."""
         spellings = (self.backend, dist.get_backend(), dist.get_backend_config())
         record = DistributedInterface._record
         live_timeout = _live_timeout() or (record.timeout if record else None)
@@ -221,7 +219,7 @@ class DistributedInterface(RankGroup):
             )
 
     def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
-        """Makes the default group and DeepSpeed's comm on it; leaves nothing behind if that fails."""
+        """Make the default group and DeepSpeed's comm on it; leave nothing behind if that fails."""
         from lowmem_load.ds.comm import bring_up_comm
 
         launched = any(os.environ.get(name) for name in environment.LAUNCHER_NAMES)
@@ -240,8 +238,8 @@ class DistributedInterface(RankGroup):
 
     @classmethod
     def _met(cls, timeout: timedelta, *, alone: bool) -> Store:
-        """The store of the group to be made. All ranks have a device, or raise."""
-        if alone:  # a lone process, and a fake one, has nobody to meet: the store lives in this process
+        """Return the store of the new group. All ranks have a device, or all raise."""
+        if alone:
             choose_device()
             return dist.HashStore()  # type: ignore[attr-defined]
         store = cls._meet(timeout)
@@ -251,7 +249,7 @@ class DistributedInterface(RankGroup):
 
     @staticmethod
     def _meet(timeout: timedelta) -> Store:
-        """The launcher's store, under a prefix of the group to be made. [Note: the store outlives the group]."""
+        """Return the launcher's store with the new group's prefix. See [Note: the store outlives the group]."""
         address = tuple(os.environ[name] for name in environment.LAUNCHER_NAMES if name != "LOCAL_RANK")
         meeting = DistributedInterface._meeting
         if meeting is None or meeting.address != address:
@@ -263,7 +261,7 @@ class DistributedInterface(RankGroup):
         return dist.PrefixStore(prefix, meeting.store)  # type: ignore[attr-defined]
 
     def _adopt(self) -> None:
-        """Takes over a group that somebody else made, and brings up on it what they may have left out."""
+        """Adopt a group that other code made, and set up what it may have left out."""
         from lowmem_load.ds.comm import bring_up_comm
 
         local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
@@ -277,10 +275,7 @@ class DistributedInterface(RankGroup):
         bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 
     def _derive_local_rank(self) -> int:
-        """Number of lower ranks on this machine. Collective. The other ranks of a fake group are nowhere.
-
-        0 where this process sees one device: then so it is with all, and each has its own.
-        """
+        """Return the number of lower ranks on this machine; 0 if each rank sees one device, its own. Collective."""
         if self.is_fake:
             return 0
         host = socket.gethostname()
@@ -295,7 +290,7 @@ os.register_at_fork(after_in_child=DistributedInterface._note_fork)  # noqa: SLF
 
 def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
     if backend == "fake":
-        # Registers the backend with torch.
+        # This registers the backend.
         import torch.testing._internal.distributed.fake_pg  # noqa: F401
     world_size = environment.integer("WORLD_SIZE")
     dist.init_process_group(
@@ -309,7 +304,7 @@ def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
 
 
 def _device_to_bind(world_size: int) -> torch.device | None:
-    """The device to tell NCCL at once, so that no barrier has to guess it; None where that is no use or hangs.
+    """Return the device to bind NCCL to, so that no barrier has to guess it; None if that is useless or hangs.
 
     Source: deepspeed 0.19.8 comm/torch.py:264, whose rule this is (pytorch issue 153960; deepspeed issue 8248).
     """
@@ -320,7 +315,7 @@ def _device_to_bind(world_size: int) -> torch.device | None:
 
 
 def _undo(env_set: dict[str, str]) -> None:
-    """Removes what was set for a group that is gone, and what DeepSpeed keeps about it."""
+    """Remove the variables of a group that is gone, and what DeepSpeed keeps about it."""
     from lowmem_load.ds.comm import reset_comm
 
     environment.unset(env_set)
@@ -330,7 +325,7 @@ def _undo(env_set: dict[str, str]) -> None:
 
 
 def _live_timeout() -> timedelta | None:
-    """Timeout of the live group as torch keeps it; None if its backend keeps none.
+    """Return the timeout of the live group; None if its backend keeps none.
 
     Source: torch 2.13 ProcessGroup._get_backend, Backend.options._timeout. The fake backend has no options.
     """
@@ -344,6 +339,55 @@ def _live_timeout() -> timedelta | None:
 
 
 def _backends_by_device() -> dict[str, str]:
-    """Device type to backend of the live group: torch spells it `cpu:gloo,cuda:nccl`."""
+    """Return the backends of the live group by device type; torch writes them as `cpu:gloo,cuda:nccl`."""
     pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+def accelerator() -> Any:
+    """Return DeepSpeed's accelerator. The import takes seconds and selects the accelerator."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def this_device() -> torch.device:
+    """Return the device of this rank; plain `cpu` on CPU."""
+    name = accelerator().device_name()
+    return torch.device("cpu") if name == "cpu" else torch.device(name, environment.integer("LOCAL_RANK"))
+
+
+def choose_device() -> None:
+    """Make LOCAL_RANK's device the current one. NCCL would otherwise start all ranks on the first device.
+
+    Raises:
+        ConfigError: this process sees no such device.
+    """
+    found, local_rank = accelerator(), environment.integer("LOCAL_RANK")
+    count = local_rank + 1 if found.device_name() == "cpu" else found.device_count()
+    if not 0 <= local_rank < count:
+        visible = "".join(f", {name}={os.environ[name]}" for name in found.visible_devices_envs() if name in os.environ)
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank}, but this process sees {count} {found.device_name()} device(s){visible}: "
+            "start no more ranks on a machine than it has devices; where each rank is shown one device of its own, set "
+            "LOCAL_RANK=0 in all of them"
+        )
+    found.set_device(local_rank)
+
+
+def choose_devices(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Choose the device of each rank, before there is a process group. Collective, through the ranks' store.
+
+    Raises:
+        RankError: names the ranks that do not see their device.
+    """
+    error: ConfigError | None = None
+    try:
+        choose_device()
+    except ConfigError as caught:
+        error = caught
+    text = str(error or "").encode()
+    texts = synchronize(store, text, rank, world_size, "device/", timeout.total_seconds())
+    failures = {failed: text.decode() for failed, text in enumerate(texts) if text}
+    if failures:
+        raise RankError("choosing a device", failures) from error

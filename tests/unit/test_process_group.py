@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 from lowmem_load.distributed import environment, process_group
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from tests.ranks import run_ranks
 from tests.steps import payloads
 
@@ -344,6 +346,40 @@ def test_nccl_is_told_its_device(
     monkeypatch.setattr(torch, "__version__", TorchVersion(release))
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert process_group._device_to_bind(world_size) == bound
+
+
+def test_a_rank_without_its_device_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Accelerator:
+        def device_name(self) -> str:
+            return "cuda"
+
+        def device_count(self) -> int:
+            return 0 if threading.current_thread().name.endswith("_1") else 1
+
+        def visible_devices_envs(self) -> list[str]:
+            return ["CUDA_VISIBLE_DEVICES"]
+
+        def set_device(self, number: int) -> None:
+            assert number == 0
+
+    monkeypatch.setattr(process_group, "accelerator", Accelerator)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    store = torch.distributed.HashStore()
+    together = threading.Barrier(2)
+
+    def choose(_: int) -> dict[int, str]:
+        together.wait()
+        rank = int(threading.current_thread().name[-1])
+        with pytest.raises(RankError, match="choosing a device failed") as failed:
+            process_group.choose_devices(store, rank, 2, timedelta(seconds=20))
+        return failed.value.failures
+
+    with ThreadPoolExecutor(2, thread_name_prefix="rank") as pool:
+        first, second = pool.map(choose, range(2))
+    assert first == second
+    assert list(first) == [1]
+    assert "this process sees 0 cuda device(s), CUDA_VISIBLE_DEVICES=7" in first[1]
 
 
 def test_rank_outside_the_world_is_refused(no_launcher: pytest.MonkeyPatch) -> None:
