@@ -9,23 +9,14 @@ finite, it skips the step and lowers the loss scale. The replicated part joins a
 the global norm, clipping, overflow and loss scale in DeepSpeed's own code. Before 0.19.8 the optimizer looks for an
 fp16 overflow only in its own gradients, which set a tracker; then the replicated part sets it too.
 
-[Note: the same graph on all ranks] Parameters of a module are gathered in the backward pass only if gradients pass
-through it. Through frozen layers they pass only if the input needs a gradient, which depends on the encoders that ran
-on this rank. So every tensor that enters the chosen part is made to need a gradient, at whichever module it enters: a
-model may call a submodule of a chosen module directly. Recomputation in the backward pass must treat the same modules
-alike, so the modules that were entered are remembered.
-
 Written for deepspeed 0.16.4 to 0.19.8: `runtime/engine.py`, `runtime/zero/stage3.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from itertools import zip_longest
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
@@ -33,6 +24,7 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
+from lowmem_load.ds.gradient_entry import arguments_with_gradient, entry_modules, with_gradient
 from lowmem_load.ds.hooks import WHOLE_MODEL
 from lowmem_load.errors import ConfigError, UnsupportedError
 
@@ -117,18 +109,6 @@ def check_engine(engine: Any) -> None:
     require_attributes(DEEPSPEED, engine.optimizer, ("inf_or_nan_tracker", "overflow", "parameter_offload"))
 
 
-class _NeedsGradient(torch.autograd.Function):
-    """Returns a copy that needs a gradient, and drops the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:  # noqa: ARG004
-        return None, None
-
-
 class PartitionedPart:
     """The chosen modules of a model under a DeepSpeed ZeRO-3 engine.
 
@@ -141,6 +121,7 @@ class PartitionedPart:
     Attributes:
         engine: the `DeepSpeedEngine`, without lr scheduler; `scheduler_of` makes one.
         frozen: whether the chosen part has no trainable parameter.
+        optimizer_params: a copy of the ds_config's, for `optimizer_over`.
 
     Collective: all ranks.
 
@@ -157,8 +138,7 @@ class PartitionedPart:
     ) -> None:
         _refuse(ds_config)
         config = {key: value for key, value in ds_config.items() if key != "scheduler"}
-        # Before 0.19.6 the engine takes settings out of it as it makes its optimizer; optimizer_over needs them too.
-        self._optimizer_params = copy.deepcopy((config.get("optimizer") or {}).get("params") or {})
+        self.optimizer_params = copy.deepcopy((config.get("optimizer") or {}).get("params") or {})
         trainable = [p for module in chosen.values() for p in module.parameters() if p.requires_grad]
         self.frozen = not trainable
         placeholder = None
@@ -184,7 +164,7 @@ class PartitionedPart:
         zero._get_norm_groups = lambda: [*ordinary(), self._replicated_norm_group()]
         self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
         self._inside, self._depth = False, 0
-        self._entered = set(entry_modules(dict(chosen)))
+        self._entered = set(entry_modules(chosen))
         self._hooks = [model.register_forward_pre_hook(self._enter_model)]
         for module in dict.fromkeys(module for top in chosen.values() for module in top.modules()):
             self._hooks.append(module.register_forward_pre_hook(self._enter_chosen, with_kwargs=True))
@@ -216,9 +196,7 @@ class PartitionedPart:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
         """Run the engine's backward. Collective, also where `loss` depends on no trainable parameter."""
-        if not loss.requires_grad:
-            loss = _NeedsGradient.apply(self._anchor, loss)
-        return self.engine.backward(loss, **kwargs)
+        return self.engine.backward(with_gradient(self._anchor, loss), **kwargs)
 
     def is_boundary(self) -> bool:
         """Return whether the next `step` updates parameters."""
@@ -246,21 +224,6 @@ class PartitionedPart:
         clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
         return 1.0 / (scale * max(clip, 1.0))
 
-    def optimizer_over(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the ds_config's optimizer over other parameters, which live on the engine's device.
-
-        Where offload_optimizer asks for DeepSpeed's CPU Adam, which steps parameters in host memory, it is torch's.
-        """
-        name, params = str(self.engine.optimizer_name()).lower(), copy.deepcopy(self._optimizer_params)
-        if self.engine.zero_use_cpu_optimizer() and name in ("adam", "adamw"):
-            decoupled = name == "adamw" or params.get("adam_w_mode", True)
-            kept = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
-            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **kept)
-        if params:
-            self.engine.optimizer_params().update(params)
-        made: torch.optim.Optimizer = self.engine._configure_basic_optimizer(parameters)
-        return made
-
     def consolidated(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """Return the chosen part's state dict on rank 0, named as in the model; None on other ranks. Collective."""
         state = self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
@@ -283,58 +246,16 @@ class PartitionedPart:
             self.engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
 
     def _enter_chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See [Note: the same graph on all ranks]."""
+        """See [Note: the same graph on all ranks] in `gradient_entry.py`."""
         self._depth += 1
         if self._inside and self._depth == 1:
             self._entered.add(module)
         if not torch.is_grad_enabled() or (self._inside and self._depth > 1) or module not in self._entered:
             return None
-        named = zip_longest(args, _positional_names(module, len(args)), fillvalue="")
-        return tuple(self._anchored(value, name) for value, name in named), self._anchored(kwargs)
+        return arguments_with_gradient(self._anchor, module, args, kwargs)
 
     def _leave_chosen(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._depth -= 1
-
-    def _anchored(self, value: Any, name: str = "") -> Any:
-        if "mask" in name or "position" in name:
-            return value  # depends on no parameter, and attention kernels want it without a gradient
-        if isinstance(value, torch.Tensor):
-            lacks = value.is_floating_point() and not value.requires_grad
-            return _NeedsGradient.apply(self._anchor, value) if lacks else value
-        if isinstance(value, MutableMapping):  # a copy keeps its class: ModelOutput, BatchFeature
-            mapping = copy.copy(value)
-            for key, item in value.items():
-                mapping[key] = self._anchored(item, str(key))
-            return mapping
-        if type(value) in (list, tuple):
-            return type(value)(self._anchored(item) for item in value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = [field.name for field in dataclasses.fields(value) if field.init]
-            return dataclasses.replace(value, **{key: self._anchored(getattr(value, key), key) for key in fields})
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._anchored(item, key) for key, item in zip(value._fields, value, strict=True)))
-        return value
-
-
-def _positional_names(module: nn.Module, count: int) -> list[str]:
-    """Return the names of the first `count` parameters of `forward`; fewer if it takes *args."""
-    if not count:
-        return []
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
-        return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in positional][:count]
-
-
-def entry_modules(chosen: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules through which tensors enter the chosen part: the items of containers, which run no forward."""
-    for module in chosen.values():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            yield from entry_modules(dict(module.named_children()))
-        else:
-            yield module
 
 
 def _refuse(ds_config: Mapping[str, Any]) -> None:
@@ -356,7 +277,24 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"partial ZeRO-3 does not support {', '.join(found)}; remove it from the ds_config")
 
 
-# -- lr schedulers -----------------------------------------------------------------------------------------------------
+# -- optimizers and lr schedulers --------------------------------------------------------------------------------------
+
+
+def optimizer_over(engine: Any, params: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the ds_config's optimizer over parameters outside of an engine, which live on its device.
+
+    Where offload_optimizer asks for DeepSpeed's CPU Adam, which steps parameters in host memory, it is torch's.
+    `params` are those of the ds_config: before 0.19.6 the engine removes settings from it.
+    """
+    name, params = str(engine.optimizer_name()).lower(), copy.deepcopy(dict(params))
+    if engine.zero_use_cpu_optimizer() and name in ("adam", "adamw"):
+        decoupled = name == "adamw" or params.get("adam_w_mode", True)
+        kept = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **kept)
+    if params:
+        engine.optimizer_params().update(params)
+    made: torch.optim.Optimizer = engine._configure_basic_optimizer(parameters)
+    return made
 
 
 def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:

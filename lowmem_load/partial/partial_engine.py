@@ -16,7 +16,7 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.ds.engine import PartitionedPart, scheduler_of
+from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_of
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.partial_checkpoint import Outside, find_checkpoint, load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
@@ -90,7 +90,9 @@ class PartialEngine(nn.Module):
             masters = {id(p): self._replicated.masters[name] for name, p in trained.items()}
             self._replicated.optimizer = split.derive(masters)
         elif trained:
-            self._replicated.optimizer = part.optimizer_over(list(self._replicated.masters.values()))
+            self._replicated.optimizer = optimizer_over(
+                part.engine, part.optimizer_params, list(self._replicated.masters.values())
+            )
         self.optimizer = PartialOptimizer(part, self._replicated, self._leader)
 
     @property

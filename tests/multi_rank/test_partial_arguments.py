@@ -125,35 +125,6 @@ def test_changes_after_the_engine_was_made(checkpoints: Path) -> None:
     run_ranks(change_later, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=120)
 
 
-def test_what_enters_needs_a_gradient_in_every_container() -> None:
-    from collections import UserDict, namedtuple
-    from dataclasses import dataclass
-
-    from transformers.modeling_outputs import BaseModelOutput
-
-    from lowmem_load.ds.engine import PartitionedPart
-
-    @dataclass
-    class Batch:
-        embeds: torch.Tensor
-        position_ids: torch.Tensor
-
-    part = PartitionedPart.__new__(PartitionedPart)
-    part._anchor = torch.zeros((), requires_grad=True)
-    values, ids = torch.ones(2), torch.ones(2, dtype=torch.long)
-    pair = namedtuple("pair", "embeds attention_mask")  # noqa: PYI024
-    assert part._anchored(values).requires_grad and not values.requires_grad
-    assert part._anchored({"embeds": values, "deep": [(values,)]})["deep"][0][0].requires_grad
-    assert not part._anchored({"attention_mask": values})["attention_mask"].requires_grad
-    assert part._anchored(UserDict(embeds=values))["embeds"].requires_grad
-    output = part._anchored(BaseModelOutput(last_hidden_state=values))
-    assert type(output) is BaseModelOutput and output.last_hidden_state.requires_grad
-    batch = part._anchored(Batch(values, values))
-    assert batch.embeds.requires_grad and not batch.position_ids.requires_grad
-    assert part._anchored(pair(values, values)).embeds.requires_grad
-    assert part._anchored(ids) is ids
-
-
 def load_in_several_ways(llm: str, bert: str) -> None:
     """Rank function."""
     from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
