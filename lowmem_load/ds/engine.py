@@ -25,7 +25,7 @@ from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.gradient_entry import arguments_with_gradient, entry_modules, with_gradient
-from lowmem_load.ds.hooks import WHOLE_MODEL
+from lowmem_load.ds.hooks import FULL_MODEL
 from lowmem_load.errors import ConfigError, UnsupportedError
 
 require(
@@ -61,7 +61,7 @@ class Shell(nn.Module):
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
         super().__init__()
-        self.__dict__[WHOLE_MODEL] = model  # not a child: the engine must not see its other modules
+        self.__dict__[FULL_MODEL] = model  # not a child: the engine must not see its other modules
         for name, module in chosen.items():
             *path, last = name.split(".")
             container: nn.Module = self
@@ -80,7 +80,7 @@ class Shell(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the full model's forward."""
-        return self.__dict__[WHOLE_MODEL](*args, **kwargs)
+        return self.__dict__[FULL_MODEL](*args, **kwargs)
 
 
 def _drop_placeholder(shell: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:

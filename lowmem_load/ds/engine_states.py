@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
-from lowmem_load.ds.parameters import held_range, is_partitioned, partition_in_memory, replicas_group_of, whole_shape
+from lowmem_load.ds.parameters import full_shape, held_range, is_partitioned, partition_in_memory, replicas_group_of
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange
 
@@ -272,7 +272,7 @@ def _held_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterato
             raise UnsupportedError("the engine's optimizer trains parameters that its module does not have")
         numel = int(parameter.partition_numel())
         mine = held_range(parameter)
-        yield HeldParameter(names[id(parameter)], whole_shape(parameter), mine, first, numel, parameter)
+        yield HeldParameter(names[id(parameter)], full_shape(parameter), mine, first, numel, parameter)
         first += numel
 
 

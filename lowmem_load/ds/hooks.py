@@ -37,7 +37,7 @@ from deepspeed import DeepSpeedEngine  # noqa: E402  the contract gives the bett
 Handler: TypeAlias = "Callable[[dict[str, Any]], tuple[Any, ...] | None]"
 """Gets the given arguments by name; returns the result of the call, or None to let the call go on."""
 
-WHOLE_MODEL = "_whole_model"
+FULL_MODEL = "_full_model"
 """Attribute of the stand-in for a model that a partial engine gives to `deepspeed.initialize`: the full model."""
 
 _SIGNATURE = inspect.signature(deepspeed.initialize)
@@ -86,7 +86,7 @@ class _Dispatcher:
 
 def is_shell(model: nn.Module) -> bool:
     """Return whether a partial engine gives `model` to DeepSpeed, which then must make an ordinary engine."""
-    return WHOLE_MODEL in vars(model)
+    return FULL_MODEL in vars(model)
 
 
 # -- methods of engines ----------------------------------------------------------------------------------------------

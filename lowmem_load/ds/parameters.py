@@ -57,7 +57,7 @@ def is_sliced(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def whole_numel(parameter: torch.Tensor) -> int:
+def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of `parameter`, partitioned or not."""
     numel: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
     return numel
@@ -112,7 +112,7 @@ def master_partition(parameter: torch.Tensor) -> torch.Tensor:
     return values.detach().reshape(-1)
 
 
-def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the full shape of a ZeRO-3 parameter."""
     return tuple(parameter.ds_shape)
 

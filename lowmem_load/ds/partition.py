@@ -177,7 +177,7 @@ class Partitioner:
         """Allocate the partition(s) of `parameter`, padding zeroed; the caller fills the rest.
 
         Under offload_param to nvme the partition lies in one of the swapper's buffers. `swapping.swap_out` must follow
-        once it is filled, at the latest when `swapping.needs_room`.
+        once it is filled, at the latest when `swapping.is_swap_due`.
 
         Memory: exactly the partitions. Stock leaves the padding uninitialised, so its hashes differ from run to run.
 

@@ -155,7 +155,7 @@ class Swapping:
         return {swapper.swap_folder: sum(map(swapper._io_aligned_numel, swapped)) * swapper.swap_element_size}
 
     @property
-    def needs_room(self) -> bool:
+    def is_swap_due(self) -> bool:
         """Whether `swap_out` is due: half of the buffers are filled, or none is free."""
         is_half = 2 * len(self._filling) >= self._swapper.param_buffer_count
         return is_half or bool(self._swapper.available_swap_in_buffers() == 0)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_load.ds.hooks import consolidates_to, engine_hooked, may_gather
-from lowmem_load.ds.parameters import is_partitioned, whole_numel
+from lowmem_load.ds.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.merging import Merge
 from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
@@ -207,7 +207,7 @@ def refuse_empty(model: Any) -> None:
     adapters_only = saves_adapters_only(model)
     for name, parameter in model.named_parameters():
         is_saved = parameter.requires_grad or not adapters_only
-        if is_saved and parameter.numel() == 0 and is_partitioned(parameter) and whole_numel(parameter):
+        if is_saved and parameter.numel() == 0 and is_partitioned(parameter) and full_numel(parameter):
             raise UnsupportedError(
                 f"{name}: is partitioned by ZeRO-3, and save_pretrained would write it with shape [0]; call "
                 "lowmem_load.save_model(model, folder) on all ranks"

@@ -18,7 +18,7 @@ from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import scheduler_class
 from lowmem_load.ds.hooks import hooked, is_shell
-from lowmem_load.ds.parameters import group_size_of, is_partitioned, whole_numel
+from lowmem_load.ds.parameters import full_numel, group_size_of, is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.partial_engine import PartialEngine
@@ -133,7 +133,7 @@ def _digest(
     number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     topics = {
         "partition": list(chosen),
-        "parameters": [f"{name} {whole_numel(p)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
+        "parameters": [f"{name} {full_numel(p)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
         "optimizer": [type(split and split.optimizer).__name__, *map(comparable, map(options_of, groups))],
         "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
         "ds_config": [comparable(config)],

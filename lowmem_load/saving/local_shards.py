@@ -102,13 +102,13 @@ def _refuse_gathered(model: nn.Module) -> None:
 def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalShard:
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
         from lowmem_load.ds.parameters import (
+            full_shape,
             has_master,
             held_range,
             is_first_replica,
             is_partitioned,
             is_sliced,
             partition_of,
-            whole_shape,
         )
 
         if is_sliced(tensor):
@@ -123,7 +123,7 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalSh
             is_master = masters and tensor.dtype != torch.float32 and has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
             mine = held_range(tensor) if is_first_replica(tensor) else NOTHING
-            return LocalShard(Source("", name, 0, whole_shape(tensor), dtype), tensor, mine, True, is_master)
+            return LocalShard(Source("", name, 0, full_shape(tensor), dtype), tensor, mine, True, is_master)
     if hasattr(tensor, "device_mesh"):
         raise UnsupportedError(f"{name}: is a DTensor, of which this rank may hold a shard; use `save_pretrained`")
     if tensor.is_meta or tensor.layout is not torch.strided:

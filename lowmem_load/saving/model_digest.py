@@ -97,10 +97,10 @@ class _Part:
         self._tensor, self._range = tensor, FlatRange(0, tensor.numel())
         self._shape, self.group = tuple(tensor.shape), None
         if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:  # else nothing can be partitioned
-            from lowmem_load.ds.parameters import group_of, held_range, is_partitioned, whole_shape
+            from lowmem_load.ds.parameters import full_shape, group_of, held_range, is_partitioned
 
             if is_partitioned(tensor):
-                self.group, self._range, self._shape = group_of(tensor), held_range(tensor), whole_shape(tensor)
+                self.group, self._range, self._shape = group_of(tensor), held_range(tensor), full_shape(tensor)
 
     def take(self, keys: Keys) -> None:
         """Sum the elements of this rank."""

@@ -104,7 +104,7 @@ class Zero3(Target):
         """See `Target`."""
         partitioner = self._partitioner
         assert partitioner is not None  # prepare comes first
-        if partitioner.swapping is not None and partitioner.swapping.needs_room:
+        if partitioner.swapping is not None and partitioner.swapping.is_swap_due:
             wait()
             partitioner.swapping.swap_out()
         made = partitioner.new_parameter(

@@ -12,10 +12,10 @@ from torch import nn
 from lowmem_load.ds import parameters, releases
 from lowmem_load.ds.parameters import (
     fp32_buffers,
+    full_numel,
     is_partitioned,
     partition_in_memory,
     partition_of,
-    whole_numel,
 )
 from lowmem_load.ds.releases import KEEPS_FP32, has
 from lowmem_load.errors import UnsupportedError
@@ -30,8 +30,8 @@ def partitioned(numel: int) -> nn.Parameter:
 
 def test_elements_of_a_parameter_are_those_of_the_whole() -> None:
     cut, whole = partitioned(7), nn.Parameter(torch.empty(2, 3))
-    assert (is_partitioned(cut), cut.numel(), whole_numel(cut), partition_of(cut).numel()) == (True, 0, 7, 4)
-    assert (is_partitioned(whole), whole_numel(whole)) == (False, 6)
+    assert (is_partitioned(cut), cut.numel(), full_numel(cut), partition_of(cut).numel()) == (True, 0, 7, 4)
+    assert (is_partitioned(whole), full_numel(whole)) == (False, 6)
 
 
 def test_a_partition_shares_its_memory() -> None:

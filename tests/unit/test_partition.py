@@ -199,7 +199,7 @@ def test_some_buffers_are_filled_while_others_are_written(
     partitions, swapper = swapping_into(tmp_path)
     meanwhile = 0
     for ds_id in range(7):
-        if partitions.needs_room:
+        if partitions.is_swap_due:
             partitions.swap_out()
         meanwhile += bool(swapper.writing)
         fill(partitions, ds_id)
