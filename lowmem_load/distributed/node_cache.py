@@ -1,11 +1,10 @@
-"""What the first rank of a node finds out, for the others of it: records in memory that all processes of the node read.
+"""Records that the first rank of a node finds out for the other ranks of the node.
 
-[Note: node cache] The first rank of each node makes an anonymous file in memory, which ends with its process, and
-appends records to it; the others open it through /proc and look for the record that they need. So nothing goes through
-the network or the store, and nothing is left behind. A rank waits only for what the first one may still write: the
-first one ends each stage, and all of it, with a mark, whether it fails or not. If that comes without the record, if the
-first rank has ended, or if its memory cannot be opened, each rank finds out for itself. So a failure is that of every
-rank, as without a cache.
+[Note: node cache] The first rank of each node makes an anonymous file in memory and appends records to it. The other
+ranks open it through /proc and look for the records that they need. Nothing goes through the network or the store, and
+nothing is left behind: the file ends with the process. Ranks find out the same in stages. The first rank ends each
+stage, and the whole cache, with a mark, also if it fails. If the mark comes without the record, if the first rank has
+ended, or if its memory cannot be opened, each rank finds out for itself. So each rank fails as it would without a cache.
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ from lowmem_load.distributed.store_channel import StoppedError
 T = TypeVar("T")
 
 _SIZES = struct.Struct("<QQ")
-"""What a record begins with: bytes of its key, and of its content; both follow."""
+"""The head of a record: the bytes of its key and of its content, which follow."""
 
 _NO_MORE = ""
 """Key of the last record."""
 
 LOOK_EVERY_S = 0.002
-"""Seconds between looks of a rank that has waited for a record for some time: about one percent of a core."""
+"""Seconds between looks of a rank that has waited for a record for some time; that takes one percent of a core."""
 
 LOOK_FIRST_S = 0.0001
-"""Before the second look. Ranks of a node are seldom further apart, so the waits grow from here."""
+"""Seconds before the second look; the waits grow from here, as ranks of a node are seldom further apart."""
 
 LOOKS_PER_CHECK = 100
-"""Of so many looks, one is also at the first rank's process."""
+"""One of this many looks is also at the first rank's process."""
 
 
 class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
-    """The records of one load. Until `meet`, and outside of stages, each rank finds out all by itself.
+    """The records of one load. Before `meet`, and outside of stages, each rank finds out everything itself.
 
     Args:
         ranks: that load together.
 
     Attributes:
-        offer: what the other ranks have to know before they meet, JSON data.
-        source: the rank that finds things out for this one: itself, or the first one of its node.
+        offer: what the other ranks have to know for `meet`, JSON data.
+        source: the rank whose findings this one uses: itself, or the first one of its node.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks, self.source = ranks, ranks.rank
         name = new_name()
-        self._descriptor = _made(name) if ranks.hears_of_failures else -1
+        self._descriptor = _new_memory(name) if ranks.hears_of_failures else -1
         self.offer: list[Any] = [node_name(ranks.rank), os.getpid(), self._descriptor, name]
         self._writes = False
         self._pid, self._started = 0, start_time(0)
@@ -63,23 +62,23 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
         self._stage, self._num_stages = "", 0
 
     def meet(self, offers: Sequence[Any]) -> Nodes:
-        """Return which ranks share a node, by their offers; the first of each node finds out for it from now on."""
+        """Return which ranks share a node, given their offers. From now on the first of each node finds out for it."""
         names = [f"rank {rank}" if self._ranks.is_fake else name for rank, (name, *_) in enumerate(offers)]
         nodes = Nodes(self._ranks.rank, tuple(names))
         _, self._pid, theirs, name = offers[nodes.first]
         self._started, self._writes = start_time(self._pid), nodes.first == nodes.rank
         if len(nodes.neighbours) == 1 or theirs < 0:
-            self._let_go()
+            self._close()
         elif not self._writes:
-            self._let_go()
-            self._descriptor = _opened(self._pid, theirs, name)
-        if self._descriptor >= 0:  # a first rank writes in any case, since others may wait for it
+            self._close()
+            self._descriptor = _opened_memory(self._pid, theirs, name)
+        if self._descriptor >= 0:
             self.source = nodes.first
         return nodes
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
-        """Within the block the ranks do the same, and find things out together. Stages do not nest."""
+        """Find out together within the block, in which all ranks do the same. Stages do not nest."""
         self._num_stages += 1
         self._stage = str(self._num_stages)
         try:
@@ -90,13 +89,13 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
             self._stage = ""
 
     def once(self, key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
-        """Return what one rank of the node finds, within a stage; outside of one what this rank finds.
+        """Return what the first rank of the node finds; outside of a stage what this rank finds.
 
         Args:
-            key: of what is to be found, equal on all ranks of the node.
-            find: finds it, and may fail.
-            pack: makes bytes of it; none where the others had better find it themselves.
-            unpack: undoes `pack`.
+            key: of the record, equal on all ranks of the node.
+            find: returns the finding, or raises.
+            pack: returns it as bytes; no bytes if the other ranks should find it themselves.
+            unpack: the inverse of `pack`.
 
         Raises:
             StoppedError: another rank has failed meanwhile.
@@ -108,19 +107,19 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
             found = find()
             self._append(key, pack(found))
             return found
-        content = self._awaited(key)
+        content = self._wait_for(key)
         if not content:
             return find()
         return unpack(content)
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the memory; nobody waits any more for what this rank has not written by now."""
+        """Close the memory. No rank waits any longer for what this one has not written by now."""
         if self._writes and self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # no memory; whoever waits hears of this rank otherwise
+            with contextlib.suppress(OSError):  # no memory is left; waiting ranks see that this process has closed it
                 self._append(_NO_MORE, b"")
-        self._let_go()
+        self._close()
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -131,8 +130,8 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
         while left:
             left = left[os.write(self._descriptor, left) :]
 
-    def _awaited(self, key: str) -> bytes:
-        """Return the content of a record; nothing if it does not come any more."""
+    def _wait_for(self, key: str) -> bytes:
+        """Return the content of a record; nothing if the first rank will not write it."""
         num_looks = 0
         stopped: StoppedError | None = None
         while key not in self._places:
@@ -149,7 +148,7 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
             try:
                 self._ranks.check()
             except StoppedError as error:
-                # A first rank that fails ends its stage before it tells of that: this one is to fail alike then.
+                # The first rank ends its stage before it reports an error. After one more look this rank fails alike.
                 stopped = error
                 continue
             time.sleep(min(LOOK_EVERY_S, num_looks * LOOK_FIRST_S))
@@ -161,7 +160,7 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
         return now is not None and (not now or now != self._started)
 
     def _look(self) -> None:
-        """Take note of records that have come. The size of a file in memory grows after its bytes are there."""
+        """Note the records that have come. The size of a file in memory grows after its bytes are there."""
         nbytes = os.fstat(self._descriptor).st_size
         while nbytes - self._end >= _SIZES.size:
             key_nbytes, content_nbytes = _SIZES.unpack(_read(self._descriptor, self._end, _SIZES.size))
@@ -173,16 +172,16 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
             self._end = start + content_nbytes
 
 
-def _made(name: str) -> int:
-    """Return a descriptor of a new file in memory; -1 where the system has none, or gives none."""
+def _new_memory(name: str) -> int:
+    """Return a descriptor of a new file in memory; -1 if there is none."""
     try:
         return make_memory(name)
     except OSError:  # not Linux; a sandbox, or too many files are open
         return -1
 
 
-def _opened(pid: int, descriptor: int, name: str) -> int:
-    """Return a descriptor of the memory of this name that a process has open; -1 if that cannot be had."""
+def _opened_memory(pid: int, descriptor: int, name: str) -> int:
+    """Return a descriptor of another process's file in memory; -1 if it cannot be opened."""
     try:
         return open_memory(pid, descriptor, name, os.O_RDONLY)
     except OSError:  # the process has ended or closed it, or may not be looked into

@@ -1,7 +1,7 @@
 """Memory that the ranks of a node share.
 
-It is anonymous (memfd): it has no name that could be left behind, no file system whose size bounds it (that of /dev/shm
-is 64 MB in many containers), and ends with the last process that has it. The others open it by way of /proc.
+It is an anonymous file (memfd): no name is left behind, no file system bounds its size (/dev/shm has 64 MB in many
+containers), and it ends with the last process that has it open. Other processes open it through /proc.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import os
 import secrets
 
 _PREFIX = "lowmem_load-"
-"""Of the names of memory, which /proc shows."""
+"""Beginning of the names of memory, which /proc shows."""
 
 
 def new_name() -> str:
-    """Return a name for memory that no other has: whoever opens it sees that it is the one that was meant."""
+    """Return a unique name for memory, by which a process that opens it can see that it is the right one."""
     return secrets.token_hex(4)
 
 
 def make_memory(name: str, nbytes: int = 0) -> int:
-    """Return the descriptor of new shared memory, all of which is there: nobody meets SIGBUS later.
+    """Return the descriptor of new shared memory. All of it is allocated, so that no access raises SIGBUS.
 
     Raises:
-        OSError: there is none, or not as much.
+        OSError: the system has none, or too little.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "not on this system")
@@ -39,13 +39,13 @@ def make_memory(name: str, nbytes: int = 0) -> int:
 
 
 def open_memory(pid: int, descriptor: int, name: str, flags: int) -> int:
-    """Return a descriptor of memory that another process of this user, in the same space of process numbers, has made.
+    """Return a descriptor of memory that another process of this user on this machine has made.
 
     Raises:
-        OSError: it cannot be opened from here, or something else is there: the process may have closed it, and opened
-            a file, or be one of another machine.
+        OSError: it cannot be opened, or the descriptor is that of another file: the process may have closed the memory
+            and opened a file, or be one of another machine.
     """
-    # Looked at before it is opened: to open a pipe may take for ever, a device may do something.
+    # The name is checked before, too: opening a pipe may take for ever, and opening a device may have effects.
     path = f"/proc/{pid}/fd/{descriptor}"
     _check_name(path, name)
     opened = os.open(path, flags | os.O_CLOEXEC)
@@ -62,7 +62,7 @@ def memory_of(pid: int, descriptor: int, name: str, nbytes: int) -> mmap.mmap:
 
     Raises:
         OSError: as `open_memory`.
-        ValueError: it is smaller.
+        ValueError: it is smaller than `nbytes`.
     """
     opened = open_memory(pid, descriptor, name, os.O_RDWR)
     try:
@@ -73,4 +73,4 @@ def memory_of(pid: int, descriptor: int, name: str, nbytes: int) -> mmap.mmap:
 
 def _check_name(path: str, name: str) -> None:
     if not os.readlink(path).startswith(f"/memfd:{_PREFIX}{name}"):
-        raise OSError(errno.ESTALE, "another file is there")
+        raise OSError(errno.ESTALE, f"{path} is another file, expected memory {name}")
