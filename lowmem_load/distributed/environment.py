@@ -22,7 +22,7 @@ LOCAL_SIZES = (
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
 )
 
-# No process listens there: a lone process needs no rendezvous, but DeepSpeed reads both names. 29500 is torch's default.
+# No process listens there: a lone process needs no rendezvous, but DeepSpeed reads both. 29500 is the default of torch.
 _ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 # Minutes; torch's default for gloo. DeepSpeed's and NCCL's 10 are too few: fast ranks wait for the slowest one, which

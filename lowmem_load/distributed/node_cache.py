@@ -4,7 +4,7 @@
 ranks open it through /proc and look for the records that they need. Nothing goes through the network or the store, and
 nothing is left behind: the file ends with the process. Ranks find out the same in stages. The first rank ends each
 stage, and the whole cache, with a mark, also if it fails. If the mark comes without the record, if the first rank has
-ended, or if its memory cannot be opened, each rank finds out for itself. So each rank fails as it would without a cache.
+ended, or if its memory cannot be opened, each rank finds out for itself, and fails as it would without a cache.
 """
 
 from __future__ import annotations
