@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
@@ -40,32 +39,34 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         CheckpointError: a file is absent, truncated, malformed, or does not match the others.
         UnsupportedError: it was saved with model, pipeline or expert parallelism, or without ZeRO.
     """
-    paths, files = _paths(folder), Files(folder, executor)
-    models = [files.open(path) for path in paths.models]
+    model_paths, optim_paths, one_for_all = _paths(folder)
+    files = Files(folder, executor)
+    models = [files.open(path) for path in model_paths]
     groups, frozen = _shapes(models)
     if os.path.isdir(os.path.join(folder, "zero")):  # a universal checkpoint: each parameter has files of its own
-        _refuse_confused(models[0], one_for_all=paths.one_for_all)
+        if one_for_all:
+            _refuse_confused(models[0])
         file = files.open(os.path.join(folder, "zero", UNIVERSAL_STATE))
         optimizer, trained = zero_state(file), universal_parameters(files, groups, file)
-    elif not paths.optims:
+    elif not optim_paths:
         raise CheckpointError(
             f"{folder}: holds no optimizer states of ZeRO: expected files *zero_pp_rank_*_mp_rank_00_optim_states.pt"
         )
     else:
-        optims = [files.open(path) for path in paths.optims]
-        stage = 2 if paths.one_for_all else 3
+        optims = [files.open(path) for path in optim_paths]
+        stage = 2 if one_for_all else 3
         optimizer = zero_state(optims[0])
         _check_worlds(models, optims, stage)
         trained = trained_parameters(files, groups, optims, stage)
     shared = _shared(models[0])
-    if paths.one_for_all:
+    if one_for_all:
         others = _frozen_for_all(files, models[0], {*trained, *shared})
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
         others = _fragments(files, frozen or {}, models)
     return Checkpoint(
         folder=folder,
-        world_size=_world_size(models[0]) if paths.one_for_all else len(models),
+        world_size=_world_size(models[0]) if one_for_all else len(models),
         parameters={**trained, **others},
         lacks_frozen=frozen is None,
         shared=shared,
@@ -94,22 +95,8 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Paths:
-    """Files of model and optimizer states.
-
-    Attributes:
-        models: model states, by rank.
-        optims: optimizer states, by rank.
-        one_for_all: whether there is one file of model states for all ranks.
-    """
-
-    models: list[str]
-    optims: list[str]
-    one_for_all: bool
-
-
-def _paths(folder: str) -> _Paths:
+def _paths(folder: str) -> tuple[list[str], list[str], bool]:
+    """Return the files of model and optimizer states, by rank, and whether there is one file of model states for all."""
     names = sorted(entry.name for entry in os.scandir(folder))
     found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in names:
@@ -147,7 +134,7 @@ def _paths(folder: str) -> _Paths:
         )
     models = [_STATES_FOR_ALL] if one_for_all else models
     model_paths, optim_paths = ([os.path.join(folder, name) for name in each] for each in (models, optims))
-    return _Paths(model_paths, optim_paths, one_for_all)
+    return model_paths, optim_paths, one_for_all
 
 
 def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dict[str, Shape] | None]:
@@ -232,7 +219,7 @@ def _replicated(files: Files) -> dict[str, SavedParameter]:
     return {name: files.replicated(file, name, tensor) for name, tensor in held.items()}
 
 
-def _refuse_confused(file: TorchObjects, *, one_for_all: bool) -> None:
+def _refuse_confused(file: TorchObjects) -> None:
     """Raise for a universal checkpoint in which parameters have the values of others.
 
     `round_robin_gradients` puts the parameters of stages 1 and 2 in another order than these save. `ds_to_universal`
@@ -240,7 +227,7 @@ def _refuse_confused(file: TorchObjects, *, one_for_all: bool) -> None:
     """
     tree = file.tree.get("ds_config")
     zero = tree.get("zero_optimization") if isinstance(tree, dict) else None
-    if one_for_all and isinstance(zero, dict) and zero.get("round_robin_gradients") and _world_size(file) > 1:
+    if isinstance(zero, dict) and zero.get("round_robin_gradients") and _world_size(file) > 1:
         raise UnsupportedError(
             f"{file.path}: was saved with round_robin_gradients, where ds_to_universal confuses the parameters; "
             "load the checkpoint that it was made of"
