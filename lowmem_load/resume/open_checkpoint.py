@@ -21,9 +21,8 @@ from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape
-from lowmem_load.resume.optimizer_states import UNIVERSAL_STATE, trained_parameters, universal_parameters, zero_state
 from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, at, find_folder
-from lowmem_load.resume.zero_files import Files
+from lowmem_load.resume.zero_files import UNIVERSAL_STATE, Files, trained_parameters, universal_parameters, zero_state
 from lowmem_load.resume.zero_layout import SavedParameter, group_numels, place_fragments
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -96,7 +95,7 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
 
 
 def _paths(folder: str) -> tuple[list[str], list[str], bool]:
-    """Return the files of model and optimizer states, by rank, and whether there is one file of model states for all."""
+    """Return the files of model and optimizer states, by rank, and whether one file of model states is for all."""
     names = sorted(entry.name for entry in os.scandir(folder))
     found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in names:

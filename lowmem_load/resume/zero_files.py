@@ -1,12 +1,15 @@
-"""The files of a checkpoint: which were opened, and where tensors lie in them. Reads no weights.
+"""The files of a checkpoint, and where tensors lie in them. Reads no weights.
 
-All functions raise CheckpointError if a file is absent, truncated or malformed.
+All functions raise CheckpointError if a file is absent, truncated or malformed, or if files do not match.
 
 [Note: swapped states] DeepSpeed copies the swapper's folder of each rank into the checkpoint. In the rank's file of
 optimizer states the tensors of a swapped sub-group are empty, and their attribute `ds_id` names the file that has the
 elements, in fp32, with padding at its end. Sub-groups of less than 1 MiB are not swapped, and saved as usual.
+
 Source: deepspeed 0.16.4 to 0.19.8 `runtime/engine.py`, `save_checkpoint`; `runtime/swap_tensor/optimizer_utils.py`,
-`SwapTensorContext` and `_get_state_tensors`.
+`SwapTensorContext` and `_get_state_tensors`; `runtime/zero/stage3.py`, `_rigid_state_dict`;
+`runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py`, `state_dict`; `utils/zero_to_fp32.py`,
+`_zero2_merge_trainable_params`; `checkpoint/ds_to_universal.py`, `main`.
 """
 
 from __future__ import annotations
@@ -14,19 +17,33 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.inert_pickle import Tensor
-from lowmem_load.formats.plain_objects import shown
+from lowmem_load.formats.plain_objects import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.read_whole import read_whole
-from lowmem_load.planning.expression import Source, numel
+from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.resume.zero_layout import SavedParameter, place_fragments
+from lowmem_load.resume.zero_checkpoint import at, base_optimizer
+from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter, group_numels, place_fragments, place_groups
+
+UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
+"""Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
+
+UNIVERSAL_STATE = "optimizer_state.pt"
+"""File of a universal checkpoint with the state of rank 0's ZeRO optimizer."""
+
+_MASTERS = {3: "fp32_flat_groups", 2: "single_partition_of_fp32_groups"}
+"""Entry with the fp32 values, by stage."""
+
+_STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
+"""Stage by name of DeepSpeed's `ZeroStageEnum`."""
 
 _SWAPPED = "offloaded_tensors"
 """Folder of the swapper's files, in the folder of the tag."""
@@ -112,3 +129,141 @@ class Files:
                 )
             own = os.path.join(self.folder, _SWAPPED)
         return os.path.join(own, f"{name}.tensor.swp")
+
+
+# -- trained parameters ----------------------------------------------------------------------------------------------
+
+
+def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
+    """Return the saved state of a ZeRO optimizer.
+
+    `stage` is 3, or 2 for 1 and 2, which are saved alike; None for any.
+
+    Raises:
+        UnsupportedError: it is of another stage, or of experts.
+    """
+    is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
+    state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
+    found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
+    if found not in (1, 2, 3) or (stage is not None and (found == 3) != (stage == 3)):
+        expected = "1, 2 or 3" if stage is None else "3" if stage == 3 else "1 or 2"
+        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
+    if state.get("ds_zero_partition_groups") is not None:
+        raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
+    return state
+
+
+def trained_parameters(
+    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects], stage: int
+) -> dict[str, SavedParameter]:
+    """Return the trained parameters by name. See [Note: flat groups] and [Note: chains].
+
+    `stage` is 3, or 2 for 1 and 2, which are saved alike.
+    """
+    paddings = None if stage == 3 else _paddings(optims, groups)
+    by_rank = [_states_of(files, file, groups, rank, len(optims), stage) for rank, file in enumerate(optims)]
+    return place_groups(groups, *_together(by_rank, optims), paddings)
+
+
+def _states_of(
+    files: Files, file: TorchObjects, groups: Sequence[Mapping[str, Shape]], rank: int, num_ranks: int, stage: int
+) -> list[dict[str, Any]]:
+    """Return what a rank saved for each group: flat tensors as sources, and other values."""
+    zero = zero_state(file, stage)
+    base = base_optimizer(zero, file.path)
+    masters = at(zero, _MASTERS[stage], list, file.path)
+    states = at(base, "state", dict, file.path)
+    numbers = [
+        number for group in at(base, "param_groups", list, file.path) for number in at(group, "params", list, file.path)
+    ]
+    if len(masters) != len(groups) or numbers != list(range(len(groups))):
+        raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(groups)}")
+    found = []
+    for number, size in enumerate(group_numels(groups, num_ranks)):
+        state = at(states, number, dict, file.path) if number in states else {}
+        placed: dict[str, Any] = {}
+        for key, value in {FP32: masters[number], **state}.items():
+            what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
+            if key != FP32 and not (isinstance(value, Tensor) and value.size):
+                placed[key] = files.scalar(file, value, key)
+            elif stage == 3:
+                placed[key] = files.flat_or_swapped(file, value, what, size, rank, num_ranks)
+            else:
+                placed[key] = files.flat(file, value, what, None)
+        found.append(placed)
+    return found
+
+
+def _together(
+    by_rank: Sequence[Sequence[Mapping[str, Any]]], optims: Sequence[TorchObjects]
+) -> tuple[dict[str, list[list[Source]]], list[dict[str, Any]]]:
+    """Return flat tensors by key, rank and group, and the other values that rank 0 has for each group."""
+    keys: list[str] = []
+    flats: dict[str, list[list[Source]]] = {}
+    scalars: list[dict[str, Any]] = []
+    for file, by_group in zip(optims, by_rank, strict=True):
+        found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
+        keys = keys or found
+        if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
+            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
+        for key in keys:
+            flats.setdefault(key, []).append([states[key] for states in by_group])
+        others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
+        scalars = scalars or others
+        if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
+            raise CheckpointError(
+                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                "earlier one did not end; take another checkpoint"
+            )
+    return flats, scalars
+
+
+def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
+    """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
+    read = []
+    for file in optims:
+        found = zero_state(file, 2).get("param_alignment_paddings", [[0] * len(group) for group in groups])
+        lengths = [len(each) if isinstance(each, list) else -1 for each in found] if isinstance(found, list) else []
+        is_right = lengths == [len(group) for group in groups] and all(
+            type(padding) is int and 0 <= padding < 1 << 20 for each in found for padding in each
+        )
+        if not is_right:
+            raise CheckpointError(f"{file.path}: its 'param_alignment_paddings' are malformed")
+        read.append(found)
+        if found != read[0]:
+            raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
+    return list(read[0])
+
+
+# -- universal -------------------------------------------------------------------------------------------------------
+
+
+def universal_parameters(
+    files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects
+) -> dict[str, SavedParameter]:
+    """Return the trained parameters of a universal checkpoint by name."""
+    # As in DeepSpeed, the number of steps is that of the first sub-group or parameter.
+    states = base_optimizer(zero_state(file), file.path).get("state")
+    first = {}
+    if isinstance(states, dict) and 0 in states:
+        state = at(states, 0, dict, file.path)
+        small = ((key, value) for key, value in state.items() if not (isinstance(value, Tensor) and value.size))
+        first = {key: files.scalar(file, value, key) for key, value in small}
+    found: dict[str, SavedParameter] = {}
+    for number, group in enumerate(groups):
+        for name, shape in group.items():
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise CheckpointError(f"{files.folder}: a parameter is named {name!r:.80}")
+            folder, size = os.path.join(files.folder, "zero", name), math.prod(shape)
+            pieces = {}
+            for key in UNIVERSAL_KEYS:
+                file = files.open(os.path.join(folder, f"{key}.pt"))
+                tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+                pieces[key] = Pieces((files.flat(file, tensor, name, size),), size, size)
+            scalars = first
+            # From stages 1 and 2 each parameter has a file with its number of steps.
+            if not first and os.path.exists(step := os.path.join(folder, "step.pt")):
+                file = files.open(step)
+                scalars = {"step": files.scalar(file, file.tree, "step")}
+            found[name] = SavedParameter(name, shape, pieces, number, scalars)
+    return found

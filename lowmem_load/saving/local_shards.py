@@ -101,29 +101,21 @@ def _refuse_gathered(model: nn.Module) -> None:
 
 def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalShard:
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
-        from lowmem_load.ds.parameters import (
-            full_shape,
-            has_master,
-            held_range,
-            is_first_replica,
-            is_partitioned,
-            is_sliced,
-            partition_of,
-        )
+        from lowmem_load.ds import parameters
 
-        if is_sliced(tensor):
+        if parameters.is_sliced(tensor):
             raise UnsupportedError(
                 f"{name}: is split by DeepSpeed's tensor parallelism; save with the engine's own methods"
             )
-        if is_partitioned(tensor):
+        if parameters.is_partitioned(tensor):
             # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
-            stored = partition_of(tensor).dtype
+            stored = parameters.partition_of(tensor).dtype
             if stored.is_floating_point != tensor.dtype.is_floating_point:
                 raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
-            is_master = masters and tensor.dtype != torch.float32 and has_master(tensor)
+            is_master = masters and tensor.dtype != torch.float32 and parameters.has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
-            mine = held_range(tensor) if is_first_replica(tensor) else NOTHING
-            return LocalShard(Source("", name, 0, full_shape(tensor), dtype), tensor, mine, True, is_master)
+            mine = parameters.held_range(tensor) if parameters.is_first_replica(tensor) else NOTHING
+            return LocalShard(Source("", name, 0, parameters.full_shape(tensor), dtype), tensor, mine, True, is_master)
     if hasattr(tensor, "device_mesh"):
         raise UnsupportedError(f"{name}: is a DTensor, of which this rank may hold a shard; use `save_pretrained`")
     if tensor.is_meta or tensor.layout is not torch.strided:
