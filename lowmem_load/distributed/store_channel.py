@@ -131,10 +131,9 @@ class StoreChannel:
         self._doing: list[tuple[Group | None, str, Callable[[], beats.Progress] | None]] = []
         self._step: _Step | None = None  # that this rank waits in
         self._failed: set[int] = set()  # ranks, in the current step
-        self._is_stopped = False  # whether this rank has to stop because of them
         self._aborted: dict[str, int] = {}  # see `Heartbeat`
         self._why_aborted = ""
-        self._num_beats, self._is_urgent = 0, False  # whether the next heartbeat must not wait
+        self._num_beats = 0
         self._peers: dict[int, beats.Peer] = {}
         self._clock_s = 0.0  # stands still while this process is stopped
 
@@ -159,7 +158,7 @@ class StoreChannel:
         with self._changed:
             self._doing.append((group, title, progress))
             if self._session is None:
-                self._failed, self._is_stopped = set(), False
+                self._failed = set()
                 self._session = _Session(beats.StoreWatch(time.monotonic()))
                 self._start(self._session, "heartbeat", self._send_heartbeats)
         try:
@@ -178,8 +177,7 @@ class StoreChannel:
             step = self._step = _Step(group, entry, self._clock_s)
             self._aborted = {}
             if entry.error is not None and not entry.is_stopped:
-                self._failed, self._is_urgent = {self._rank}, True
-                self._changed.notify_all()
+                self._failed = {self._rank}
         try:
             if not session.broken:
                 self._start(session, "step", partial(self._carry_out, step=step, previous=session.threads[-1]))
@@ -206,7 +204,7 @@ class StoreChannel:
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
         session = self._session
-        if self._is_stopped or (session is not None and self._is_broken(session)):
+        if session is not None and (self._failed or self._is_broken(session)):
             with self._changed:
                 raise StoppedError(f"stopped because of rank(s) {spell_ranks(sorted(self._failed))}")
 
@@ -237,8 +235,7 @@ class StoreChannel:
         """End a step because the caller was interrupted while it waited, unless it has ended."""
         why = f"was interrupted while it waited for the other ranks: {interrupt}"
         with self._changed:
-            step.interrupt, self._is_urgent = why, True
-            self._changed.notify_all()
+            step.interrupt = why  # which the next look of the heartbeat thread sees
             self._changed.wait_for(lambda: step.verdict is not None or session.broken, 2 * self._beat_s)
         if step.verdict is None or self._rank not in dict(step.verdict.failures):  # the others go on
             self._leave(step, why)
@@ -286,7 +283,7 @@ class StoreChannel:
             where = "the store of the process group, which this rank or its launcher holds,"
             session.broken = session.broken or ended or f"{where} {what}"
             if session is self._session:
-                self._failed, self._is_stopped = {0}, True
+                self._failed = {0}
             self._changed.notify_all()
 
     # -- the thread of a step ------------------------------------------------------------------------------------------
@@ -302,7 +299,7 @@ class StoreChannel:
             verdict = self._exchange(ask, client, step)
             failed = dict(verdict.failures)
             with self._changed:
-                self._failed, self._is_stopped = set(), False
+                self._failed = set()
                 # A verdict on why this rank aborted an earlier step is not the one on this entry.
                 if not group.is_behind or verdict.is_complete or step.interrupt or self._rank not in failed:
                     if self._rank == group.leader:
@@ -347,8 +344,8 @@ class StoreChannel:
             while True:
                 client.set(key, self._heartbeat().encoded())
                 with self._changed:
-                    self._changed.wait_for(lambda: session.is_closing or self._is_urgent, self._beat_s)
-                    self._is_urgent, before, now = False, now, time.monotonic()
+                    self._changed.wait_for(lambda: session.is_closing, self._beat_s)
+                    before, now = now, time.monotonic()
                     self._clock_s += min(now - before, 2 * self._beat_s)
                 if session.is_closing:
                     break
@@ -397,7 +394,6 @@ class StoreChannel:
         with self._changed:
             if failed and group.number == number and self._step is step:
                 self._failed |= failed
-                self._is_stopped = step is None
 
     def _read_heartbeats(self, ask: Callable[..., Any], client: Store, ranks: Sequence[int]) -> None:
         unknown = [rank for rank in ranks if rank not in self._peers]
