@@ -127,7 +127,7 @@ def _load_zero3(
         _check_one_folder(step.payloads)
         mark_unusable(engine)
         _fill(ranks, plan, state, executor, name, progress)
-        with ranks.step("setting what is not tensors", name=name):
+        with ranks.step("setting scalars, scheduler and counters", name=name):
             _set_rest(engine, checkpoint, state, plan, wanted)
         state.finish()
         mark_usable(engine)

@@ -158,11 +158,7 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
 
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the state dict of torch's optimizer in that of a ZeRO optimizer. Stages name it differently.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the state dict of torch's optimizer in that of a ZeRO optimizer. Stages name it differently."""
     for key in ("optimizer_state_dict", "base_optimizer_state"):
         if key in zero:
             found: dict[str, Any] = at(zero, key, dict, path)
@@ -171,11 +167,7 @@ def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
-    """Return an entry of a tree.
-
-    Raises:
-        CheckpointError: there is no entry of this kind.
-    """
+    """Return an entry of a tree; raise CheckpointError if there is none of this kind."""
     found = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(found, kind):
         raise CheckpointError(f"{path}: no {key!r} in it; it is no checkpoint that DeepSpeed has saved under ZeRO")
