@@ -225,7 +225,7 @@ class Checks:
     def _timed_load(self, name: str, ds_config: dict[str, Any]) -> str:
         """Note the figures of a load; return what is wrong with its device memory."""
         from lowmem_load import load_model, load_report
-        from lowmem_load.io.uploads import NUM_LANES, SLOT_BYTES
+        from lowmem_load.io.uploads import NUM_STREAMS, SLOT_BYTES
 
         _reset_peak(self.device)
         model = load_model(self.spec.large, ds_config)
@@ -243,7 +243,7 @@ class Checks:
             "bytes_above_held": above,
             **({} if spans is None else asdict(spans)),
         }
-        limit = NUM_LANES * SLOT_BYTES if "cast" in name else 0
+        limit = NUM_STREAMS * SLOT_BYTES if "cast" in name else 0
         return (
             "" if above <= limit else f"{above} bytes of device memory beside what is kept, at most {limit} are stated"
         )

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.io.executor import MIN_STAGING_BYTES
-from lowmem_load.io.uploads import NUM_LANES, SLOTS_PER_THREAD
+from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import Apply, Read, ReadLimits, Step
@@ -139,10 +138,10 @@ def _passing_bytes(plan: LoadPlan, *, on_device: bool) -> tuple[int, int]:
     steps = [step for target in plan.targets for fill in target.fills for step in fill.steps]
     host = plan.largest_temporary_bytes * (MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1)
     if not on_device:
-        return host + MAX_THREADS * (max(MIN_STAGING_BYTES, plan.staging_bytes) if plan.staging_bytes else 0), 0
+        return host + MAX_THREADS * plan.staging_bytes, 0
     slot_bytes = ReadLimits().staging_bytes
     ring_bytes = SLOTS_PER_THREAD * MAX_THREADS * slot_bytes
-    return host + ring_bytes, NUM_LANES * slot_bytes if any(map(_changes, steps)) else 0
+    return host + ring_bytes, NUM_STREAMS * slot_bytes if any(map(_changes, steps)) else 0
 
 
 def _changes(step: Step) -> bool:

@@ -1,42 +1,37 @@
-"""Executes plans: reads byte ranges into memory under one budget. Plans nothing; knows no names of models and no ZeRO.
+"""Executes plans: reads byte ranges into memory. Plans nothing; knows neither names of models nor ZeRO.
 
-Bytes go straight into their final place where the plan says so; everything else passes through a staging buffer, one
-for each reading thread, or, on its way to a device, through the pinned slots of `uploads.py`.
+Bytes are read straight into their final memory where the plan says so. All others pass through temporary memory of the
+reading thread or, on their way to a device, through the pinned slots of `uploads.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.io.elements import Take, Temporaries, compute_into, scatter_elements
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.scatter import scatter_elements
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.io.tasks import Task, Tasks
-from lowmem_load.io.temporaries import Take, Temporaries, compute_into
 from lowmem_load.io.uploads import Put, Spans, Uploads, move_tasks
-from lowmem_load.planning.expression import Source
+from lowmem_load.planning.expression import Expression, Source, numel
 from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
 from lowmem_load.planning.nest import Axis, Nest
-from lowmem_load.planning.planner import Constants
-from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Step
-
-MIN_STAGING_BYTES = 1 << 20
-"""Smallest staging buffer that a thread allocates, so that it is seldom replaced by a larger one."""
+from lowmem_load.planning.planner import Constants, Planner
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.reads import Apply, Fill, Piece, Read, Step
 
 PART_BYTES = 16 << 20
-"""After so many bytes of a read they are counted: from slow storage all may take minutes."""
+"""Bytes of a read after which they are counted: from slow storage a whole read may take minutes."""
 
 MIN_DEVICE_THREADS = 2
-"""Threads that read for a device: they wait most of the time, for the storage or for a copy."""
-
-_CPU = torch.device("cpu")
+"""Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""
 
 
 @dataclass(slots=True)
@@ -44,9 +39,9 @@ class ReadStats:
     """What was read so far.
 
     Attributes:
-        read_bytes: bytes fetched from files, over-read included; counted while a read goes on.
+        read_bytes: bytes of files, gaps included; grows while a read goes on.
         num_reads: reads that have ended.
-        path: of the file that the latest read is from, whether it has ended or not.
+        path: file of the latest read, whether that has ended or not.
     """
 
     read_bytes: int = 0
@@ -55,21 +50,27 @@ class ReadStats:
 
 
 class Executor:
-    """Fills memory as plans say. Use as a context manager; leaving it waits for all reads and closes the files.
+    """Fills memory as plans say. A context manager: leaving it waits for all reads, and closes the files.
 
-    Memory: one staging buffer per thread, as large as the plan's largest staged read (two to four times that where a
-    value is cast more than once), plus what the plan states as its largest temporary.
+    Memory: for each reading thread a buffer as large as the plan's largest staged read (two to four times that if
+    values are cast more than once), and what the plan states as its largest temporary.
+
+    [Note: another heap] Operations run in threads of the pool, even where a single thread reads. What torch allocates
+    while it computes comes from the heap of its thread. In the calling thread, which makes parameters meanwhile, small
+    objects that stay would fill the holes that are freed, so that its heap would grow with each operation (by 80 MiB
+    for a partition of 1250 MiB). The C library gives other threads heaps of their own, where nothing stays.
 
     Args:
-        num_threads: reads in flight; 1 reads in the calling thread, but for operations; see `Tasks`.
-            Of memory of a device at least `MIN_DEVICE_THREADS`.
+        num_threads: reads at a time. With 1, the calling thread reads, and one thread computes operations. For a device
+            there are at least `MIN_DEVICE_THREADS`.
         open_source: opens a file of the checkpoint.
 
     Attributes:
-        sources: what it reads from; see [Note: one descriptor] in `open_sources.py`.
+        sources: the files that it reads; see [Note: one descriptor] in `open_sources.py`.
         stats: what was read so far.
-        num_threads: reads in flight.
-        on_bytes: called with the number of needed bytes that reached a destination, from any thread.
+        num_threads: as given.
+        tasks: the reads and operations that remain.
+        on_bytes: called, from any thread, with the number of needed bytes that reached their destination.
     """
 
     def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
@@ -77,9 +78,9 @@ class Executor:
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = int
         self.num_threads = num_threads
+        self.tasks = Tasks(num_threads)
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._tasks = Tasks(num_threads)
         self._uploads: Uploads | None = None
 
     def __enter__(self) -> Executor:
@@ -92,9 +93,9 @@ class Executor:
             if error is None:
                 self.finish()
         finally:
-            self._tasks.close()
+            self.tasks.close()
             if self._uploads is not None:
-                self._uploads.abandon()  # nothing is left to do where `finish` has returned
+                self._uploads.abandon()  # does nothing after `finish`
             self.sources.close()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:
@@ -102,108 +103,130 @@ class Executor:
         self.sources.expect(files)
 
     def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], constants: Constants) -> None:
-        """Start filling the flat contiguous `destination`; `finish` tells when, and whether, it is filled.
+        """Start to fill memory. Call `finish` before it is used.
 
         Args:
             fill: the plan of that memory.
-            destination: at least `fill.numel` elements.
+            destination: flat and contiguous, at least `fill.numel` elements.
             values: of the plan.
             constants: of the plan.
         """
-        known = {number: self._value(number, values, constants) for number in fill.needs} if fill.needs else {}
-        if destination.is_cpu:
-            if any(isinstance(step, Apply) for step in fill.steps):
-                self._tasks.have_threads(1)  # see [Note: another heap] in temporaries.py
-            tasks = self._tasks_of(fill.steps, destination, known, constants)
-        else:
-            tasks = self._device_tasks(fill.steps, destination, known, constants)
-        for task in tasks:
-            self._tasks.run(task)
+        known = {number: self._value(number, values, constants) for number in fill.needs}
+        if destination.is_cpu and any(isinstance(step, Apply) for step in fill.steps):
+            self.tasks.have_threads(1)  # see [Note: another heap]
+        for task in self._tasks_of(fill.steps, destination, known, constants):
+            self.tasks.run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
-        """Start copying a host tensor, cast, to the flat device memory `destination`; `finish` tells as for `fill`."""
+        """Start to copy a host tensor, cast, to flat device memory. Call `finish` before that is used."""
         casts = () if values.dtype == destination.dtype else (destination.dtype,)  # a cast takes memory of the device
         nest = Nest(0, 0, (Axis(values.numel(), 1, 1),), casts)
         for task in move_tasks(nest, values.detach().contiguous().view(-1), self._put_into(destination)):
-            self._tasks.run(task)
+            self.tasks.run(task)
 
     def read_range(self, path: str, start: int, memory: torch.Tensor, what: str) -> None:
-        """Fill host memory, uint8, from byte `start` of a file on; `what` names it. Raises as `finish` does."""
+        """Fill host memory, uint8, with the bytes of a file from `start` on. Raises as `finish`, naming `what`."""
         self._read(Source(path, what, start, tuple(memory.shape), memory.dtype), 0, memory)
 
     def place(self, nest: Nest, values: torch.Tensor, destination: torch.Tensor) -> None:
-        """Move elements of the flat host tensor `values` to `destination`; it may be overwritten once this returns."""
-        if destination.device.type == "cpu":
-            scatter_elements(nest, values, destination, 0)
+        """Move elements of a flat host tensor to `destination`. `values` may be overwritten once this returns."""
+        if destination.is_cpu:
+            scatter_elements(nest, values, destination)
             return
         for task in move_tasks(nest, values, self._put_into(destination)):
-            self._tasks.run(task)
-        self._tasks.finish()
+            self.tasks.run(task)
+        self.tasks.finish()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file that was read is no longer what it was when it was planned against."""
+        """Raise CheckpointError if a file has changed since the plan was made."""
         self.sources.check_unchanged()
 
     def finish(self) -> None:
-        """Wait until all memory given so far is filled.
+        """Wait until all memory is filled.
 
         Raises:
             TruncatedFileError: a file ended early.
             CheckpointError: a file changed, or a read failed.
             RuntimeError: of the device.
         """
-        self._tasks.finish()
+        self.tasks.finish()
         if self._uploads is not None:
             self._uploads.finish()
 
     @property
     def spans(self) -> Spans | None:
-        """When memory of a device was read for and copied to; None while there was none."""
+        """When values were read for a device, and copied to it; None if there was no device memory to fill."""
         return None if self._uploads is None else self._uploads.spans
 
     def _value(self, number: int, values: Sequence[Value], constants: Constants) -> torch.Tensor:
-        """Return a value, flat; one that has to be computed, by the calling thread: a task would wait for itself."""
+        """Return a value, flat. The calling thread computes it: a task must not wait for other tasks."""
         value = values[number]
         if not isinstance(value, ComputedValue):
             return constants.tensors[number]
         inputs = []
         for fill, shape in zip(value.inputs, value.input_shapes, strict=True):
-            whole = torch.empty(fill.numel, dtype=fill.dtype, device=_CPU)
+            whole = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
             self.fill(fill, whole, values, constants)
             inputs.append(whole.view(shape))
-        self._tasks.finish()
-        # To the host, should it have been computed elsewhere: by this thread, on whose stream that was.
+        self.tasks.finish()
+        # The function may compute elsewhere, on a stream of this thread. So this thread copies the result to the host.
         return constants.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
 
     def _tasks_of(
         self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], constants: Constants
     ) -> Iterator[Task]:
-        """Yield what fills `destination`; moves of values in memory are done at once."""
+        """Yield what fills `destination`. To host memory, values are moved at once."""
+        put = partial(self._put_on_host, destination) if destination.is_cpu else self._put_into(destination)
         for step in steps:
             if isinstance(step, Read):
                 for first, shift in step.each():
-                    yield self._read_task(step, first, shift, destination)
-            elif isinstance(step, Move):
-                scatter_elements(step.nest, known[step.value], destination, 0)
+                    if step.is_direct:
+                        yield self._direct_read(step, first, shift, destination)
+                    else:
+                        yield partial(self._staged_read, step, first, step.nest.shifted(destination=shift), put)
+            elif isinstance(step, Apply):
+                apply = partial(self._apply_on_host, destination) if destination.is_cpu else partial(self._apply, put)
+                for piece in step.pieces:
+                    yield partial(apply, step, piece, known, constants)
+            elif destination.is_cpu:
+                scatter_elements(step.nest, known[step.value], destination)
             else:
-                yield from self._apply_tasks(step, destination, known, constants)
+                yield from move_tasks(step.nest, known[step.value], put)
 
-    def _apply_tasks(
-        self, step: Apply, destination: torch.Tensor, known: Mapping[int, torch.Tensor], constants: Constants
-    ) -> Iterator[Task]:
-        compute = constants.functions[step.function]
-        for piece in step.pieces:
+    def _direct_read(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
+        memory = destination.narrow(0, step.nest.destination + shift, step.numel)
+        start = step.tensor.start + first * step.tensor.dtype.itemsize
+        return partial(self._read_bytes, step.tensor, start, _bytes_of(memory), step.needed_bytes_each)
 
-            def task(piece: Piece = piece) -> None:
-                with self._temporaries().frame() as take:
-                    inputs = self._inputs(piece, known, constants, take)
-                    result = next((each for each in inputs if each.dtype == step.dtype), None)
-                    if result is None:
-                        result = take(piece.numel, step.dtype)
-                    compute_into(result, compute, inputs)
-                    scatter_elements(piece.nest, result, destination, 0)
+    def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
+        put(nest, step.numel, step.tensor.dtype, lambda memory: self._read(step.tensor, first, memory))
+        self.on_bytes(step.needed_bytes_each)
 
-            yield task
+    def _apply(
+        self, put: Put, step: Apply, piece: Piece, known: Mapping[int, torch.Tensor], constants: Constants
+    ) -> None:
+        def write(memory: torch.Tensor) -> None:
+            with self._temporaries().frame() as take:
+                inputs = self._inputs(piece, known, constants, take)
+                compute_into(memory, constants.functions[step.function], inputs)
+
+        put(piece.nest, piece.numel, step.dtype, write)
+
+    def _apply_on_host(
+        self,
+        destination: torch.Tensor,
+        step: Apply,
+        piece: Piece,
+        known: Mapping[int, torch.Tensor],
+        constants: Constants,
+    ) -> None:
+        with self._temporaries().frame() as take:
+            inputs = self._inputs(piece, known, constants, take)
+            result = next((each for each in inputs if each.dtype == step.dtype), None)
+            if result is None:
+                result = take(piece.numel, step.dtype)
+            compute_into(result, constants.functions[step.function], inputs)
+            scatter_elements(piece.nest, result, destination)
 
     def _inputs(
         self, piece: Piece, known: Mapping[int, torch.Tensor], constants: Constants, take: Take
@@ -211,70 +234,36 @@ class Executor:
         inputs = []
         for fill in piece.inputs:
             inputs.append(take(fill.numel, fill.dtype))
-            for part in self._tasks_of(fill.steps, inputs[-1], known, constants):
-                part()
+            for task in self._tasks_of(fill.steps, inputs[-1], known, constants):
+                task()
         return inputs
 
-    def _read_task(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
-        tensor, itemsize = step.tensor, step.tensor.dtype.itemsize
-        if step.is_direct:  # all that can be is done in advance: a read of MBs leaves the processor's caches cold
-            memory = destination.narrow(0, step.nest.destination + shift, step.numel)
-            start, content = tensor.start + first * itemsize, _bytes_of(memory)
-            return functools.partial(self._read_bytes, tensor, start, content, step.needed_bytes_each)
-
-        def task() -> None:
-            staged = self._staging(step.numel * itemsize).view(tensor.dtype)
-            self._read(tensor, first, staged)
-            scatter_elements(step.nest, staged, destination, shift)
-            self.on_bytes(step.needed_bytes_each)
-
-        return task
+    def _put_on_host(
+        self,
+        destination: torch.Tensor,
+        nest: Nest,
+        numel: int,
+        dtype: torch.dtype,
+        write: Callable[[torch.Tensor], object],
+    ) -> None:
+        with self._temporaries().frame() as take:
+            memory = take(numel, dtype)
+            write(memory)
+            scatter_elements(nest, memory, destination)
 
     def _put_into(self, destination: torch.Tensor) -> Put:
         if self._uploads is None:
             num_threads = max(MIN_DEVICE_THREADS, self.num_threads)
             self._uploads = Uploads(destination.device, num_threads)
-            self._tasks.have_threads(num_threads)  # the caller's thread has a current stream of its own
+            self.tasks.have_threads(num_threads)  # uploads change the current stream of the threads that make them
         return self._uploads.into(destination)
-
-    def _device_tasks(
-        self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], constants: Constants
-    ) -> Iterator[Task]:
-        """Yield what fills device memory, through the ring."""
-        put = self._put_into(destination)
-        for step in steps:
-            if isinstance(step, Read):
-                for first, shift in step.each():
-                    nest = step.nest.shifted(destination=shift)
-                    yield self._device_read_task(step, first, nest, put)
-            elif isinstance(step, Move):
-                yield from move_tasks(step.nest, known[step.value], put)
-            else:
-                for piece in step.pieces:
-                    yield self._device_apply_task(step, piece, put, known, constants)
-
-    def _device_read_task(self, step: Read, first: int, nest: Nest, put: Put) -> Task:
-        def task() -> None:
-            put(nest, step.numel, step.tensor.dtype, lambda memory: self._read(step.tensor, first, memory))
-            self.on_bytes(step.needed_bytes_each)
-
-        return task
-
-    def _device_apply_task(
-        self, step: Apply, piece: Piece, put: Put, known: Mapping[int, torch.Tensor], constants: Constants
-    ) -> Task:
-        def write(memory: torch.Tensor) -> None:
-            with self._temporaries().frame() as take:
-                compute_into(memory, constants.functions[step.function], self._inputs(piece, known, constants, take))
-
-        return lambda: put(piece.nest, piece.numel, step.dtype, write)
 
     def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
         """Fill contiguous host memory with the elements of `tensor` from `first` on."""
         self._read_bytes(tensor, tensor.start + first * tensor.dtype.itemsize, _bytes_of(memory), 0)
 
     def _read_bytes(self, tensor: Source, start: int, content: memoryview, needed_bytes: int) -> None:
-        """Fill memory with the bytes of the tensor's file from `start` on; tell that so many of them were needed."""
+        """Fill memory with the bytes of the tensor's file from `start` on, and report `needed_bytes` of them."""
         path = self.stats.path = tensor.path
         try:
             with self.sources.reading(path) as source:
@@ -290,13 +279,6 @@ class Executor:
         if needed_bytes:
             self.on_bytes(needed_bytes)
 
-    def _staging(self, num_bytes: int) -> torch.Tensor:
-        buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.numel() < num_bytes:
-            size = max(num_bytes, MIN_STAGING_BYTES)
-            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8, device=_CPU)
-        return buffer[:num_bytes]
-
     def _temporaries(self) -> Temporaries:
         found: Temporaries | None = getattr(self._local, "temporaries", None)
         if found is None:
@@ -304,13 +286,27 @@ class Executor:
         return found
 
 
+def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
+    """Return the value of an expression as a tensor in host memory.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    planner = Planner()
+    fill = planner.plan_fill("a value", expression, FlatRange(0, numel(expression)))
+    whole = torch.empty(fill.numel, dtype=expression.dtype, device="cpu")
+    executor.fill(fill, whole, planner.values, planner.constants)
+    executor.finish()
+    return whole.reshape(expression.shape)
+
+
 def _bytes_of(memory: torch.Tensor) -> memoryview:
-    """Return contiguous host memory as what system calls fill."""
+    """Return contiguous host memory as system calls take it."""
     return memory.view(torch.uint8).numpy().data
 
 
 def _explained(error: CheckpointError, what: str) -> CheckpointError:
-    """Return an error of a source with what was read when it came."""
+    """Return an error of a source that also names what was read."""
     if isinstance(error, TruncatedFileError):
         return TruncatedFileError(f"{error} while {what} was read; the file changed after its header was read")
     return CheckpointError(f"{error} (while {what} was read)")

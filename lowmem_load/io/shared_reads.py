@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowmem_load.errors import PlanError, listed
+from lowmem_load.io.elements import compute_into, scatter_elements
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.scatter import scatter_elements
 from lowmem_load.io.shared_buffer import SharedBuffer
-from lowmem_load.io.temporaries import compute_into
 from lowmem_load.planning.load_plan import Value
 from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.planner import Constants
@@ -215,7 +214,7 @@ class _OpenPiece:
         """Fill a part of input `number`."""
         if not self._inputs:
             self._open()
-        scatter_elements(nest, values, self._inputs[number], 0)
+        scatter_elements(nest, values, self._inputs[number])
         self._num_missing -= nest.numel
         if self._num_missing == 0:
             result = next((each for each in self._inputs if each.dtype == self._dtype), None)
@@ -230,7 +229,7 @@ class _OpenPiece:
             self._inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device="cpu"))
             for part in fill.steps:
                 if isinstance(part, Move):
-                    scatter_elements(part.nest, self._taken.known[part.value], self._inputs[-1], 0)
+                    scatter_elements(part.nest, self._taken.known[part.value], self._inputs[-1])
 
 
 def _deliveries(taken: _Taken, executor: Executor, constants: Constants) -> Iterator[_Delivery]:

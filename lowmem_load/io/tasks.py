@@ -1,4 +1,4 @@
-"""Tasks that threads do, or the calling one, several at a time. Knows nothing of reads."""
+"""Runs tasks, several at a time, in threads or in the calling one. Knows nothing of reads."""
 
 from __future__ import annotations
 
@@ -7,72 +7,71 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 MAX_WAITING = 64
-"""Tasks that are given to threads ahead, lest these wait for the calling one."""
+"""Most tasks that wait for the threads. So many, so that a thread need not wait for the calling one."""
 
-MAX_KEPT = 512
-"""Tasks that the calling thread does together. What it does in between takes twice as long where a read of MBs has left
-the processor's caches cold: loading 1.5 billion parameters with one thread takes 15 % more processor time then."""
+MAX_DELAYED = 512
+"""Most tasks that the calling thread puts off, to run them together. A read of MBs empties the processor's caches. If
+one ran between each two parameters, loading 1.5 billion parameters would take 15 % more processor time."""
 
 Task = Callable[[], None]
 
 
 class Tasks:
-    """Has tasks done in any order.
+    """Runs tasks in any order.
 
     Args:
-        num_threads: that do them; 1 for the calling thread, `MAX_KEPT` at a time, unless
-            `have_threads` is called.
+        num_threads: tasks at a time. With 1, the calling thread runs them, unless `have_threads` is called.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._kept: list[Task] = []  # for the calling thread
+        self._delayed: list[Task] = []  # for the calling thread
         self._changed = threading.Condition()  # guards what follows
-        self._num_given = 0  # to threads, and not done
-        self._num_enough = 0  # of these, for the calling thread to go on
+        self._num_given = 0  # tasks that threads have, and have not ended
+        self._num_enough = 0  # the calling thread goes on when only so many of them are left
         self._failed: Future[None] | None = None
         if num_threads > 1:
             self.have_threads(num_threads)
 
     def have_threads(self, num_threads: int) -> None:
-        """Leave tasks to threads from now on; to those that there are, if any."""
+        """Leave further tasks to so many threads; to the threads that there are, if any."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read")
 
     def run(self, task: Task) -> None:
-        """Do a task, or have it done; `finish` tells when.
+        """Run a task now or later. `finish` waits for it.
 
         Raises:
-            Exception: what an earlier task has raised, at once, whatever others are at.
+            Exception: what an earlier task raised, as soon as it is known.
         """
         if self._pool is None:
-            self._kept.append(task)
-            if len(self._kept) >= MAX_KEPT:
-                self._run_kept()
+            self._delayed.append(task)
+            if len(self._delayed) >= MAX_DELAYED:
+                self._run_delayed()
             return
         if self._num_given >= MAX_WAITING or self._failed is not None:
-            self._wait(MAX_WAITING // 2)  # not for one: so that the calling thread does a good deal at a time, too
+            self._wait(MAX_WAITING // 2)  # for several, so that the calling thread, too, gets much done at a time
         with self._changed:
             self._num_given += 1
         self._pool.submit(task).add_done_callback(self._note)
 
     def finish(self) -> None:
-        """Wait until all tasks so far are done. Raises what one of them has raised."""
-        self._run_kept()
+        """Wait until all tasks have ended. Raises what one of them raised."""
+        self._run_delayed()
         self._wait(0)
 
     def close(self) -> None:
-        """End the threads; tasks that were not begun are left out."""
+        """End the threads. Tasks that have not begun are dropped."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _run_kept(self) -> None:
-        tasks, self._kept = self._kept, []
+    def _run_delayed(self) -> None:
+        tasks, self._delayed = self._delayed, []
         for task in tasks:
             task()
 
     def _wait(self, num_enough: int) -> None:
-        """Wait until no more than so many tasks are left to threads, or one has failed; raise that one's error."""
+        """Wait until the threads have at most so many tasks left, or one has failed; raise that one's error."""
         with self._changed:
             self._num_enough = num_enough
             self._changed.wait_for(lambda: self._failed is not None or self._num_given <= num_enough)

@@ -1,13 +1,15 @@
-"""Fills device memory: through a ring of pinned slots, by asynchronous copies on streams of their own.
+"""Fills device memory: through a ring of pinned slots, with asynchronous copies on streams of their own.
 
-Only torch's device-neutral interface is used (torch.Stream, torch.Event, torch.accelerator), so that any accelerator of
-torch will do.
+Uses only torch's device-neutral interface (torch.Stream, torch.Event, torch.accelerator), so that it serves every
+accelerator of torch.
 
-[Note: order on the device] Memory is made on the stream of the thread that asks for the load, and filled on the lanes
-by other threads. The block may have been freed by work of that stream that is still to come: so an event recorded there
-after it was made comes before any copy into it. Should it be freed while copies into it are under way, as when a load
-fails, the allocator must not hand it out before they are done: so each lane is recorded as a user of it. A slot is
-written to again after the event behind the copy out of it.
+[Note: order on the device] The thread that loads allocates memory on its own stream; other threads fill it on copy
+streams. Three rules keep the order:
+- The block may have been freed by work that is still queued on the stream of the loading thread. So an event is
+  recorded there after the allocation, and copy streams wait for it.
+- The memory may be freed while copies into it are queued, as when a load fails. So every copy stream is recorded as a
+  user of it, and the allocator does not hand it out before they are done.
+- A slot is written again only after the event behind the last copy out of it.
 """
 
 from __future__ import annotations
@@ -23,30 +25,28 @@ from functools import partial
 
 import torch
 
-from lowmem_load.io.scatter import scatter_elements, source_elements
+from lowmem_load.io.elements import scatter_elements, source_elements
 from lowmem_load.planning.nest import Axis, Nest
 
 SLOT_BYTES = 8 << 20
-"""Of a pinned slot: what the largest staged read of a plan needs (`ReadLimits.staging_bytes`)."""
+"""Bytes of a pinned slot: the largest staged read of a plan (`ReadLimits.staging_bytes`)."""
 
 SLOTS_PER_THREAD = 2
-"""One is read into while the other is copied from."""
+"""One is filled while the other is copied to the device."""
 
-NUM_LANES = 2
-"""Streams that copy: while one casts or rearranges, the other's copy keeps the engine busy. Each has at most one slot's
-bytes of device memory for that."""
+NUM_STREAMS = 2
+"""Copy streams: while one casts or rearranges values, the other copies. For that each needs device memory of a slot."""
 
 Span = tuple[float, float]
-"""Begin and end, seconds of time.perf_counter."""
-
+"""Begin and end, in seconds of time.perf_counter."""
 
 Put = Callable[[Nest, int, torch.dtype, Callable[[torch.Tensor], object]], None]
-"""`put(nest, numel, dtype, write)`: has `numel` values of `dtype`, at most `SLOT_BYTES`, written by `write`, which
-is given flat pinned memory for them, and starts moving them to device memory as `nest` says."""
+"""`put(nest, numel, dtype, write)` calls `write` with flat host memory for `numel` values of `dtype`, then moves
+them to their destination as `nest` says. They are at most `SLOT_BYTES`."""
 
 
-class _Lane:
-    """A stream, and what a copy needs on it."""
+class CopyStream:
+    """A stream with a lock, and an event at a known time, from which times of copies are measured."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.lock = torch.Stream(device=device), threading.Lock()
@@ -54,68 +54,68 @@ class _Lane:
         self.start.record(self.stream)
 
 
-class _Slot:
-    """Pinned memory, and the events around the latest copy out of it."""
+class Slot:
+    """Pinned memory, and the events before and after the latest copy out of it."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         self.memory = memory
         self.begin, self.end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
-        self.lane: _Lane | None = None
+        self.copied_on: CopyStream | None = None
 
     def copied(self) -> Span | None:
-        """Wait until the latest copy is done; return when it ran, None if there was none since the last call."""
-        lane, self.lane = self.lane, None
-        if lane is None:
+        """Wait for the latest copy. Return when it ran; None if there was none since the last call."""
+        copier, self.copied_on = self.copied_on, None
+        if copier is None:
             return None
         self.end.synchronize()
-        begin, end = (lane.start_s + lane.start.elapsed_time(event) / 1e3 for event in (self.begin, self.end))
+        begin, end = (copier.start_s + copier.start.elapsed_time(event) / 1e3 for event in (self.begin, self.end))
         return begin, end
 
 
 @dataclass(slots=True)
 class Spans:
-    """When values were read or made for the device, and when they were copied to it."""
+    """When values were read or computed for the device, and when they were copied to it."""
 
     reads: list[Span] = field(default_factory=list)
     copies: list[Span] = field(default_factory=list)
 
 
 class Uploads:
-    """Copies to one device, by threads of the caller's.
+    """Copies to one device, made by threads of the caller.
 
-    Memory: the ring, pinned: `SLOTS_PER_THREAD` slots for each thread, rounded up to a power of two, which torch keeps
-    for the next load; on the device at most `NUM_LANES * SLOT_BYTES` where values are cast or rearranged (two to four
-    times that where they are cast more than once).
+    Memory: pinned, `SLOTS_PER_THREAD` slots for each thread, rounded up to a power of two. Torch keeps them for the
+    next load. On the device, at most `NUM_STREAMS * SLOT_BYTES` if values are cast or rearranged (two to four times
+    that if they are cast more than once).
 
     Args:
-        device: to which.
-        num_threads: that fill memory at a time.
+        device: that is copied to.
+        num_threads: that fill slots at a time.
 
     Attributes:
-        spans: what took place so far.
+        spans: times of reads and copies so far.
     """
 
     def __init__(self, device: torch.device, num_threads: int) -> None:
         self.spans = Spans()
-        self._lanes = [_Lane(device) for _ in range(NUM_LANES)]
-        self._next_lane = itertools.count()
+        self._streams = [CopyStream(device) for _ in range(NUM_STREAMS)]
+        self._next_stream = itertools.count()
         self._local = threading.local()
-        num_slots = 1 << (SLOTS_PER_THREAD * num_threads - 1).bit_length()  # torch would pin a power of two anyway
+        num_slots = 1 << (SLOTS_PER_THREAD * num_threads - 1).bit_length()  # torch pins a power of two anyway
         ring = torch.empty(num_slots * SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._all_slots = [_Slot(memory, device) for memory in ring.view(num_slots, SLOT_BYTES)]
-        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        self._all_slots = [Slot(memory, device) for memory in ring.view(num_slots, SLOT_BYTES)]
+        self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._all_slots:
             self._slots.put(slot)
 
     def into(self, destination: torch.Tensor) -> Put:
-        """Return what fills memory that the calling thread has made, on its current stream.
+        """Return what fills memory that the calling thread has allocated on its current stream.
 
-        It is for threads that do nothing else: each gets a stream, and the device, as its current one.
+        Threads that use it should do nothing else: a copy stream, and its device, become their current ones.
         """
         ready = torch.Event(device=destination.device)
         ready.record(torch.accelerator.current_stream(destination.device))
-        for lane in self._lanes:
-            destination.record_stream(lane.stream)
+        for copier in self._streams:
+            destination.record_stream(copier.stream)
         return partial(self._put, destination, ready)
 
     def _put(
@@ -127,7 +127,7 @@ class Uploads:
         dtype: torch.dtype,
         write: Callable[[torch.Tensor], object],
     ) -> None:
-        lane, slot = self._lane(), self._slots.get()
+        copier, slot = self._copier(), self._slots.get()
         try:
             if (copied := slot.copied()) is not None:
                 self.spans.copies.append(copied)
@@ -136,42 +136,42 @@ class Uploads:
             begin = time.perf_counter()
             write(staged)
             self.spans.reads.append((begin, time.perf_counter()))
-            with lane.lock:  # one staging buffer on the device at a time
-                lane.stream.wait_event(ready)
-                slot.begin.record(lane.stream)
-                slot.lane = lane
+            with copier.lock:  # so that the stream needs one buffer on the device
+                copier.stream.wait_event(ready)
+                slot.begin.record(copier.stream)
+                slot.copied_on = copier
                 try:
                     _copy(nest, staged, destination)
                 finally:
-                    slot.end.record(lane.stream)
+                    slot.end.record(copier.stream)
         finally:
             self._slots.put(slot)
 
     def finish(self) -> None:
-        """Wait until all copies are done: once for all of them. For when no thread fills memory."""
-        if any(slot.lane is not None for slot in self._all_slots):
-            first, *others = (lane.stream for lane in self._lanes)
-            for stream in others:
-                first.wait_stream(stream)
-            first.synchronize()
+        """Wait until all copies are done. No thread may fill a slot meanwhile."""
+        if any(slot.copied_on is not None for slot in self._all_slots):
+            first, *others = (each.stream for each in self._streams)
+            for other in others:
+                first.wait_stream(other)
+            first.synchronize()  # once, and not for each copy
         self.spans.copies += [copied for slot in self._all_slots if (copied := slot.copied()) is not None]
 
     def abandon(self) -> None:
-        """Wait until no copy uses the ring any more, whatever became of them."""
-        with contextlib.suppress(RuntimeError):  # of the device; the load has failed already
+        """Wait until no copy uses the slots, even if copies fail."""
+        with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
             self.finish()
 
-    def _lane(self) -> _Lane:
-        """Return this thread's lane, whose stream, and device, is the current one of the thread from now on."""
-        lane: _Lane | None = getattr(self._local, "lane", None)
-        if lane is None:
-            lane = self._local.lane = self._lanes[next(self._next_lane) % NUM_LANES]
-            torch.accelerator.set_stream(lane.stream)  # a new thread starts on device 0
-        return lane
+    def _copier(self) -> CopyStream:
+        """Return the copy stream of this thread, which is its current stream from now on."""
+        copier: CopyStream | None = getattr(self._local, "copier", None)
+        if copier is None:
+            copier = self._local.copier = self._streams[next(self._next_stream) % NUM_STREAMS]
+            torch.accelerator.set_stream(copier.stream)  # a new thread starts on device 0
+        return copier
 
 
 def move_tasks(nest: Nest, values: torch.Tensor, put: Put) -> Iterator[Callable[[], None]]:
-    """Yield tasks that move values in host memory to a device: gathered on the host, cast and scattered there."""
+    """Yield tasks that move host values to a device: gathered on the host, cast and scattered on the device."""
     for part in nest.split(SLOT_BYTES // values.element_size()):
         chosen = source_elements(part, values)
 
@@ -182,7 +182,7 @@ def move_tasks(nest: Nest, values: torch.Tensor, put: Put) -> Iterator[Callable[
 
 
 def _copy(nest: Nest, staged: torch.Tensor, destination: torch.Tensor) -> None:
-    """Enqueue one copy; where values are cast or rearranged, a copy of the bytes and what does that on the device."""
+    """Enqueue a copy to the device. Values that are cast or rearranged are copied first, and changed on the device."""
     numel = staged.numel()
     lie_alike = nest.source == 0 and nest.axes == (Axis(numel, 1, 1),)
     if lie_alike and staged.dtype == destination.dtype and not nest.casts:
@@ -190,4 +190,4 @@ def _copy(nest: Nest, staged: torch.Tensor, destination: torch.Tensor) -> None:
     else:
         raw = torch.empty_like(staged, device=destination.device)
         raw.copy_(staged, non_blocking=True)
-        scatter_elements(nest, raw, destination, 0)
+        scatter_elements(nest, raw, destination)

@@ -13,8 +13,7 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.ds.zero_init import refuse_partitioned
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import loader
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.read_whole import read_whole
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner

@@ -21,8 +21,7 @@ from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.inert_pickle import Foreign, Tensor
 from lowmem_load.formats.plain_objects import plain
 from lowmem_load.formats.torch_zip import TorchObjects
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.read_whole import read_whole
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.resume.zero_layout import SavedParameter

@@ -26,8 +26,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.inert_pickle import Tensor
 from lowmem_load.formats.plain_objects import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.read_whole import read_whole
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.resume.zero_checkpoint import at, base_optimizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.scatter import source_elements
+from lowmem_load.io.elements import source_elements
 from lowmem_load.planning.nest import Nest, offsets
 from lowmem_load.saving.save_plan import Write
 

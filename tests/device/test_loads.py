@@ -15,7 +15,7 @@ import torch
 
 from lowmem_load.ds.pinning import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
-from lowmem_load.io.uploads import NUM_LANES, SLOT_BYTES
+from lowmem_load.io.uploads import NUM_STREAMS, SLOT_BYTES
 from tests import builders
 from tests.parity import BF16, FP32, differences
 from tests.ranks import SIMULATED, run_ranks
@@ -86,7 +86,7 @@ def load_in_all_ways(path: str) -> None:
     assert differences(model, bf16) == []
 
     model = loaded(path, FP32)  # what the file holds is copied, half as much as what is kept
-    check_what_is_stated(model, staging_bytes=NUM_LANES * SLOT_BYTES)
+    check_what_is_stated(model, staging_bytes=NUM_STREAMS * SLOT_BYTES)
     copied = sum(num_bytes for kind, num_bytes in copies().items() if kind == "to device, pinned")
     assert copied < 0.6 * sum(parameter.ds_tensor.nbytes for parameter in model.parameters())
     assert differences(model, fp32) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.io.uploads import NUM_LANES, SLOT_BYTES
+from lowmem_load.io.uploads import NUM_STREAMS, SLOT_BYTES
 from tests import builders
 from tests.device.speed import MACHINES, SIZES, Machine, measure
 from tests.ranks import IS_SIMULATED
@@ -38,4 +38,4 @@ def test_a_load_takes_as_long_as_storage_or_copies(checkpoints: Path, machine: M
         assert found.copy_busy >= 0.9, found
     assert found.is_right
     assert (found.pageable_copies, found.waits) == (0, 1)
-    assert 0 <= found.staging_bytes <= (NUM_LANES * SLOT_BYTES if machine.casts else 0)
+    assert 0 <= found.staging_bytes <= (NUM_STREAMS * SLOT_BYTES if machine.casts else 0)

@@ -95,7 +95,7 @@ def compare_all(path: str) -> None:
     assert torch.equal(strided.cpu(), values().view(-1)[::2])
     assert torch.equal(buffer.cpu(), values().to(torch.bfloat16).reshape(-1))
     staging = torch.accelerator.max_memory_allocated(device) - before - buffer.nbytes - strided.nbytes
-    assert 0 < staging <= 4 * uploads.NUM_LANES * SLOT  # four times where it is cast twice, to a dtype twice as wide
+    assert 0 < staging <= 4 * uploads.NUM_STREAMS * SLOT  # four times where it is cast twice, to a dtype twice as wide
     assert torch.accelerator.max_memory_allocated("sim:0") == 0
 
     torch.accelerator.reset_peak_memory_stats(device)
@@ -202,8 +202,8 @@ def dropped_memory(path: str) -> bool:
     with small_slots() as executor:
         set_speed(SLOW_GBPS / 20)
         fill(executor, leaf(path), destination)
-        executor._tasks.finish()
-        executor._tasks.close()  # its threads may still refer to what they have done, and so to the memory
+        executor.tasks.finish()
+        executor.tasks.close()  # its threads may still refer to what they have done, and so to the memory
         set_speed()
         del destination
         other = torch.empty(numel, dtype=torch.float32, device="sim:1")
@@ -217,7 +217,7 @@ CASES = {case.__name__: case for case in (slow_copies, reused_memory, dropped_me
 
 
 def no_wait_for_a_slot(patches: pytest.MonkeyPatch) -> None:
-    patches.setattr(uploads._Slot, "copied", lambda _: None)
+    patches.setattr(uploads.Slot, "copied", lambda _: None)
 
 
 def no_event_between_streams(patches: pytest.MonkeyPatch) -> None:
@@ -234,13 +234,13 @@ def no_record_stream(patches: pytest.MonkeyPatch) -> None:
     patches.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
 
-def no_device_for_the_lanes(patches: pytest.MonkeyPatch) -> None:
-    lane = uploads._Lane
-    patches.setattr(uploads, "_Lane", lambda _: lane(torch.device("sim", 0)))
+def no_device_for_the_streams(patches: pytest.MonkeyPatch) -> None:
+    stream = uploads.CopyStream
+    patches.setattr(uploads, "CopyStream", lambda _: stream(torch.device("sim", 0)))
 
 
 MISTAKES = {
-    "slow_copies": [no_wait_for_a_slot, no_device_for_the_lanes],
+    "slow_copies": [no_wait_for_a_slot, no_device_for_the_streams],
     "reused_memory": [no_event_between_streams],
     "dropped_memory": [no_record_stream],
 }

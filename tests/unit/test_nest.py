@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.io.scatter import scatter_elements, source_elements
+from lowmem_load.io.elements import scatter_elements, source_elements
 from lowmem_load.planning.nest import Axis, Nest, Side
 
 SOURCE = torch.arange(100, dtype=torch.float32)
@@ -42,7 +42,7 @@ def expected(nest: Nest) -> torch.Tensor:
 @pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
 def test_elements_go_where_the_axes_say(nest: Nest) -> None:
     destination = torch.full((60,), -1.0)
-    scatter_elements(nest, SOURCE, destination, 0)
+    scatter_elements(nest, SOURCE, destination)
     assert torch.equal(destination, expected(nest))
 
 
@@ -53,7 +53,7 @@ def test_pieces_that_are_gathered_first_do_the_same(nest: Nest, max_numel: int) 
     for part in nest.split(max_numel):
         chosen = source_elements(part, SOURCE)
         assert 0 < chosen.numel() <= max_numel
-        scatter_elements(part.gathered(), chosen.contiguous().view(-1), destination, 0)
+        scatter_elements(part.gathered(), chosen.contiguous().view(-1), destination)
     assert torch.equal(destination, expected(nest))
 
 
@@ -88,5 +88,5 @@ def test_merged_axes_move_the_same(nest: Nest) -> None:
 def test_casts_are_done_in_order_and_a_shift_is_added() -> None:
     nest = Nest(1, 0, (Axis(4, 1, 1),), (torch.bfloat16, torch.float64))
     destination = torch.zeros(10, dtype=torch.float64)
-    scatter_elements(nest, SOURCE + 0.123, destination, 3)
+    scatter_elements(nest.shifted(destination=3), SOURCE + 0.123, destination)
     assert destination.tolist() == [0.0] * 3 + (SOURCE[1:5] + 0.123).to(torch.bfloat16).tolist() + [0.0] * 3

@@ -13,8 +13,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.read_whole import read_whole
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint, saved_by
 from lowmem_load.resume.zero_checkpoint import find_folder

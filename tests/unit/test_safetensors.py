@@ -28,8 +28,7 @@ from lowmem_load.formats.safetensors import (
     header_nbytes,
     parse_header,
 )
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.read_whole import read_whole
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.io.source import LocalFile
 
 GOOD: dict[str, Any] = {

@@ -32,7 +32,7 @@ def test_all_tasks_are_done_when_finish_returns(num_threads: int) -> None:
 
 
 def test_the_calling_thread_does_what_threads_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_KEPT", 2)
+    monkeypatch.setattr(tasks_module, "MAX_DELAYED", 2)
     by: list[threading.Thread] = []
     tasks = Tasks(1)
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.read_whole import read_whole
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
