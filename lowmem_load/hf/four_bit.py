@@ -1,17 +1,16 @@
-"""The bitsandbytes seam: the only module that touches bitsandbytes. 4-bit weights become described parameters.
+"""The bitsandbytes seam: the only module that touches bitsandbytes. It describes 4-bit weights.
 
-[Note: packing] A loader makes a `Params4bit` either of a weight, which is packed when it is placed on a device, or of
-packed values and statistics from the file. Here both give a described parameter of the packed values:
+[Note: packing] transformers makes a `Params4bit` from a weight, which is packed when it is placed on a device, or from
+packed values and statistics in the file. Here both give a described parameter with the packed values:
 
-- Of a weight: one after the other is read whole, packed, and all but the partition of the result is dropped. Every
-  rank reads all of them, as in stock: the scales of all blocks are needed on every rank, and double quantization
-  subtracts their mean first, so ranks that pack the blocks of their partitions alone would have to exchange them.
-  bitsandbytes' own functions pack, which know no more than a block; they get a piece at a time, since on the CPU they
-  take some 15 bytes per element, in blocks of memory that leave holes in the heap.
-- Of packed values: their bytes are planned and read like any other tensor's, so each rank reads its partition alone.
+- From a weight: weights are read in full and packed, one at a time, and only the partition of the result is kept. Every
+  rank reads all weights, as in stock: it needs the scales of all blocks, and double quantization first subtracts their
+  mean. bitsandbytes' own functions pack, block by block. They get a piece of the weight at a time: on the CPU they take
+  some 15 bytes per element, in blocks of memory that leave holes in the heap.
+- From packed values: their bytes are planned and read like those of any tensor, so each rank reads its partition.
 
-Stock packs where the model is placed, on the accelerator if there is one; kernels of different devices may round
-differently, so here it is the same device.
+Stock packs on the accelerator if there is one. Kernels of different devices may round differently, so the device is
+the same here.
 
 Source: bitsandbytes 0.50.2 `nn/modules.py`, `functional.py`. Written for bitsandbytes 0.48.2 to 0.50.2.
 """
@@ -36,35 +35,35 @@ from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-"""What a `Params4bit` is packed with."""
+"""Attributes of a `Params4bit` that say how it is packed."""
 
 _NESTED_BLOCK = 256
-"""Scales that share a scale under double quantization. Source: bitsandbytes 0.50.2 `functional.py`, `quantize_4bit`."""
+"""Number of scales that share a scale under double quantization: bitsandbytes 0.50.2 `functional.py`."""
 _CODES, _NESTED_CODES = 16, 256
 """Entries of the code books of 4-bit values and of 8-bit scales."""
 
 _PIECE = 1 << 20
-"""Elements that are packed at a time: a multiple of every block size."""
+"""Elements that are packed at a time, a multiple of every block size."""
 
 _LOSSY = {
     "zero_quantized_weights": "quantizes what it gathers",
     "zero_quantized_nontrainable_weights": "quantizes frozen weights",
     "use_all_reduce_for_fetch_params": "adds up what it gathers",
 }
-"""Settings of zero_optimization under which DeepSpeed computes with the values of weights before a module gets them.
+"""Settings of zero_optimization under which DeepSpeed computes with weights when it gathers them.
 
-Source: deepspeed 0.19.8 `partition_parameters.py`, `all_gather_coalesced`: an all-reduce turns the bytes of -0.0 into
-those of 0.0, for one.
+An all-reduce turns the bytes of -0.0 into those of 0.0, for example.
+Source: deepspeed 0.19.8 `partition_parameters.py`, `all_gather_coalesced`.
 """
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]
 
 
 def replacements() -> list[Replacement]:
-    """Return what has to stand in for functions of bitsandbytes while a model is described.
+    """Return the replacements for functions of bitsandbytes while a model is described.
 
     Raises:
-        IncompatibleVersionError: the installed bitsandbytes lacks what this module relies on.
+        IncompatibleVersionError: this release of bitsandbytes cannot be used.
     """
     require(
         BITSANDBYTES,
@@ -80,14 +79,11 @@ def replacements() -> list[Replacement]:
         },
     )
     parameter = _params4bit()
-    return [
-        (parameter, "__new__", _of_weight),
-        (parameter, "from_prequantized", _of_packed),
-    ]
+    return [(parameter, "__new__", _of_weight), (parameter, "from_prequantized", _of_packed)]
 
 
 def unpacked(model: nn.Module) -> list[str]:
-    """Return the names of the weights that a 4-bit module of a described model needs packed, and that are not."""
+    """Return the names of weights in 4-bit modules of a described model that are not packed."""
     linear = importlib.import_module("bitsandbytes").nn.Linear4bit
     return [
         f"{name}.weight"
@@ -101,10 +97,10 @@ def _params4bit() -> Any:
 
 
 def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `Params4bit.__new__`: of a described weight, return its packed values, described."""
+    """Stand in for `Params4bit.__new__`: return the parameter for the packed values of a described weight."""
     if not isinstance(data, SymbolicTensor):
         return ordinary(cls, data, *args, **kwargs)
-    template = ordinary(cls, torch.empty(0, dtype=data.dtype), *args, **kwargs)  # resolves defaults
+    template = ordinary(cls, torch.empty(0, dtype=data.dtype), *args, **kwargs)  # has the defaults
     double = bool(template.compress_statistics)
     storage: torch.dtype = template.quant_storage
     num_bytes = -(-data.numel() // 2)
@@ -138,14 +134,14 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
 
 
 def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
-    """Return what bitsandbytes makes of a weight: bytes, flat, and quantization state. See [Note: packing].
+    """Return the packed bytes of a weight, flat, and its quantization state. See [Note: packing].
 
     Source: bitsandbytes 0.50.2 `functional.py`, `quantize_4bit`.
 
     Memory: the packed bytes, and what bitsandbytes takes for a piece.
     """
     functional, device = importlib.import_module("bitsandbytes.functional"), _stock_device()
-    # On the host, where what is computed is expected: copying a piece back waits for the kernel that packed it.
+    # On the host, where computed values have to be. Copying a piece waits for the kernel that packed it.
     values = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device="cpu")
     states, start = [], 0
     for piece in torch.split(weight.reshape(-1), _PIECE):
@@ -165,10 +161,10 @@ def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _trim_heap() -> None:
-    """Give free pages of the heap back to the system, where the C library can.
+    """Return free pages of the heap to the system, if the C library can.
 
-    On the CPU bitsandbytes takes and frees aligned blocks of megabytes for each piece, and glibc 2.36 does not find the
-    holes again: 400 MiB of weights, packed to 57 MiB per rank, took up to 990 MiB.
+    On the CPU bitsandbytes allocates and frees aligned blocks of megabytes for each piece, and glibc 2.36 does not
+    reuse the holes: 400 MiB of weights, packed to 57 MiB per rank, took up to 990 MiB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -185,7 +181,7 @@ def _of_packed(
     module: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Stand in for `Params4bit.from_prequantized`: of described packed values, return a described parameter."""
+    """Stand in for `Params4bit.from_prequantized`: return the parameter for described packed values."""
     if not isinstance(data, SymbolicTensor):
         return ordinary(cls, data, quantized_stats, requires_grad, device, module=module, **kwargs)
     companions = {
@@ -197,7 +193,7 @@ def _of_packed(
         try:
             template = ordinary(cls, empty, dict(read), device=torch.device("cpu"), module=None)
             _check_statistics(template.quant_state, data, module)
-        except Exception as error:  # of any class: bitsandbytes reads what it unpacks as if it were what it should be
+        except Exception as error:  # bitsandbytes trusts the values, so a wrong one may raise anything
             raise CheckpointError(f"{name}: no usable quantization state: {type(error).__name__}: {error}") from error
         _become(made, {**vars(template), "module": module}, device)
 
@@ -213,10 +209,10 @@ def _of_packed(
 
 
 def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
-    """Make a `Params4bit` of a parameter that holds packed values, or a partition of them.
+    """Make a parameter with packed values, or a partition of them, a `Params4bit`.
 
-    Its class is changed in place, as torch does with a parameter that was uninitialised
-    (`torch/nn/parameter.py`, `materialize`): DeepSpeed's methods, which are bound to the object, stay.
+    Its class is changed in place, as torch does in `materialize` (`torch/nn/parameter.py`), because DeepSpeed's methods
+    are bound to the object.
     """
     made.__class__ = _params4bit()
     vars(made).update(attributes)
@@ -227,9 +223,9 @@ def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.dev
 
 
 def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
-    """Raise ValueError unless packed values and statistics are those of the module's weight.
+    """Raise ValueError unless packed values and statistics fit the module's weight.
 
-    bitsandbytes does not look: its kernels would read beyond the end of what is too short.
+    bitsandbytes does not check: its kernels would read past the end of a short tensor.
     """
     shape = tuple(state.shape or ())
     wanted = None if module is None else (module.out_features, module.in_features)
@@ -246,7 +242,7 @@ def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
 
 
 def _statistics(num_elements: int, blocksize: int, *, double: bool) -> Tensors:
-    """Return the tensors that go with a packed weight."""
+    """Return shape and dtype of the tensors that go with a packed weight."""
     blocks = -(-num_elements // blocksize)
     tensors: Tensors = {
         "absmax": ((blocks,), torch.uint8 if double else torch.float32),
@@ -267,7 +263,7 @@ def _tensors_of(state: Any) -> Tensors:
 
 
 def _stock_device() -> torch.device:
-    """Return where an ordinary load places, and so packs, a model. See [Note: packing].
+    """Return the device on which an ordinary load packs a model. See [Note: packing].
 
     Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py`, `update_device_map`.
     """
@@ -277,15 +273,15 @@ def _stock_device() -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
-# -- what DeepSpeed may not do to packed weights -----------------------------------------------------------------------
+# -- settings of DeepSpeed that would destroy packed weights -----------------------------------------------------------
 
 
 def check_packed(model: nn.Module, settings: Settings) -> None:
-    """Refuse what cannot be packed, and what DeepSpeed would do to packed weights as if they were numbers.
+    """Refuse weights that cannot be packed, and settings under which DeepSpeed computes with packed weights.
 
     Raises:
-        ConfigError: DeepSpeed would change the packed bytes, in stock as well: names the setting, or the weight whose
-            storage dtype is not the one in which DeepSpeed runs.
+        ConfigError: DeepSpeed would change the packed bytes, in stock as well. Names the setting, or the weight whose
+            storage dtype is not that of DeepSpeed.
         UnsupportedError: names the weight that cannot be packed, or what has not been tried.
     """
     packed = {name: each for name, each in model.named_parameters() if isinstance(each, QuantizedTensor)}

@@ -1,10 +1,10 @@
-"""Adapters merged into base weights by PEFT's own code, on as few rows of a weight at a time as it is given.
+"""Adapters merged into base weights by PEFT's own code, on a few rows of a weight at a time.
 
-[Note: merged on the way] `merge_and_unload` of PEFT is run on the model itself, with the `merge` of each layer replaced
-by one that only notes that it was called; afterwards the model is put together again. So what is merged, what takes the
-place of what, and what is refused is PEFT's decision. Each noted `merge` runs later, on a copy of its layer that has
-other tensors: for a LoRA of a linear layer or an embedding the rows of the weight that are at hand, and what of the
-adapter makes these rows; for all others (DoRA needs the norm of columns or rows, LoHa whole products) everything whole.
+[Note: merged while saving] PEFT's `merge_and_unload` runs on the model itself, but the `merge` of each layer only
+records that it was called; then the model is restored. So PEFT decides what is merged, what replaces what, and what is
+refused. Each recorded `merge` runs later, on a copy of its layer with other tensors. For a LoRA of a linear layer or an
+embedding these are some rows of the weight, and the part of the adapter that changes these rows. Other adapters need
+the full tensors: DoRA the norm of columns or rows, LoHa full products.
 
 Written for peft 0.15 to 0.21. Part of the transformers seam, see `loader.py`.
 """
@@ -26,9 +26,9 @@ from lowmem_load.contract import PEFT, require
 from lowmem_load.errors import ConfigError, UnsupportedError
 
 FEW_ROWS = 64
-"""Rows of a weight that are merged together at least: BLAS multiplies a few rows by other code, which rounds otherwise.
+"""Least number of rows that are merged together. For fewer, BLAS uses other code, which rounds differently.
 
-MKL 2024.2 gave the same bits for 8 rows and more as for all of them.
+MKL 2024.2 gave the same bits for 8 rows and more as for all rows.
 """
 
 
@@ -37,9 +37,9 @@ class Merge:
     """Layers whose adapters are merged into the same weights.
 
     Attributes:
-        layers: of PEFT, in the order in which it merges them.
-        parameters: into which they are merged.
-        by_rows: whether rows of the one parameter can be merged without the others.
+        layers: layers of PEFT, in the order in which it merges them.
+        parameters: the weights.
+        by_rows: whether there is one weight, whose rows can be merged in groups.
     """
 
     layers: tuple[nn.Module, ...]
@@ -47,15 +47,15 @@ class Merge:
     by_rows: bool
 
     def adapters(self) -> list[nn.Parameter]:
-        """Return what is merged into the parameters."""
+        """Return the parameters of the adapters."""
         bases = {id(parameter) for layer in self.layers for parameter in _base_of(layer).parameters()}
         found = {id(p): p for layer in self.layers for p in layer.parameters() if id(p) not in bases}
         return list(found.values())
 
     def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters with the adapters merged into them.
+        """Return the weights with the adapters merged into them.
 
-        `values` take the place of parameters, by their `id`, all of them whole; those of `parameters` are overwritten.
+        `values` has full tensors for parameters, by `id`; those for the weights are overwritten.
         """
         copies = _Copies(values)
         for layer in self.layers:
@@ -65,10 +65,10 @@ class Merge:
         return [copies.parameters[id(parameter)].data for parameter in self.parameters]
 
     def run_on_rows(self, rows: torch.Tensor, first: int, adapters: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return some rows of the parameter with the adapters merged into them.
+        """Return some rows of the weight with the adapters merged into them.
 
-        `rows`, of shape (rows, width), are overwritten; the first is row `first` of the parameter. `adapters` has the
-        parameters of the adapters, whole, by `id`.
+        `rows`, of shape (rows, width), are overwritten; the first is row `first` of the weight. `adapters` has the full
+        parameters of the adapters, by `id`.
         """
         values = dict(adapters)
         for layer in self.layers:
@@ -80,10 +80,10 @@ class Merge:
 
 @contextlib.contextmanager
 def unloaded(model: nn.Module) -> Iterator[tuple[nn.Module, list[Merge]]]:
-    """For the block, make of a model of PEFT its base model, as it is after `merge_and_unload`; nothing is merged.
+    """Inside, a model of PEFT is its base model, as after `merge_and_unload`, but nothing is merged.
 
     Yields:
-        The base model, of whose parameters none has changed, and what is to be merged into them.
+        The base model with its own parameters, and what is to be merged into them.
 
     Raises:
         ConfigError: there is nothing that PEFT could merge.
@@ -96,7 +96,7 @@ def unloaded(model: nn.Module) -> Iterator[tuple[nn.Module, list[Merge]]]:
     noted: list[nn.Module] = []
     before = _Before(model)
     try:
-        if hasattr(tuner.model, "config"):  # PEFT may say in it that weights are not tied any more
+        if hasattr(tuner.model, "config"):  # PEFT may note in it that weights are no longer tied
             tuner.model.config = copy.deepcopy(tuner.model.config)
         for module in list(model.modules()):
             if isinstance(module, BaseTunerLayer):
@@ -107,7 +107,7 @@ def unloaded(model: nn.Module) -> Iterator[tuple[nn.Module, list[Merge]]]:
                         "merge it in a process that has the whole model"
                     )
                 vars(module)["merge"] = lambda *_, layer=module, **__: noted.append(layer)
-        for parameter in model.parameters():  # partitioned ones have no memory to tell ties by
+        for parameter in model.parameters():  # PEFT finds ties by memory, which partitioned parameters lack
             vars(parameter)["data_ptr"] = functools.partial(id, parameter)
         base = tuner.merge_and_unload()
         for parameter in model.parameters():
@@ -129,7 +129,7 @@ def _tuner_of(model: nn.Module) -> nn.Module:
 
 
 class _Before:
-    """What modules were made of, to be put back."""
+    """The attributes and children of modules, to be restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
@@ -146,7 +146,7 @@ class _Before:
 
 
 def _together(layers: Sequence[nn.Module]) -> list[Merge]:
-    """Return what was noted, with layers that change the same weights in one."""
+    """Return one merge for all layers that change the same weights."""
     merges: list[Merge] = []
     for layer in layers:
         cut = _is_by_rows(layer)
@@ -170,7 +170,7 @@ def _base_of(layer: Any) -> Any:
 
 
 def _is_by_rows(layer: Any) -> bool:
-    """Return whether it is a plain LoRA of a matrix. Before peft 0.16 there is DoRA and no other variant."""
+    """Return whether a layer is a plain LoRA of a matrix. Before peft 0.16 the only variant is DoRA."""
     from peft.tuners.lora import layer as lora
 
     if type(layer) not in (lora.Linear, lora.Embedding):
@@ -181,7 +181,7 @@ def _is_by_rows(layer: Any) -> bool:
 
 
 def _cut_with_rows(layer: Any) -> list[tuple[nn.Parameter, int]]:
-    """Return the adapters' parameters of which rows of the weight need some rows or columns alone, and the dimension.
+    """Return the parameters of adapters that are cut to merge some rows of the weight, each with the dimension.
 
     Source: peft 0.21.2 `tuners/lora/layer.py`, `get_delta_weight`: B @ A, transposed where the weight is.
     """
@@ -195,21 +195,21 @@ def _cut_with_rows(layer: Any) -> list[tuple[nn.Parameter, int]]:
 
 
 class _Copies:
-    """Modules with other parameters, that share all else with those they are copies of."""
+    """Copies of modules that have other parameters and share everything else."""
 
     def __init__(self, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
         self._modules: dict[int, nn.Module] = {}
         self.parameters: dict[int, nn.Parameter] = {}
-        """Those of the copies, by the `id` of what they stand for."""
+        """Parameters of the copies, by the `id` of the original."""
 
     def of(self, module: nn.Module) -> nn.Module:
-        """Return the copy of a module, with all below it."""
+        """Return the copy of a module and its children."""
         if id(module) not in self._modules:
             made: Any = type(module).__new__(type(module))
             vars(made).update(vars(module))
             self._modules[id(module)] = made
-            for name in ("merged_adapters", "_caches"):  # written while merging
+            for name in ("merged_adapters", "_caches"):  # PEFT writes into them while merging
                 if name in vars(made):
                     vars(made)[name] = copy.copy(vars(made)[name])
             vars(made)["_parameters"] = {name: self._parameter(p) for name, p in module._parameters.items()}
