@@ -1,4 +1,7 @@
-"""Saves of Trainer, accelerate and scripts, led elsewhere. Public names of transformers, accelerate and PEFT only."""
+"""Hands the saves of Trainer, accelerate and scripts to handlers.
+
+Public names of transformers, accelerate and PEFT only.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.replaced import Handler, replaced
+from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.saver import OURS, SavedFile, recorded, symbolic_state
 from lowmem_load.planning.expression import Source
 
 TrainerSave = Callable[[Any, Callable[[], None]], None]
-"""Gets the trainer, and what its own `save_model` would do."""
+"""Called with a trainer and a function that does what its own `save_model` would do."""
 
 Saves = Callable[[Any, Callable[..., None], Mapping[str, Any]], bool]
-"""Gets an accelerator, what its own `save_model` would do, and its arguments by name; returns whether it has saved."""
+"""Called with an accelerator, its own `save_model`, and the arguments by name. Returns whether it has saved."""
 
 States = Callable[[Any], Any]
-"""Gets the model of `get_state_dict`; returns the state, or None to let the call go on."""
+"""Called with the model of `get_state_dict`. Returns the state, or None if accelerate is to make it."""
 
 SAVING_CLASSES = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
-"""Class whose `save_pretrained` is looked at, by the module that has it."""
+"""Classes whose `save_pretrained` is replaced, by their modules."""
 
 
 class LookedIntoError(UnsupportedError):
-    """Code of a trainer needs the weights themselves."""
+    """Code looked into a state dict whose weights are not gathered."""
 
 
 class NotGathered(dict[str, Any]):
-    """Stands for a state dict whose weights stay where they are: it may be handed on, but not looked into."""
+    """Stands for a state dict whose weights are not gathered. It can be passed on, but not looked into."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise LookedIntoError(
@@ -55,9 +58,9 @@ class WantedSave:
     """A call of `save_pretrained` with a `NotGathered`.
 
     Attributes:
-        model: whose.
-        folder: where it is to go.
-        kwargs: further keywords, but for those that are decided by who saves.
+        model: that is saved.
+        folder: that it is saved to.
+        kwargs: the keywords, without those in `OURS`.
     """
 
     model: nn.Module
@@ -65,57 +68,24 @@ class WantedSave:
     kwargs: dict[str, Any]
 
 
-def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = signature.bind(*args, **kwargs).arguments
-    return {**bound.pop("kwargs", {}), **bound}
-
-
-def _wanted(given: Mapping[str, Any]) -> WantedSave:
-    kwargs = {key: value for key, value in given.items() if key not in (*OURS, "self", "save_directory")}
-    return WantedSave(given["self"], str(given["save_directory"]), kwargs)
-
-
-@contextlib.contextmanager
-def noted_saves() -> Iterator[list[WantedSave]]:
-    """Inside, `save_pretrained` with a `NotGathered` writes nothing; each such call is in the list that is yielded."""
-    wanted: list[WantedSave] = []
-
-    def noting(signature: inspect.Signature) -> Handler:
-        def save(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            given = _given(signature, args, kwargs)
-            if not isinstance(given.get("state_dict"), NotGathered):
-                return ordinary(*args, **kwargs)
-            wanted.append(_wanted(given))
-            return None
-
-        return save
-
-    with replaced(*((cls, "save_pretrained", noting(inspect.signature(cls.save_pretrained))) for cls in _classes())):
-        yield wanted
-
-
 def is_saved_by_itself(model: nn.Module) -> bool:
-    """Return whether Trainer calls the model's `save_pretrained`; it writes the state dict of any other one itself.
+    """Return whether Trainer calls the model's `save_pretrained`. It writes the state dict of any other model itself.
 
     Source: transformers 5.23 `trainer.py`, `Trainer._save`.
     """
-    return isinstance(model, _classes())
-
-
-def _classes() -> tuple[type, ...]:
-    peft = sys.modules.get("peft.peft_model")
-    return (PreTrainedModel,) if peft is None else (PreTrainedModel, peft.PeftModel)
+    imported = [(sys.modules[module], name) for module, name in SAVING_CLASSES.items() if module in sys.modules]
+    return isinstance(model, tuple(getattr(module, name) for module, name in imported))
 
 
 def default_shard_size() -> int | str:
-    """Return how large shards are where a call of `save_pretrained` does not say: it depends on the release."""
+    """Return the default size of shards in `save_pretrained`, which depends on the release."""
     size: int | str = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
     return size
 
 
 @contextlib.contextmanager
 def trainer_saves(handler: TrainerSave) -> Iterator[None]:
-    """Inside, `Trainer.save_model` is handed to `handler`. Imports Trainer."""
+    """Inside, `handler` is called in place of `Trainer.save_model`. Imports Trainer."""
     from transformers import Trainer
 
     def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -132,17 +102,22 @@ def trainer_saves(handler: TrainerSave) -> Iterator[None]:
 def plain_saves(
     module: str, on_state: Callable[[WantedSave], None], check: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Inside, `save_pretrained` hands calls with a `NotGathered` on, and checks the models of those without a state."""
+    """Inside, `on_state` is called in place of a `save_pretrained` with a `NotGathered`.
+
+    `check` gets the model of a `save_pretrained` without a state dict. `module` is one of `SAVING_CLASSES`.
+    """
     cls = getattr(sys.modules[module], SAVING_CLASSES[module])
     signature = inspect.signature(cls.save_pretrained)
 
     def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = _given(signature, args, kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
         state = given.get("state_dict")
         if isinstance(state, NotGathered):
             if not given.get("safe_serialization", True):
                 raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
-            return on_state(_wanted(given))
+            others = {key: value for key, value in given.items() if key not in (*OURS, "self", "save_directory")}
+            return on_state(WantedSave(given["self"], str(given["save_directory"]), others))
         if state is None and given.get("is_main_process", True):  # else nothing is written
             check(given["self"])
         return ordinary(*args, **kwargs)
@@ -152,7 +127,7 @@ def plain_saves(
 
 
 def saves_adapters_only(model: nn.Module) -> bool:
-    """Return whether `save_pretrained` of a model writes adapters and none of the base model.
+    """Return whether `save_pretrained` of a model writes only adapters.
 
     Source: transformers 4.51 to 5.23 `modeling_utils.py`, `save_pretrained`.
     """
@@ -167,10 +142,9 @@ def describe_save(
 ) -> list[SavedFile]:
     """Return the files of weights that `Accelerator.save_model` would write; write all its other files to `scratch`.
 
-    It runs as it is, but for what it asks of the accelerator: the state dict, and to write a file.
+    It runs unchanged, but the accelerator gives it symbolic tensors and records the files of weights.
 
-    `given` are its arguments by name, `scratch` is an empty folder of this rank's own. `tensors` has what stands for
-    each parameter and buffer of the model, by `id`.
+    `given` has its arguments by name. For `scratch` and `tensors` see `saver.describe_save`.
 
     Source: accelerate 1.4 to 1.15 `accelerator.py`, `save_model`.
     """
@@ -193,7 +167,7 @@ def describe_save(
 
 @contextlib.contextmanager
 def accelerate_saves(on_save: Saves, on_state: States) -> Iterator[None]:
-    """Inside, `Accelerator.save_model` and `get_state_dict` are handed to these first. Imports accelerate."""
+    """Inside, calls of `Accelerator.save_model` and `get_state_dict` go to these first. Imports accelerate."""
     from accelerate import Accelerator
 
     signature = inspect.signature(Accelerator.save_model)

@@ -33,7 +33,6 @@ from lowmem_load.hf.saves import (
     default_shard_size,
     describe_save,
     is_saved_by_itself,
-    noted_saves,
     plain_saves,
     saves_adapters_only,
     trainer_saves,
@@ -80,6 +79,20 @@ def _stock_states() -> Iterator[None]:
         _IN_STOCK.reset(token)
 
 
+_NOTED: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted_saves", default=None)
+"""The calls of `save_pretrained` in the `Trainer.save_model` that is running."""
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[list[WantedSave]]:
+    wanted: list[WantedSave] = []
+    token = _NOTED.set(wanted)
+    try:
+        yield wanted
+    finally:
+        _NOTED.reset(token)
+
+
 def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is.
 
@@ -101,7 +114,7 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     with ranks.step("Trainer.save_model") as step:
         state = NotGathered() if ranks.rank == 0 else None
         try:
-            with consolidates_to(engine, state), noted_saves() as wanted:
+            with consolidates_to(engine, state), _noted() as wanted:
                 run()
         except LookedIntoError as error:
             reason = str(error)
@@ -192,6 +205,10 @@ def save_of_state(save: WantedSave) -> None:
     Raises:
         RankError: a rank failed, or did not call this within `LOWMEM_LOAD_SILENCE_S` seconds.
     """
+    noted = _NOTED.get()
+    if noted is not None:  # `save_of_trainer` saves it
+        noted.append(save)
+        return
     title = "save_pretrained with the state of get_state_dict, to be called on all ranks and not by the main one alone"
     with ranks_of(save.model).step(title, is_prompt=True):
         pass  # wait for all ranks

@@ -278,16 +278,18 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) 
     base_strides = base.stride()
     several = not isinstance(metas, torch.Tensor)
 
+    def one_of(results: Any, position: int) -> Any:
+        return results[position] if several else results
+
     def step(position: int, meta: torch.Tensor) -> _View:
         def apply(real: torch.Tensor) -> torch.Tensor:
-            result = func(real, *args[1:], **kwargs)
-            view: torch.Tensor = result[position] if several else result
+            view: torch.Tensor = one_of(func(real, *args[1:], **kwargs), position)
             return view
 
         def describe_step(part: Expression) -> Expression:
             described = describe(func.overloadpacket, (part, *args[1:]), metas)
             if described is not None:
-                found: Expression = described[position] if several else described
+                found: Expression = one_of(described, position)
                 return found
             shape, dtype = tuple(meta.shape), meta.dtype
             return Computed(str(func), lambda real: apply(_with_strides(real[0], base_strides)), (part,), shape, dtype)
@@ -409,7 +411,7 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     a, b = expression_of(left), expression_of(right)
     while isinstance(a, Cast) and isinstance(b, Cast) and a.dtype == b.dtype:
         a, b = a.part, b.part
-    if a is b or _same_value(left, right):
+    if a is b:
         return True
     read_now = _symbolic(left, right)[0].read_now
     flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
@@ -419,9 +421,3 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         if not torch.equal(*pieces):
             return False
     return True
-
-
-def _same_value(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if not (isinstance(left, SymbolicTensor) and isinstance(right, SymbolicTensor)):
-        return False
-    return left.value is right.value and not left.views and not right.views
