@@ -106,8 +106,8 @@ def following(
         return load_on(ranks, settings, progress, verify, on_load, is_lenient=is_lenient)(call)
 
     with (
-        sharded_calls(progress=progress, verify=verify, on_load=on_load, everywhere=everywhere),
         intercept.intercepted(load, _zero3_is_active, everywhere=everywhere),
+        sharded_calls(progress=progress, verify=verify, on_load=on_load, everywhere=everywhere),
     ):
         yield
 
