@@ -16,8 +16,7 @@ Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -31,7 +30,6 @@ from lowmem_load.ds.pinning import new_pinned
 from lowmem_load.ds.releases import refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -73,14 +71,6 @@ with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it,
     import deepspeed.module_inject.auto_ep_config
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionMemory:
-    """Memory of one partition: `tensor[i]` is element `flat_range.start + i`; what lies beyond the range is padding."""
-
-    tensor: torch.Tensor
-    flat_range: FlatRange
-
-
 class Partitioner:
     """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
 
@@ -95,6 +85,7 @@ class Partitioner:
         device: where parameters are gathered and buffers live.
         rank: in the group; under MiCS in the shard group.
         world_size: ranks among which a parameter is partitioned.
+        secondary: rank and size of the group that shares hpZ's secondary partitions; (0, 0) without hpZ.
         swapping: the swapper of offload_param to nvme; None without one.
 
     Raises:
@@ -116,7 +107,7 @@ class Partitioner:
             self._init,
             (
                 *("dtype", "local_device", "mem_efficient_linear"),
-                *("num_param_groups", "num_ranks_in_param_group", "param_swapper", "pin_memory"),
+                *("num_ranks_in_param_group", "param_swapper", "pin_memory"),
                 *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
             ),
         )
@@ -125,6 +116,9 @@ class Partitioner:
         self.device: torch.device = self._init.local_device
         self.rank: int = self._init.get_partition_rank()
         self.world_size: int = self._init.num_partitions
+        self.secondary: tuple[int, int] = (0, 0)
+        if self._init.zero_param_process_group is not None:
+            self.secondary = self._init.rank_in_group, self._init.num_ranks_in_param_group
         if self._init.mem_efficient_linear:
             _use_mem_efficient_linear(self._init)
 
@@ -140,19 +134,6 @@ class Partitioner:
                     ids[id(parameter)] = Init.param_id
                     Init.param_id += 1
         return ids
-
-    def ranges(self, numel: int) -> list[FlatRange]:
-        """Return the flat ranges of a parameter of `numel` elements that this rank holds, without padding.
-
-        The first is the partition. A second one is hpZ's secondary partition, shared within a node.
-        """
-        init = self._init
-        ranges = [partition_range(numel, self.rank, self.world_size)]
-        if init.zero_param_process_group is not None:  # it has a whole number of partitions
-            size = partition_numel(numel, self.world_size) * init.num_param_groups
-            first = size * init.rank_in_group
-            ranges.append(FlatRange(min(first, numel), min(first + size, numel)))
-        return ranges
 
     def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, ds_id: int) -> nn.Parameter:
         """Return a ZeRO-3 parameter of `shape` whose partition is not allocated yet. Allocates no element."""
@@ -173,13 +154,16 @@ class Partitioner:
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         return parameter
 
-    def allocate(self, parameter: nn.Parameter) -> list[PartitionMemory]:
-        """Allocate the partition(s) of `parameter`, padding zeroed; the caller fills the rest.
+    def allocate(self, parameter: nn.Parameter, held: Sequence[int]) -> list[torch.Tensor]:
+        """Allocate the partition of `parameter` and, under hpZ, its secondary partition; the caller fills them.
+
+        `held` is how many elements of the parameter each of them has. The padding behind these is zeroed here: stock
+        leaves it uninitialised, so its hashes differ from run to run.
 
         Under offload_param to nvme the partition lies in one of the swapper's buffers. `swapping.swap_out` must follow
         once it is filled, at the latest when `swapping.is_swap_due`.
 
-        Memory: exactly the partitions. Stock leaves the padding uninitialised, so its hashes differ from run to run.
+        Memory: exactly the partitions.
 
         Raises:
             UnsupportedError: a frozen parameter under zero_quantized_nontrainable_weights.
@@ -205,10 +189,9 @@ class Partitioner:
             secondary = self._new_partition(aligned // init.num_ranks_in_param_group, parameter.dtype)
             parameter.ds_secondary_tensor = secondary
             tensors.append(secondary)
-        return [
-            PartitionMemory(_zero_padding(tensor, flat_range.numel), flat_range)
-            for tensor, flat_range in zip(tensors, self.ranges(parameter.ds_numel), strict=True)
-        ]
+        for tensor, count in zip(tensors, held, strict=True):
+            tensor[count:].zero_()
+        return tensors
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         remote = self._init.remote_device  # nvme takes only partitions that are large enough
@@ -314,9 +297,3 @@ def _described(partition: torch.Tensor, numel: int, final_location: OffloadDevic
     partition.status = PartitionedParamStatus.AVAILABLE
     partition.final_location = final_location
     return partition
-
-
-def _zero_padding(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    if numel < tensor.numel():
-        tensor[numel:].zero_()
-    return tensor

@@ -82,11 +82,14 @@ class Zero3(Target):
         from lowmem_load.ds.partition import Partitioner
 
         partitioner = Partitioner(self._settings.ds_config, self._group)
-        expected = (self._settings.dtype, self.device.type, self._rank, self._world_size)
+        secondary_size = self._settings.secondary_size
+        secondary = (self._rank % secondary_size, secondary_size) if secondary_size else (0, 0)
+        expected = (self._settings.dtype, self.device.type, self._rank, self._world_size, *secondary)
         found = (partitioner.dtype, partitioner.device.type, partitioner.rank, partitioner.world_size)
-        if found != expected:
+        if (*found, *partitioner.secondary) != expected:
             raise IncompatibleVersionError(
-                f"zero.Init takes dtype, device, rank and world size {found} from this ds_config, the plan {expected}"
+                "zero.Init takes dtype, device, rank, world size, and rank and size of hpZ's group "
+                f"{(*found, *partitioner.secondary)} from this ds_config, the plan {expected}"
             )
         self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
         self.device = partitioner.device
@@ -110,15 +113,13 @@ class Zero3(Target):
         made = partitioner.new_parameter(
             torch.Size(plan.shape), plan.dtype, parameter.requires_grad, self._ids[id(parameter)]
         )
-        memory = partitioner.allocate(made)
-        tensors = [part.tensor for part in memory]
-        if len(memory) != len(plan.destinations) or any(
-            tensor.numel() != planned.numel or part.flat_range != planned.region
-            for tensor, part, planned in zip(tensors, memory, plan.destinations, strict=True)
-        ):
-            found = [(part.flat_range, part.tensor.numel()) for part in memory]
-            wanted = [(destination.region, destination.numel) for destination in plan.destinations]
-            raise IncompatibleVersionError(f"{plan.name}: DeepSpeed holds {found} of it, the plan has {wanted}")
+        tensors = partitioner.allocate(made, [destination.region.numel for destination in plan.destinations])
+        found = [tensor.numel() for tensor in tensors]
+        wanted = [destination.numel for destination in plan.destinations]
+        if found != wanted:
+            raise IncompatibleVersionError(
+                f"{plan.name}: DeepSpeed's partitions have {found} elements, those of the plan {wanted}"
+            )
         return made, tensors
 
     def finish(self) -> None:

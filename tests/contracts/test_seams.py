@@ -116,7 +116,7 @@ def test_a_check_survives_the_optimisation_of_bytecode(
 @pytest.mark.parametrize(
     "name",
     [
-        *("dtype", "local_device", "mem_efficient_linear", "num_param_groups"),
+        *("dtype", "local_device", "mem_efficient_linear"),
         *("num_ranks_in_param_group", "param_swapper", "pin_memory", "quantized_nontrainable_weights"),
         *("rank_in_group", "remote_device", "zero_param_process_group"),
     ],
