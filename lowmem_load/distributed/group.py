@@ -10,16 +10,15 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
+from lowmem_load.distributed.store_client import default_store, new_client
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, spelled
 
@@ -28,9 +27,6 @@ MAX_TEXT = 20_000
 
 _KNOWN = "_lowmem_load_known_to_all"
 """Attribute of errors that all ranks know of."""
-
-_NEVER = timedelta(days=7)
-"""Timeout of the store's clients, whose calls wait for other ranks."""
 
 
 class Step:
@@ -127,7 +123,7 @@ class RankGroup:
             try:
                 if channel is not None:
                     channel.limits = Limits.from_environment(
-                        _default_store().timeout.total_seconds(), is_prompt=is_prompt
+                        default_store().timeout.total_seconds(), is_prompt=is_prompt
                     )
                 yield step
                 digest = {"digest": step.digest} if isinstance(step.digest, str) else step.digest
@@ -206,10 +202,10 @@ class RankGroup:
             return None
         found = RankGroup._channels.get(_default_group())
         if found is None:
-            store = _default_store()
+            store = default_store()
             if store is None:
                 raise ConfigError(f"the process group (backend {dist.get_backend()}) has no store; use gloo or nccl")
-            found = RankGroup._channels[_default_group()] = StoreChannel(lambda: _new_client(store), dist.get_rank())
+            found = RankGroup._channels[_default_group()] = StoreChannel(lambda: new_client(store), dist.get_rank())
         if found.pid != os.getpid():
             raise ConfigError(
                 "this process was forked from a rank, whose connections it must not use; load in the rank itself, or "
@@ -242,27 +238,3 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None  # as `require_live` has seen
     return group
-
-
-def _default_store() -> Any:
-    """Return the store of the default group; None if it has none. Source: torch 2.13 distributed_c10d.py."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
-
-
-def _new_client(store: Any) -> Any:
-    """Return another client of the same store: each serves one call at a time, and some calls wait long.
-
-    Before torch 2.8 stores have no `clone`. There the client connects anew, without the prefixes of the store, which
-    tell a group from an earlier one; the ranks agree on a new prefix.
-    """
-    if hasattr(store, "clone"):
-        client = store.clone()
-    else:
-        prefix = store.compare_set("lowmem_load", "", secrets.token_hex(8)).decode()
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        is_file = isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
-        client = dist.FileStore(store.path) if is_file else dist.TCPStore(store.host, store.port, is_master=False)  # type: ignore[attr-defined]
-        client = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
-    client.set_timeout(_NEVER)
-    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]

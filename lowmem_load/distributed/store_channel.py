@@ -30,10 +30,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowmem_load.distributed import heartbeat as beats
 from lowmem_load.distributed.nodes import pid_space, start_time
+from lowmem_load.distributed.store_client import StoreClient
 from lowmem_load.distributed.verdict import Entry, Verdict, spell_ranks, verdict_on
 
 if TYPE_CHECKING:
@@ -249,28 +250,25 @@ class StoreChannel:
 
     # -- any thread ----------------------------------------------------------------------------------------------------
 
-    def _start(self, session: _Session, name: str, work: Callable[[_Session, Store], None]) -> None:
+    def _start(self, session: _Session, name: str, work: Callable[[_Session, StoreClient], None]) -> None:
         thread = threading.Thread(target=self._run, args=(session, name, work), name=f"lowmem_load-{name}", daemon=True)
         session.threads = [*session.threads[:1], thread]
         thread.start()
 
-    def _run(self, session: _Session, name: str, work: Callable[[_Session, Store], None]) -> None:
+    def _run(self, session: _Session, name: str, work: Callable[[_Session, StoreClient], None]) -> None:
         try:
-            client = self._clients[name] = self._clients.get(name) or self._open_client()
-            work(session, client)
+            store = self._clients[name] = self._clients.get(name) or self._open_client()
+            work(session, StoreClient(store, partial(self._note_answer, session)))
         except _RetiredError:
             pass
         except Exception as error:  # noqa: BLE001  of the store; the caller must hear of it
             self._break(session, f"cannot be reached: {str(error).partition(chr(10))[0]}")
 
-    def _ask(self, session: _Session, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the store's answer to a call."""
-        answer = call(*arguments)
+    def _note_answer(self, session: _Session) -> None:
         with self._changed:
             session.watch.answered_s = time.monotonic()
             if session.broken or session is not self._session:
                 raise _RetiredError
-        return answer
 
     def _break(self, session: _Session, what: str) -> None:
         """Give the store up, and say why."""
@@ -288,15 +286,15 @@ class StoreChannel:
 
     # -- the thread of a step ------------------------------------------------------------------------------------------
 
-    def _carry_out(self, session: _Session, client: Store, *, step: _Step, previous: threading.Thread) -> None:
+    def _carry_out(self, session: _Session, client: StoreClient, *, step: _Step, previous: threading.Thread) -> None:
         if previous is not session.threads[0]:
             previous.join()
-        group, ask = step.group, partial(self._ask, session)
+        group = step.group
         while step.verdict is None:
-            while group.is_behind and ask(client.check, [group.key("verdict", group.number)]):
+            while group.is_behind and client.check([group.key("verdict", group.number)]):
                 group.number += 1  # the others ended it without this rank
-                self._clean_up(ask, client, group, is_complete=False)
-            verdict = self._exchange(ask, client, step)
+                self._clean_up(client, group, is_complete=False)
+            verdict = self._exchange(client, step)
             failed = dict(verdict.failures)
             with self._changed:
                 self._failed = set()
@@ -308,24 +306,24 @@ class StoreChannel:
                     group.is_behind, self._step, step.verdict = False, None, verdict
                 group.number += 1
                 self._changed.notify_all()
-            self._clean_up(ask, client, group, is_complete=verdict.is_complete)
+            self._clean_up(client, group, is_complete=verdict.is_complete)
 
-    def _exchange(self, ask: Callable[..., Any], client: Store, step: _Step) -> Verdict:
+    def _exchange(self, client: StoreClient, step: _Step) -> Verdict:
         group, others, number = step.group, step.group.members[1:], step.group.number
         verdict_key = group.key("verdict", number)
         if self._rank != group.leader:
             client.set(group.key(self._rank, number), step.entry.encoded())
             step.is_written = True
-            verdict = ask(client.get, verdict_key)
+            verdict = client.get(verdict_key)
             client.set(group.key(f"read/{self._rank}", number), "")
             return Verdict.decoded(verdict)
-        found = ask(client.multi_get, [group.key(rank, number) for rank in others])
+        found = client.multi_get([group.key(rank, number) for rank in others])
         if _ABSENT in found:
-            return Verdict.decoded(ask(client.get, verdict_key))
+            return Verdict.decoded(client.get(verdict_key))
         entries = {self._rank: step.entry, **dict(zip(others, map(Entry.decoded, found), strict=True))}
-        return Verdict.decoded(ask(client.compare_set, verdict_key, "", verdict_on(entries).encoded()))
+        return Verdict.decoded(client.compare_set(verdict_key, "", verdict_on(entries).encoded()))
 
-    def _clean_up(self, ask: Callable[..., Any], client: Store, group: Group, *, is_complete: bool) -> None:
+    def _clean_up(self, client: StoreClient, group: Group, *, is_complete: bool) -> None:
         """Delete what nobody needs after a step. Once all ranks came to it, they have read the verdicts before it."""
         number = group.number - 1
         if self._rank != group.leader:
@@ -334,12 +332,12 @@ class StoreChannel:
             done, kept = (group.verdicts, []) if is_complete else ([], group.verdicts)
             group.verdicts = [*kept, group.key("verdict", number)]
         for key in done:
-            ask(client.delete_key, key)
+            client.delete_key(key)
 
     # -- the heartbeat thread ------------------------------------------------------------------------------------------
 
-    def _send_heartbeats(self, session: _Session, client: Store) -> None:
-        key, ask, now = _beat_key(self._rank), partial(self._ask, session), time.monotonic()
+    def _send_heartbeats(self, session: _Session, client: StoreClient) -> None:
+        key, now = _beat_key(self._rank), time.monotonic()
         try:
             while True:
                 client.set(key, self._heartbeat().encoded())
@@ -349,7 +347,7 @@ class StoreChannel:
                     self._clock_s += min(now - before, 2 * self._beat_s)
                 if session.is_closing:
                     break
-                self._look(ask, client)
+                self._look(client)
             if session.awaited and not session.broken:
                 with contextlib.suppress(RuntimeError):  # a rank has ended meanwhile
                     client.wait(session.awaited, timedelta(seconds=FAREWELL_S))
@@ -371,17 +369,17 @@ class StoreChannel:
             *(pid_space(), os.getpid(), start_time(os.getpid()) or "", platform.node()),
         )
 
-    def _look(self, ask: Callable[..., Any], client: Store) -> None:
+    def _look(self, client: StoreClient) -> None:
         """Look at other ranks' heartbeats, and act on ranks that failed or are lost."""
         with self._changed:
             step, group = self._step, self._doing[-1][0] if self._doing else None
             group = step.group if step is not None else group
             number = 0 if group is None else group.number
         if group is None:
-            self._read_heartbeats(ask, client, [self._rank])  # only to see that the store answers
+            self._read_heartbeats(client, [self._rank])  # only to see that the store answers
             return
         others = group.members[1:] if self._rank == group.leader else group.members[:1]
-        self._read_heartbeats(ask, client, others)
+        self._read_heartbeats(client, others)
         with self._changed:
             waited_s = None if step is None else self._clock_s - step.since_s
             # What this rank did not come to, others need not have come to either.
@@ -390,34 +388,32 @@ class StoreChannel:
             lost = {rank: why for rank, peer in peers.items() if (why := peer.why_lost(*place))}
             failed = {rank for peer in peers.values() for rank in peer.failed_in(group.name, number)} | lost.keys()
         if step is not None:
-            self._end_step(ask, client, step, number, {self._rank: step.interrupt} if step.interrupt else lost)
+            self._end_step(client, step, number, {self._rank: step.interrupt} if step.interrupt else lost)
         with self._changed:
             if failed and group.number == number and self._step is step:
                 self._failed |= failed
 
-    def _read_heartbeats(self, ask: Callable[..., Any], client: Store, ranks: Sequence[int]) -> None:
+    def _read_heartbeats(self, client: StoreClient, ranks: Sequence[int]) -> None:
         unknown = [rank for rank in ranks if rank not in self._peers]
-        if unknown and not ask(client.check, list(map(_beat_key, unknown))):  # some have not sent any
-            unknown = [rank for rank in unknown if not ask(client.check, [_beat_key(rank)])]
+        if unknown and not client.check(list(map(_beat_key, unknown))):  # some have not sent any
+            unknown = [rank for rank in unknown if not client.check([_beat_key(rank)])]
             ranks = [rank for rank in ranks if rank not in unknown]
-        found = ask(client.multi_get, list(map(_beat_key, ranks))) if ranks else []
+        found = client.multi_get(list(map(_beat_key, ranks))) if ranks else []
         with self._changed:
             for rank, content in zip(ranks, found, strict=True):
                 self._peers.setdefault(rank, beats.Peer()).note(beats.Heartbeat.decoded(content), self._clock_s)
 
-    def _end_step(
-        self, ask: Callable[..., Any], client: Store, step: _Step, number: int, lost: Mapping[int, str]
-    ) -> None:
+    def _end_step(self, client: StoreClient, step: _Step, number: int, lost: Mapping[int, str]) -> None:
         """End a step that this rank waits in if a rank is lost, or if another rank has ended it for that reason."""
         group, key, verdict = step.group, step.group.key("verdict", number), Verdict()
         if lost:
             ended = Verdict(step.entry.full_title, list(lost.items()), is_complete=False)
-            verdict = Verdict.decoded(ask(client.compare_set, key, "", ended.encoded()))
-        elif self._rank == group.leader and ask(client.check, [key]):
-            verdict = Verdict.decoded(ask(client.get, key))
+            verdict = Verdict.decoded(client.compare_set(key, "", ended.encoded()))
+        elif self._rank == group.leader and client.check([key]):
+            verdict = Verdict.decoded(client.get(key))
         if self._rank == group.leader and not verdict.is_complete:
             for rank in group.members[1:]:
-                ask(client.compare_set, group.key(rank, number), "", _ABSENT.decode())
+                client.compare_set(group.key(rank, number), "", _ABSENT.decode())
 
 
 def _beat_key(rank: int) -> str:
