@@ -114,12 +114,12 @@ class Call:
         model, info = self._ordinary(self._cls, *self._args, **kwargs)
         return model, info
 
-    def describe(self, context: Context, *, is_cut_up: bool) -> tuple[nn.Module, dict[str, Any]]:
+    def describe(self, context: Context, *, is_partitioned: bool) -> tuple[nn.Module, dict[str, Any]]:
         """Run it on symbolic tensors. See [Note: the seam]. `run` can be called afterwards.
 
         Args:
             context: gets the files that are opened.
-            is_cut_up: whether parameters will be partitioned, which quantized ones cannot be.
+            is_partitioned: whether parameters will be partitioned, which quantized ones cannot be.
 
         Returns:
             The model, with symbolic parameters and buffers, and the loading info.
@@ -144,7 +144,7 @@ class Call:
             ordinary_path(),
             _quiet(errors_only=self._from_config is not None),  # then all parameters are missing
             _modules_counted(self.name),
-            described_quantizers(is_cut_up=is_cut_up),
+            described_quantizers(is_partitioned=is_partitioned),
             replaced(*replacements),
         ):
             try:

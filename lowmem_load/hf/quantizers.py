@@ -79,7 +79,7 @@ def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
+def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
     """Inside, quantizers of transformers make described weights.
 
     Where parameters will be partitioned, quantized weights are refused, but for those of bitsandbytes in 4 bits.
@@ -101,7 +101,7 @@ def described_quantizers(*, is_cut_up: bool) -> Iterator[None]:
                 return quantizer
             if method in _CONFIGS:
                 describe(method, functools.partial(_dequantization, method))
-            if is_cut_up:
+            if is_partitioned:
                 _refuse_when_checked(quantizer)
                 _refuse_stacked(quantizer)
             return quantizer

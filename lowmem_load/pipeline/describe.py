@@ -93,7 +93,7 @@ def describe(
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once)
-    model, info = call.describe(context, is_cut_up=settings.stage == 3)
+    model, info = call.describe(context, is_partitioned=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)
     seconds = time.perf_counter() - start

@@ -28,18 +28,18 @@ class Quantizer:
         return self._conversions
 
 
-@pytest.mark.parametrize("is_cut_up", [True, False])
+@pytest.mark.parametrize("is_partitioned", [True, False])
 @pytest.mark.parametrize("is_stacked", [True, False])
 def test_experts_that_would_be_dequantized_whole_are_refused(
-    is_cut_up: bool, is_stacked: bool, monkeypatch: pytest.MonkeyPatch
+    is_partitioned: bool, is_stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operations: list[object] = [CompressedTensorsDequantize(), *([object()] if is_stacked else [])]
     conversions = [SimpleNamespace(), SimpleNamespace(operations=[]), SimpleNamespace(operations=operations)]
     monkeypatch.setattr(AutoHfQuantizer, "from_config", lambda *_, **__: Quantizer(conversions))
-    with described_quantizers(is_cut_up=is_cut_up):
+    with described_quantizers(is_partitioned=is_partitioned):
         quantizer: Any = AutoHfQuantizer.from_config(None)
         quantizer.validate_environment()
-        if is_cut_up and is_stacked:
+        if is_partitioned and is_stacked:
             with pytest.raises(
                 UnsupportedError, match=r"compressed-tensors.*dequantizes the experts of this model whole"
             ):
