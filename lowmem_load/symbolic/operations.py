@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lowmem_load.planning.expression import Expression, cast, concat, expand, permute, reshape, slice_dim
+from lowmem_load.planning.expression import Cast, Expression, cast, concat, expand, numel, permute, reshape, slice_dim
+from lowmem_load.symbolic.initialise import ReadNow
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
+
+EQUAL_NUMEL = 1 << 21
+"""Elements that `equal` compares at a time. They take a few tens of MiB."""
 
 _PLACE = object()
 """Stands for a tensor in a `Template`."""
@@ -48,6 +52,23 @@ def describe(operation: Any, args: Args, metas: Any) -> Any:
     """
     build = _BUILDERS.get(operation)
     return build(args, metas) if build else None
+
+
+def equal(a: Expression, b: Expression, read_now: ReadNow) -> bool:
+    """Return what `torch.equal` returns, comparing in pieces. Nothing is read of one value under two names."""
+    if a.shape != b.shape:
+        return False
+    while isinstance(a, Cast) and isinstance(b, Cast) and a.dtype == b.dtype:
+        a, b = a.part, b.part
+    if a is b:
+        return True
+    flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
+    for start in range(0, numel(a), EQUAL_NUMEL):
+        size = min(EQUAL_NUMEL, numel(a) - start)
+        pieces = (read_now(slice_dim(flat, 0, start, 1, size), "aten.equal") for flat in (flat_a, flat_b))
+        if not torch.equal(*pieces):
+            return False
+    return True
 
 
 def is_described(operation: Any) -> bool:

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
-    Cast,
     Computed,
     Elementwise,
     Expression,
@@ -33,19 +32,14 @@ from lowmem_load.planning.expression import (
     expand,
     held,
     numel,
-    reshape,
-    slice_dim,
     without_casts,
 )
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic import initialise
 from lowmem_load.symbolic.initialise import CPU, Initialiser, ReadNow, SharedValue, with_random_state
-from lowmem_load.symbolic.operations import Template, describe, is_described
+from lowmem_load.symbolic.operations import Template, describe, equal, is_described
 
 aten = torch.ops.aten
-
-EQUAL_NUMEL = 1 << 21
-"""Elements compared at a time by `torch.equal`; bounds its memory to a few tens of MiB."""
 
 _FACTORIES = {
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
@@ -174,7 +168,10 @@ class SymbolicTensor(torch.Tensor):
             base = args[0]
             return SymbolicTensor(base.value, base.read_now, base.meta, base.views)
         if operation is aten.equal:
-            return _equal(args[0], args[1])
+            left, right = args
+            return left.dtype == right.dtype and equal(
+                expression_of(left), expression_of(right), _symbolic(left, right)[0].read_now
+            )
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
         if operation in _FACTORIES:
@@ -402,22 +399,3 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: An
         return _made(Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype), (args, kwargs), meta)
 
     return Template(metas).filled([node(position, meta) for position, meta in enumerate(results)])
-
-
-def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare in pieces. Two names of the same value are equal without a read."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    a, b = expression_of(left), expression_of(right)
-    while isinstance(a, Cast) and isinstance(b, Cast) and a.dtype == b.dtype:
-        a, b = a.part, b.part
-    if a is b:
-        return True
-    read_now = _symbolic(left, right)[0].read_now
-    flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
-    for start in range(0, numel(a), EQUAL_NUMEL):
-        size = min(EQUAL_NUMEL, numel(a) - start)
-        pieces = (read_now(slice_dim(flat, 0, start, 1, size), "aten.equal") for flat in (flat_a, flat_b))
-        if not torch.equal(*pieces):
-            return False
-    return True
