@@ -74,10 +74,11 @@ def bench(
     gpu: Annotated[bool, typer.Option("--gpu", help="Load onto this machine's accelerators.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare the seconds and memory of a load by stock ZeRO-3 and by lowmem_load.
+    """Compare a load by stock ZeRO-3 and by lowmem_load.
 
-    Each run starts fresh processes. The floor only reads each rank's share of the files' bytes into fresh memory.
-    Exits with 1 if stock and lowmem_load load different weights.
+    Measures seconds and peak memory, and compares the loaded weights. Each run starts fresh processes. The floor only
+    reads each rank's share of the files' bytes into fresh memory. Exits with 1 if stock and lowmem_load load different
+    weights.
 
     \b
     lowmem-load bench /models/Llama-3.1-8B --ranks 4 --cold --repeats 3

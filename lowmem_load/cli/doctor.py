@@ -176,8 +176,10 @@ def check_storage(folder: str | None) -> Finding:
         return Finding("storage", NOTE, "no folder of checkpoints was named", "lowmem-load doctor /models")
     if not os.path.isdir(folder):
         return Finding("storage", PROBLEM, f"{folder}: no such folder", "name a folder that holds checkpoints")
-    from lowmem_load.io.mounts import mount_of  # imports torch
-
+    try:
+        from lowmem_load.io.mounts import mount_of
+    except ImportError as error:  # it needs torch
+        return Finding("storage", NOTE, f"{folder}: not checked: {error}")
     mount = mount_of(folder)
     if mount is None or not mount.is_network:
         return Finding("storage", OK, f"{folder}: {'file system not known' if mount is None else mount.kind}")

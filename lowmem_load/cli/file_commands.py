@@ -148,7 +148,7 @@ def consolidate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a DeepSpeed ZeRO checkpoint into a Hugging Face folder.
+    """Make a Hugging Face folder of a ZeRO checkpoint.
 
     Reads what DeepSpeed's save_checkpoint wrote. Needs no GPU and no ranks.
 
@@ -178,9 +178,10 @@ def report(
     ],
     as_json: Json = False,
 ) -> None:
-    """Join the reports of ranks: which rank was slow, and in which phase.
+    """Join the reports of ranks into one table.
 
-    Every rank writes one file for each load if LOWMEM_LOAD_REPORT_DIR names a folder.
+    It shows which rank was slow, and in which phase. Every rank writes one file for each load if LOWMEM_LOAD_REPORT_DIR
+    names a folder.
 
     \b
     LOWMEM_LOAD_REPORT_DIR=reports torchrun --nproc-per-node 8 train.py

@@ -51,8 +51,6 @@ def run(
     This is like `lowmem_load.install()` at the top of the training script: models load straight into partitions while
     ZeRO-3 is active in transformers. Nothing else changes.
 
-    \b
-
     lowmem-load run -- llamafactory-cli train config.yaml
     """
     # Replace this process, so that signals and the exit code are the command's own.

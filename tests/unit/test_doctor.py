@@ -134,6 +134,8 @@ def test_missing_parts_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert about(list(doctor.check_devices()), "DeepSpeed cannot be imported") == [PROBLEM]
     monkeypatch.setitem(sys.modules, "torch", None)
     assert list(doctor.check_devices()) == []
+    monkeypatch.setitem(sys.modules, "lowmem_load.io.mounts", None)
+    assert about([doctor.check_storage("/")], "/: not checked") == [NOTE]
 
 
 def test_the_command_ends_with_1_where_there_is_a_problem(
