@@ -1,8 +1,8 @@
-"""What is known of the bytes of a file: from the cache of the Hub, or from files beside it. All of it is small.
+"""Finds the expected checksum of a file: in the cache of the Hub, or in files beside it. Reads small files only.
 
-Source of the Hub's forms: huggingface_hub 2.4.0, `file_download.py`, `_local_folder.py`, `utils/_shared_blobs.py`. A
-file of a repository has an ETag: the SHA-256 of its bytes if it is kept by LFS or Xet, as weights are, else the SHA-1
-by which git names it. The cache names blobs by it, and a download to a local folder writes it down.
+A file on the Hub has an ETag: the SHA-256 of its bytes if it is stored by LFS or Xet, as weights are; else the SHA-1 by
+which git names it. The cache names its files by the ETag, and a download to a local folder notes it.
+Source: huggingface_hub 2.4.0 `file_download.py`, `_local_folder.py`, `utils/_shared_blobs.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import LocalFile, read_bytes
 
 GIT, SHA256 = "git's sha1", "sha256"
-"""Algorithms. Git names a file by a SHA-1 of its size and bytes."""
+"""Algorithms. Git's is a SHA-1 of the size and the bytes."""
 
 MAX_NBYTES = 16 << 20
-"""Bytes of a file of checksums: some 100,000 lines."""
+"""Most bytes of a checksum file: some 100,000 lines."""
 
 MAX_LINKS = 40
-"""That are followed to a blob: as many as Linux does."""
+"""Most symbolic links that are followed, as on Linux."""
 
 _ALGORITHM_OF = {64: SHA256, 40: GIT}
 _DIGEST = re.compile(r"(?:[0-9a-f]{64}|[0-9a-f]{40})")
@@ -33,17 +33,17 @@ _ESCAPES = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}
 
 
 _Listed = dict[str, dict[str, str]]
-"""By name of a file: the digests that are written for it, and in which file of checksums."""
+"""For each file name, the digests written for it, each with its checksum file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What the bytes of a file should be.
+    """The expected digest of a file.
 
     Attributes:
         algorithm: `SHA256` or `GIT`.
-        digest: hex.
-        origin: where that is written.
+        digest: in hexadecimal.
+        origin: where it was found, for messages.
     """
 
     algorithm: str
@@ -52,29 +52,31 @@ class Checksum:
 
 
 def checksums_of(paths: Iterable[str]) -> dict[str, Checksum | None]:
-    """Return what is known of each file; None if nothing is.
+    """Return the expected checksum of each file; None if there is none.
 
-    The first of these counts: the name of its blob in the cache of the Hub; a file in its folder, named SHA256SUMS or
-    *.sha256, that `sha256sum` wrote (also with --tag), or <name of the file>.sha256 with the digest alone; what
-    huggingface_hub noted when it downloaded it to a local folder.
+    The first one found counts:
+    - the name of the file in the cache of the Hub;
+    - a line of SHA256SUMS or *.sha256 in its folder, as `sha256sum` writes it (also with --tag), or <file>.sha256 with
+      nothing but the digest;
+    - what huggingface_hub noted when it downloaded the file to a local folder.
 
     Raises:
-        CheckpointError: such a file cannot be read, or holds two digests for one that is asked for.
+        CheckpointError: a checksum file cannot be read, or there are two different digests for one file.
     """
     listed: dict[str, _Listed] = {}
     return {path: _from_cache(path) or _from_sidecars(path, listed) or _from_download(path) for path in paths}
 
 
 def name_of_blob(path: str) -> str | None:
-    """Return the digest by which the cache of the Hub names a file; None for a file elsewhere."""
+    """Return the digest by which the cache of the Hub names a file; None for other files."""
     checksum = _from_cache(path)
     return None if checksum is None else checksum.digest
 
 
 def _from_cache(path: str) -> Checksum | None:
-    """Follow the links of a snapshot; a blob may itself be a link, into the store that all repositories share.
+    """Follow the symbolic links of a snapshot to the blob.
 
-    Names in that store are no SHA-256, so they do not count.
+    A blob may be a link into a store that all repositories share. The names there are no SHA-256 and do not count.
     """
     for _ in range(MAX_LINKS):
         folder, name = os.path.split(path)
@@ -90,7 +92,7 @@ def _from_cache(path: str) -> Checksum | None:
 
 
 def _from_download(path: str) -> Checksum | None:
-    """Look for what a download to a local folder noted: in that folder, which may lie above the file's."""
+    """Look for the note of a download in the folder of the file and in those above it."""
     folder, name = os.path.split(os.path.abspath(path))
     while True:
         noted = os.path.join(folder, ".cache", "huggingface", "download", f"{name}.metadata")
@@ -107,14 +109,14 @@ def _from_download(path: str) -> Checksum | None:
 
 
 def _from_sidecars(path: str, listed: dict[str, _Listed]) -> Checksum | None:
-    """Look a file up in the files of checksums of its folder, which are read once and put into `listed`."""
+    """Look a file up in the checksum files of its folder, which are read once, into `listed`."""
     folder, file = os.path.split(os.path.abspath(path))
     if folder not in listed:
         listed[folder] = _listed(folder)
     found = listed[folder].get(file, {})
     if len(found) > 1:
         sidecars = ", ".join(sorted(set(found.values())))
-        raise CheckpointError(f"{path}: {sidecars} beside it hold(s) {len(found)} different SHA-256 for it; remove one")
+        raise CheckpointError(f"{path}: {sidecars} hold(s) {len(found)} different SHA-256 for it; remove the wrong one")
     return next((Checksum(SHA256, digest, os.path.join(folder, sidecar)) for digest, sidecar in found.items()), None)
 
 
@@ -128,7 +130,7 @@ def _listed(folder: str) -> _Listed:
 
 
 def _lines(path: str) -> Iterator[tuple[str, str]]:
-    """Yield names and digests; what is no checksum is passed over, as `sha256sum --check` does."""
+    """Yield names and digests. Other lines are skipped, as by `sha256sum --check`."""
     text = _read(path)
     if _BARE.fullmatch(text.strip()):
         yield os.path.basename(path).removesuffix(".sha256"), text.strip().lower()
@@ -146,7 +148,7 @@ def _read(path: str) -> str:
     source = LocalFile(path)
     try:
         if source.nbytes > MAX_NBYTES:
-            raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {MAX_NBYTES} of checksums")
+            raise CheckpointError(f"{path}: has {source.nbytes} bytes, a checksum file has at most {MAX_NBYTES}")
         return os.fsdecode(read_bytes(source, 0, source.nbytes))
     finally:
         source.close()

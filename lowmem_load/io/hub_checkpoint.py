@@ -1,4 +1,4 @@
-"""A checkpoint by name, opened without downloading its weights: small files are fetched, weights are read by ranges."""
+"""Opens a checkpoint by name without downloading its weights: small files are fetched, weights are read by ranges."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lowmem_load.io.hub_file import HubFile
 from lowmem_load.io.source import ByteSource, LocalFile, Opener
 
 MAX_SMALL_NBYTES = 64 << 20
-"""Bytes of a file beside the weights, as an index, that is fetched whole."""
+"""Most bytes of a file that is fetched whole, such as an index."""
 
 MAX_NAME_NBYTES = 255
-"""Of a file, as file systems have it."""
+"""Most bytes of a file name, as on most file systems."""
 
 WEIGHTS = (".safetensors", ".bin")
 SMALL = (".json", ".py")
@@ -34,9 +34,9 @@ class OpenCheckpoint:
     """A checkpoint that can be described.
 
     Attributes:
-        name: as it was asked for.
-        folder: local. Weights that are on the Hub have empty files in their place there.
-        revision: commit of the Hub; None for a local folder.
+        name: as given.
+        folder: a local folder. Weights on the Hub have empty files in their place there.
+        revision: commit on the Hub; None for a local folder.
         open_source: opens files of `folder`, wherever their bytes are.
     """
 
@@ -50,12 +50,12 @@ class OpenCheckpoint:
 def open_checkpoint(
     name: str, *, subfolder: str = "", revision: str | None = None, token: str | bool | None = None
 ) -> Iterator[OpenCheckpoint]:
-    """Yield a local folder as it is; of a Hub id, a folder with its small files whose weights are read by ranges.
+    """Yield a local folder, or for a Hub id a temporary folder with its small files, whose weights are read by ranges.
 
-    With `HF_HUB_OFFLINE` a Hub id stands for what is in the cache.
+    With `HF_HUB_OFFLINE`, a Hub id means what is in the local cache.
 
     Raises:
-        CheckpointError: there is no such folder and no such model on the Hub, or it cannot be reached.
+        CheckpointError: there is no such folder, and no such model on the Hub, or the Hub cannot be reached.
     """
     if os.path.isdir(name):
         yield OpenCheckpoint(name, name, None, LocalFile)
@@ -81,7 +81,7 @@ def _cached(name: str, revision: str | None) -> str:
         return str(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name}: no such folder, and not in the Hub's cache, where it is looked for as HF_HUB_OFFLINE is set"
+            f"{name}: no such folder, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
         ) from error
 
 
@@ -92,14 +92,14 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
         raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
     except HfHubHTTPError as error:
         raise CheckpointError(f"{name}: no such folder, and the Hub says: {error}") from error
-    except Exception as error:  # of httpx or requests, whichever this huggingface_hub uses
+    except Exception as error:  # of httpx or requests, depending on huggingface_hub
         raise CheckpointError(
             f"{name}: no such folder, and the Hub at {huggingface_hub.constants.ENDPOINT} cannot be reached: {error}"
         ) from error
 
 
 def _lay_out(info: Any, name: str, folder: str, subfolder: str, token: str | bool | None) -> dict[str, HubFile]:
-    """Make the folder; return its files on the Hub by path. Names of files are untrusted: they stay in the folder."""
+    """Fill the folder; return its files on the Hub by path. File names are untrusted: none may leave the folder."""
     remote: dict[str, HubFile] = {}
     os.makedirs(os.path.join(folder, subfolder))
     for sibling in info.siblings:
@@ -108,7 +108,7 @@ def _lay_out(info: Any, name: str, folder: str, subfolder: str, token: str | boo
         if head not in ("", subfolder.strip("/")) or last in ("", ".", ".."):
             continue
         if "\0" in last or len(os.fsencode(last)) > MAX_NAME_NBYTES:
-            raise CheckpointError(f"{name}: lists a file of the impossible name {last[:80]!r}")
+            raise CheckpointError(f"{name}: lists a file with the impossible name {last[:80]!r}")
         path = os.path.abspath(os.path.join(folder, head, last))
         if last.endswith(WEIGHTS):
             Path(path).touch()

@@ -1,4 +1,4 @@
-"""A file on the Hub as a byte source: one ranged GET for each read, through huggingface_hub's own session."""
+"""A file on the Hugging Face Hub as a byte source: a ranged GET for each read, in the session of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 TIMEOUT_S = 30.0
 """Seconds without a byte from the server after which a read fails."""
 
-MAX_KEPT_NBYTES = 64 << 20
-"""Bytes of one file that are kept, so that a header which two stages read is fetched once."""
-
+MAX_CACHED_NBYTES = 64 << 20
+"""Most bytes of one file that are cached, so that a header that two stages read is fetched once."""
 
 MAX_GAP_NBYTES = 4 << 10
-"""Between ranges that are fetched together: less than a request costs."""
+"""Largest gap between ranges that one request fetches: reading along so much costs less than a request."""
 
 MAX_RUN_NBYTES = 1 << 20
-"""Bytes that are fetched together."""
+"""Most bytes of a request that fetches several ranges."""
 
 NUM_THREADS = 8
 """Requests at a time."""
 
 
 class HubFile:
-    """A file of one commit of a repository, which never changes. A `ByteSource`.
+    """A file of one commit of a repository. It never changes. A `ByteSource`.
 
     Args:
-        path: what names it in messages, and opens it again.
+        path: see `ByteSource.path`.
         url: of the file, at a commit.
-        nbytes: its size.
-        version: its hash, as the Hub gives it.
-        token: as huggingface_hub takes it; None for the one that is stored.
+        nbytes: size of the file.
+        version: hash of the file, as the Hub gives it.
+        token: as in huggingface_hub; None for the stored one.
     """
 
     def __init__(self, path: str, url: str, nbytes: int, version: str, token: str | bool | None = None) -> None:
         self.path, self.nbytes, self.version = path, nbytes, version
         self._url, self._token = url, token
-        self._kept: dict[tuple[int, int], bytes] = {}
-        self._kept_nbytes = 0
+        self._cached: dict[tuple[int, int], bytes] = {}
+        self._cached_nbytes = 0
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, memory: memoryview) -> None:
@@ -56,54 +55,54 @@ class HubFile:
         memory[:] = self._bytes(offset, memory.nbytes)
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetch (offset, bytes) of ascending ranges for later reads: neighbours together, several at a time."""
+        """See `ByteSource`. Neighbouring ranges come with one request; there are several requests at a time."""
         runs: list[list[tuple[int, int]]] = []
         start = end = num_bytes = 0
         for offset, nbytes in ranges:
             if not 0 < nbytes <= MAX_RUN_NBYTES or not end <= offset <= self.nbytes - nbytes:
-                return  # malformed: reading it will say so
+                return  # the file is malformed: whoever reads it says so
             if not runs or offset - end > MAX_GAP_NBYTES or offset + nbytes - start > MAX_RUN_NBYTES:
                 runs.append([])
                 start = end = offset
             runs[-1].append((offset, nbytes))
             num_bytes, end = num_bytes + offset + nbytes - end, offset + nbytes
-            if num_bytes > MAX_KEPT_NBYTES:
+            if num_bytes > MAX_CACHED_NBYTES:
                 return
         with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-hub") as pool:
             for run in pool.map(self._run, runs):
-                self._kept.update(run)
+                self._cached.update(run)
 
     def _run(self, run: Sequence[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
-        """Return what each range of a run holds."""
+        """Return the bytes of each range of a run, fetched with one request."""
         first, last = run[0][0], sum(run[-1])
         found = self._fetch(first, last - first)
         with self._lock:
-            self._kept_nbytes += len(found)
+            self._cached_nbytes += len(found)
         return {(offset, nbytes): found[offset - first : offset - first + nbytes] for offset, nbytes in run}
 
     def close(self) -> None:
-        """Do nothing: connections belong to the session."""
+        """Do nothing: the session owns the connections."""
 
     def _bytes(self, offset: int, nbytes: int) -> bytes:
-        kept = self._kept.get((offset, nbytes))
-        if kept is not None:
-            return kept
+        cached = self._cached.get((offset, nbytes))
+        if cached is not None:
+            return cached
         found = self._fetch(offset, nbytes)
         with self._lock:
-            if self._kept_nbytes + nbytes <= MAX_KEPT_NBYTES:
-                self._kept_nbytes += nbytes
-                self._kept[offset, nbytes] = found
+            if self._cached_nbytes + nbytes <= MAX_CACHED_NBYTES:
+                self._cached_nbytes += nbytes
+                self._cached[offset, nbytes] = found
         return found
 
     def _check_range(self, headers: Any, offset: int, nbytes: int) -> None:
-        said = str(headers.get("Content-Range", ""))
-        if not said.startswith(f"bytes {offset}-"):
+        content_range = str(headers.get("Content-Range", ""))
+        if not content_range.startswith(f"bytes {offset}-"):
             raise CheckpointError(
-                f"{self.path}: {self._url} sent {said[:80]!r}, expected bytes {offset}-{offset + nbytes - 1}; "
-                "download the checkpoint and name its folder"
+                f"{self.path}: {self._url} sent the range {content_range[:80]!r}, "
+                f"expected bytes {offset}-{offset + nbytes - 1}; download the checkpoint and name its folder"
             )
-        if headers.get("Content-Encoding", "identity") != "identity":  # a few bytes could become any number
-            raise CheckpointError(f"{self.path}: {self._url} sent compressed bytes, which were not asked for")
+        if headers.get("Content-Encoding", "identity") != "identity":  # a few bytes may unpack to any number
+            raise CheckpointError(f"{self.path}: {self._url} sent compressed bytes although identity was asked for")
 
     def _fetch(self, offset: int, nbytes: int) -> bytes:
         headers = {**build_hf_headers(token=self._token), "Range": f"bytes={offset}-{offset + nbytes - 1}"}
@@ -111,7 +110,7 @@ class HubFile:
         try:
             with _response(self._url, headers) as response:
                 hf_raise_for_status(response)
-                if response.status_code != 206:  # all of the file would follow
+                if response.status_code != 206:  # the whole file would follow
                     raise CheckpointError(
                         f"{self.path}: {self._url} answers a request for a range with status {response.status_code}, "
                         "expected 206; download the checkpoint and name its folder"
@@ -120,7 +119,7 @@ class HubFile:
                 content = _at_most(response, nbytes)
         except CheckpointError:
             raise
-        except Exception as error:  # of httpx or requests, whichever this huggingface_hub uses
+        except Exception as error:  # of httpx or requests, depending on huggingface_hub
             raise CheckpointError(f"{self.path}: cannot be read from {self._url}: {error}") from error
         if len(content) != nbytes:
             raise TruncatedFileError(
@@ -130,7 +129,7 @@ class HubFile:
 
 
 def _at_most(response: Any, nbytes: int) -> bytes:
-    """Return the body; of one that is larger than asked for, no more than is needed to see that."""
+    """Return the body. Of one that is too large, stop reading once that is certain."""
     content = bytearray()
     for part in response.iter_bytes() if hasattr(response, "iter_bytes") else response.iter_content(1 << 16):
         content += part
@@ -141,7 +140,7 @@ def _at_most(response: Any, nbytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _response(url: str, headers: dict[str, str]) -> Iterator[Any]:
-    """Yield the response before its body is read: by httpx, or by requests under huggingface_hub before 1.0."""
+    """Yield the response before its body is read. huggingface_hub uses httpx; before 1.0, requests."""
     session: Any = get_session()
     if callable(getattr(session, "stream", None)):
         with session.stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:

@@ -1,4 +1,4 @@
-"""The file systems that files lie on, and what a read of them is taken to cost. Reads /proc."""
+"""Finds the file system of a file, and what a read from it costs. Reads /proc."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from lowmem_load.planning.reads import ReadCost
 NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "wekafs", "afs"}
 )
-"""Types of file systems whose files lie on other machines; those that begin with "fuse" may."""
+"""Types of network file systems. Those whose type starts with "fuse" may be, too."""
 
 NETWORK_CALL_S, NETWORK_BYTES_PER_S = 1e-3, 5e8
-"""What a read of such a file system is taken to cost, beside its bytes, and what one thread reads in a second.
+"""Cost of a read from a network file system: seconds for each read, and bytes per second of one thread.
 
-They answer in some 0.1 to 10 ms. AWS states 0.25 ms and more, and 500 MiB/s for a client, of EFS
-(docs.aws.amazon.com/efs/latest/ug/performance.html). FUSE by itself took 0.13 ms and 0.85 GB/s on two cores of an AMD
-EPYC, and 1.2 ms and 0.16 GB/s where each of its requests waits 1 ms (`benchmarks/slow_storage.py`). It is not measured
-in a load: what the page cache holds would look fast, and a server that had been idle slow, to each rank in another way.
+Network file systems answer in 0.1 to 10 ms. For EFS, AWS states at least 0.25 ms, and 500 MiB/s for a client
+(docs.aws.amazon.com/efs/latest/ug/performance.html). FUSE that waits 1 ms for each request took 1.2 ms and 0.16 GB/s
+(`benchmarks/slow_storage.py`, two cores of an AMD EPYC). A load does not measure it: ranks would find different costs,
+depending on what the page cache holds, and their plans must not differ.
 """
 
 MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Mount(NamedTuple):
-    """Type of a mounted file system, and the bytes of a read of it that its options state; 0 where they do not."""
+    """Type of a mounted file system, and the read size of its mount options in bytes; 0 if they state none."""
 
     kind: str
     rsize: int
 
     @property
     def is_network(self) -> bool:
-        """Whether its files may lie on other machines."""
+        """Whether its files may be on other machines."""
         return self.kind in NETWORK or self.kind.startswith("fuse")
 
 
 def mount_of(path: str) -> Mount | None:
-    """Return the file system that a file or folder lies on; None where the system does not tell."""
+    """Return the file system of a file or folder; None if /proc does not tell."""
     try:
         lines = MOUNTS.read_bytes().split(b"\n")[:-1]  # each ends with a newline
     except OSError:
@@ -59,15 +59,15 @@ def mount_of(path: str) -> Mount | None:
 
 
 def _unescaped(text: bytes) -> str:
-    """Return a field of mountinfo as the system's calls take it: there space, tab, newline and backslash are octal."""
+    """Decode a field of mountinfo, which writes space, tab, newline and backslash in octal."""
     return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda found: bytes([int(found[1], 8)]), text))
 
 
 def read_cost(paths: Iterable[str]) -> ReadCost:
-    """Return what reading files costs, by the kind of the file systems that they lie on.
+    """Return what reading some files costs, by the types of their file systems.
 
-    On the network a block is what the file system prefers to read (`st_blksize`), or the `rsize` that it was mounted
-    with; of several file systems, the largest.
+    On a network file system a block is the larger of `st_blksize` and the `rsize` of the mount; of several file
+    systems, the largest block counts.
     """
     mounts: dict[str, Mount | None] = {}
     kinds, block_bytes = set(), 1

@@ -1,9 +1,9 @@
-"""Keeps the sources of one load open, as few as need be, and notices when one is no longer what it was.
+"""Keeps the sources of one load open, and notices files that change meanwhile.
 
-[Note: one descriptor] Headers, samples and data of a file are read from one open source. A file that is replaced by
-renaming another over it is then read as it was, to the end: its bytes are there for as long as it is open. Only what
-had to be closed meanwhile, because more than `MAX_OPEN_SOURCES` are in use, is opened by its path again; another file
-there is an error, as one that was written to in place always is.
+[Note: one descriptor] Header, sample and data of a file are read from one open source. If another file is renamed over
+it, the load reads the old one to its end, whose bytes exist while it is open. Only if more than `MAX_OPEN_SOURCES` are
+in use are some closed and opened again by their path; if another file is there then, that is an error. So is a file
+that is written to in place, at any time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lowmem_load.io.source import ByteSource, Opener
 from lowmem_load.planning.load_plan import PlannedFile
 
 MAX_OPEN_SOURCES = 96
-"""Beyond these only what is being read is open. Limits begin at 256 files (macOS; 1024 on most Linux), of which the job
-uses some; few checkpoints have more files than this, and opening one again costs microseconds to milliseconds."""
+"""Sources that stay open when nobody reads them. A process may open 256 files (macOS) or 1024 (most Linux), and the job
+opens others. Few checkpoints have more files, but a ZeRO checkpoint has some for each rank that wrote it."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One path: how many read it now, and the source once the first of them has opened it, under `lock`."""
+    """One path: how many threads read it, and its source, which the first of them opens under `lock`."""
 
     num_readers: int = 0
     source: ByteSource | None = None
@@ -33,13 +33,13 @@ class _Entry:
 
 
 class OpenSources:
-    """Opens sources when they are read, and again after they were closed. Any number of threads may use it.
+    """Opens sources when they are read. Any number of threads may use it.
 
-    Each must stay what it was: planned against, or else when it was first opened. It is compared when it is opened
-    and before it is closed, so that whatever was read in between is of that version.
+    A source must keep the version that was planned against, or that it had when it was first opened. The version is
+    compared after opening and before closing, so everything that is read in between has that version.
 
     Args:
-        open_source: opens one.
+        open_source: opens a source.
     """
 
     def __init__(self, open_source: Opener) -> None:
@@ -51,24 +51,24 @@ class OpenSources:
 
     @property
     def num_retries(self) -> int:
-        """Of all sources, as far as they count them."""
+        """Reads that were repeated after a fault, of all sources that count them."""
         return self._retries_of_closed + sum(map(_retries_of, self._entries.values()))
 
     def expect(self, files: Iterable[PlannedFile]) -> None:
-        """From now on refuse a file that is not what it was when it was planned against.
+        """Refuse files that have another version than was planned against, from now on.
 
         Raises:
-            CheckpointError: it was another when it was read before.
+            CheckpointError: a file had another version when it was read before.
         """
         for file in files:
             self._check(file.path, self._versions.setdefault(file.path, file.version), file.version)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[ByteSource]:
-        """Give the open source of a path within a block; it stays open after it if there are not too many.
+        """Yield the open source of a path. It stays open afterwards unless there are too many.
 
         Raises:
-            CheckpointError: it cannot be opened, or changed; or another changed that is closed for it.
+            CheckpointError: it cannot be opened, or has changed; or another one has that is closed to make room.
         """
         with self._lock:
             entry = self._entries.setdefault(path, _Entry())
@@ -85,18 +85,18 @@ class OpenSources:
         self._close_idle()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a source that is open is no longer what it was."""
+        """Raise CheckpointError if an open source has changed."""
         for entry in self._entries.values():
             self._check_entry(entry)
 
     def close(self) -> None:
-        """Close all, unchecked: nobody reads any more."""
+        """Close all sources without a check. Nobody may read them any more."""
         self._retries_of_closed = self.num_retries
         _close(self._entries.values())
         self._entries.clear()
 
     def _close_idle(self) -> None:
-        """Close what was read the longest time ago, as far as more than `MAX_OPEN_SOURCES` are open."""
+        """Close the sources that were read least recently, if more than `MAX_OPEN_SOURCES` are open."""
         if len(self._entries) <= MAX_OPEN_SOURCES:
             return
         with self._lock:
@@ -142,7 +142,7 @@ def _retries_of(entry: _Entry) -> int:
 
 
 def _close(entries: Iterable[_Entry]) -> None:
-    with contextlib.ExitStack() as closing:  # the others are closed even if one cannot be
+    with contextlib.ExitStack() as closing:  # if one cannot be closed, the others are
         for entry in entries:
             if entry.source is not None:
                 closing.callback(entry.source.close)

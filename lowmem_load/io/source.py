@@ -1,7 +1,7 @@
-"""Where bytes come from: local files today. The only place where files of a checkpoint are opened and read.
+"""Byte sources: what formats and the executor know of a file. `LocalFile` is the source for files on disk.
 
-A `ByteSource` is all that formats and the executor know of a file, so that another kind (ranges over HTTP, an object
-store) is one class more. Errors of the operating system become ours here.
+Another kind of storage (HTTP, an object store) is one more class with the methods of `ByteSource`; see `hub_file.py`.
+Errors of the operating system become errors of this package here.
 """
 
 from __future__ import annotations
@@ -24,70 +24,70 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE})
-"""What network file systems give while a server is busy or replaced: the same read may succeed a moment later."""
+"""Errors of network file systems while a server is busy or restarts. The same read may succeed a moment later."""
 
 RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
-"""Seconds before each further attempt: 3 in all, for short interruptions, while the other ranks wait. A mount that
-waits for its server by itself (NFS, `hard`) shows no error at all."""
+"""Seconds before each further attempt: 3 s in all, as the other ranks wait meanwhile. Mounts that wait for their server
+by themselves (NFS with `hard`) show no error."""
 
 OPENING_BYTES = 128 << 10
-"""Of each of the first two calls of a large read from a disk. Where a read does not go on from the last one, Linux
-begins its readahead anew, in single pages, and as far as the call asks for; from then on the window doubles and the
-pages become larger as it is used up (6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`). Single pages
-go to the disk in small requests, and cost more each: so it is asked for little, until the window is under way."""
+"""Bytes of each of the first two calls of a large read from a disk.
+
+Where a read does not continue the last one, Linux starts its readahead anew: what the first call asks for is read in
+single pages, in small disk requests, and only then do pages and requests grow. So the first calls ask for little.
+Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`."""
 
 
 class ByteSource(Protocol):
-    """Bytes that can be read by position, from several threads at a time.
+    """Bytes that several threads can read at a time, by position.
 
-    A source that reads again after transient faults may count that, as `num_retries`. One that is far away may fetch
-    many small ranges at a time, which are read later, by `prefetch`, given (offset, bytes) of each in ascending order.
+    Two members are optional. `num_retries` counts reads that were repeated after a transient fault.
+    `prefetch(ranges)` fetches many small ranges at once for reads that follow; a range is (offset, bytes), and they are
+    in ascending order.
     """
 
     @property
     def path(self) -> str:
-        """What names it in messages, and opens it again."""
+        """Name of the source in messages. The opener opens it again by this name."""
 
     @property
     def nbytes(self) -> int:
-        """Its size when it was opened."""
+        """Size when it was opened."""
 
     @property
     def version(self) -> str:
-        """What changes when the bytes do: equal as long as they are the same. Looked up anew each time."""
+        """Text that changes when the bytes change. Looked up anew each time."""
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill memory, of bytes, with those from `offset` on.
+        """Fill `memory` with the bytes from `offset` on.
 
         Raises:
-            TruncatedFileError: the bytes end before the memory is full.
-            CheckpointError: they cannot be read.
+            TruncatedFileError: the source ends before the memory is full.
+            CheckpointError: the bytes cannot be read.
         """
 
     def close(self) -> None:
-        """Give back what it holds open. Calling it again does nothing."""
+        """Close the source. Closing it again does nothing."""
 
 
 Opener = Callable[[str], ByteSource]
-"""Opens the source that a path names; raises CheckpointError where it cannot."""
+"""Opens the source at a path. Raises CheckpointError if it cannot."""
 
 
 class LocalFile:
-    """A regular file, read with `preadv`.
+    """A regular file, read with `preadv`. After a transient fault it is opened again, if it is still the same file.
 
-    Never mapped: a mapped file hides its memory in RssFile, is read page by page on network file systems, and turns a
-    lost file into SIGBUS.
-
-    After a transient fault it is opened again, and read again if it is still the same file.
+    Files are not mapped: mapped memory does not count as the process's own, is read page by page on network file
+    systems, and raises SIGBUS if the file is lost.
 
     Args:
         path: of the file.
 
     Attributes:
-        num_retries: attempts so far that followed a transient fault.
+        num_retries: reads so far that were repeated after a transient fault.
 
     Raises:
-        CheckpointError: it cannot be opened, or is no regular file.
+        CheckpointError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: str) -> None:
@@ -98,7 +98,7 @@ class LocalFile:
         with _our_errors(path):
             self._descriptor, found = self._retrying(_open_regular, path)
         self.nbytes, self._opened_version = found.st_size, file_version(found)
-        self._is_on_disk = os.major(found.st_dev) != 0  # as file systems of memory and of the network have it
+        self._is_on_disk = os.major(found.st_dev) != 0  # file systems in memory and on the network have major number 0
 
     @property
     def version(self) -> str:
@@ -122,11 +122,11 @@ class LocalFile:
         """See `ByteSource`."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):  # it is closed all the same, and nothing was written to it
+            with contextlib.suppress(OSError):  # it is closed anyway, and nothing was written to it
                 os.close(descriptor)
 
     def _retrying(self, call: Callable[..., T], *args: object) -> T:
-        """Return what a call returns; one that fails in a way that may pass is repeated."""
+        """Return what a call returns. Repeat it after transient faults."""
         delays = iter(RETRY_DELAYS_S)
         while True:
             try:
@@ -139,11 +139,11 @@ class LocalFile:
             with self._lock:
                 self.num_retries += 1
             time.sleep(delay_s)
-            with contextlib.suppress(OSError):  # then the call says what is wrong
+            with contextlib.suppress(OSError):  # the call itself then says what is wrong
                 self._reopen()
 
     def _reopen(self) -> None:
-        """Let the descriptor stand for the file as opened anew: a stale one never recovers."""
+        """Open the file again under the same descriptor: a stale descriptor never recovers."""
         if self._descriptor < 0:
             return
         descriptor, found = _open_regular(self.path)
@@ -152,13 +152,13 @@ class LocalFile:
                 raise CheckpointError(
                     f"{self.path}: was replaced or written to while it was read; load again once nobody writes to it"
                 )
-            os.dup2(descriptor, self._descriptor, inheritable=False)  # other threads read by this number
+            os.dup2(descriptor, self._descriptor, inheritable=False)  # other threads use this number
         finally:
             os.close(descriptor)
 
 
 def _open_regular(path: str) -> tuple[int, os.stat_result]:
-    # Not blocking: a FIFO would wait for a writer.
+    # O_NONBLOCK: opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
@@ -171,12 +171,12 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
 
 
 def file_version(found: os.stat_result) -> str:
-    """Return what changes when the bytes of a file do: device, inode, size and time of change."""
+    """Return the version of a file: device, inode, size and time of change."""
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
 
 def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
-    """Return `nbytes` bytes of a source from `offset` on; fewer only where the source ends.
+    """Return `nbytes` bytes of a source from `offset` on; fewer if the source ends.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -187,7 +187,7 @@ def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
 
 
 class SourceFile(io.RawIOBase):
-    """A source as the file object that `zipfile` wants: read-only and seekable."""
+    """A source as a read-only seekable file object, for `zipfile`."""
 
     def __init__(self, source: ByteSource) -> None:
         super().__init__()
@@ -206,10 +206,10 @@ class SourceFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move as any file's `seek`."""
+        """Set the position; see `io.IOBase.seek`."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.nbytes}[whence]
         if start + offset < 0:
-            raise ValueError(f"{self._source.path}: byte {start + offset} lies before the file")
+            raise ValueError(f"{self._source.path}: byte {start + offset} lies before the start of the file")
         self._position = start + offset
         return self._position
 
@@ -224,7 +224,7 @@ class SourceFile(io.RawIOBase):
 
 @contextlib.contextmanager
 def _our_errors(path: str) -> Iterator[None]:
-    """Make errors of the operating system ours."""
+    """Turn errors of the operating system into CheckpointError."""
     try:
         yield
     except CheckpointError:

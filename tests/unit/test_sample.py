@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
@@ -28,6 +28,7 @@ def file(nbytes: int, path: str = "model.safetensors") -> PlannedFile:
     return PlannedFile(path, nbytes, "", "")
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 40), st.integers(1, 3000), st.integers(0, 1 << 64))
 def test_every_stratum_has_one_block(nbytes: int, num_files: int, seed: int) -> None:
     sampled = sample_offsets([file(nbytes)] * num_files, seed)

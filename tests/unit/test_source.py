@@ -247,5 +247,5 @@ def test_positions_are_those_of_a_file() -> None:
     assert (file.seek(-2, os.SEEK_CUR), file.seek(-6, os.SEEK_END)) == (10, 250)
     assert (file.read(100), file.read(1)) == (DATA[250:], b"")
     assert (file.seek(300), file.read(1)) == (300, b""), "beyond the end"
-    with pytest.raises(ValueError, match="x: byte -1 lies before the file"):
+    with pytest.raises(ValueError, match="x: byte -1 lies before the start of the file"):
         file.seek(-1)
