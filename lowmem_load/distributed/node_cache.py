@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.nodes import Nodes, node_name, start_time
-from lowmem_load.distributed.shared_memory import make_memory, new_name, open_memory
+from lowmem_load.distributed.nodes import Nodes, make_memory, new_name, node_name, open_memory, start_time
 from lowmem_load.distributed.store_channel import StoppedError
 
 T = TypeVar("T")

@@ -6,8 +6,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 
-from lowmem_load.distributed.nodes import Nodes
-from lowmem_load.distributed.shared_memory import make_memory, memory_of, new_name
+from lowmem_load.distributed.nodes import Nodes, make_memory, memory_of, new_name
 from lowmem_load.errors import ConfigError
 from lowmem_load.io.shared_buffer import SharedBuffer
 from lowmem_load.io.shared_reads import SharedReads, decline

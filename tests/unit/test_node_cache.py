@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lowmem_load.distributed.node_cache import NodeCache
-from lowmem_load.distributed.shared_memory import make_memory, new_name, open_memory
+from lowmem_load.distributed.nodes import make_memory, new_name, open_memory
 from lowmem_load.distributed.store_channel import StoppedError
 
 

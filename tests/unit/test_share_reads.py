@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lowmem_load.distributed.nodes import Nodes
-from lowmem_load.distributed.shared_memory import memory_of
+from lowmem_load.distributed.nodes import Nodes, memory_of
 from lowmem_load.errors import ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.shared_buffer import SharedBuffer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load.distributed.shared_memory import make_memory, memory_of, new_name
+from lowmem_load.distributed.nodes import make_memory, memory_of, new_name
 from lowmem_load.errors import TruncatedFileError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.shared_buffer import SharedBuffer
