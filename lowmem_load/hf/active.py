@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that is active in transformers; another one, or none, for a block.
+"""The settings of transformers that a load depends on, and others for a block: above all the DeepSpeed configuration.
 
 Part of the transformers seam, see `loader.py`. transformers keeps a weak reference to the last `HfDeepSpeedConfig`
 (integrations/deepspeed.py). Every `from_pretrained` asks whether to load for ZeRO-3.
@@ -23,6 +23,7 @@ import transformers.modeling_utils as modeling_utils
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
+from transformers.utils import logging as hf_logging
 
 from lowmem_load.hf.replaced import Replacement, replaced
 
@@ -109,6 +110,18 @@ def _answered_with_no() -> list[Replacement]:
         for question in QUESTIONS
         if callable(getattr(module, "__dict__", {}).get(question))  # getattr(module, question) may import modules
     ]
+
+
+@contextlib.contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Hide transformers' progress bar, which would show work on names as work on weights."""
+    shows_bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bar:
+            hf_logging.enable_progress_bar()
 
 
 def transformers_models(module: nn.Module) -> list[PreTrainedModel]:

@@ -76,7 +76,7 @@ import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract
 from transformers import PreTrainedModel  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
-from lowmem_load.hf.active import ordinary_path  # noqa: E402  it uses private names, too
+from lowmem_load.hf.active import ordinary_path, without_progress_bar  # noqa: E402  it uses private names, too
 
 ZERO_INIT_MESSAGE = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
 
@@ -142,7 +142,8 @@ class Call:
         ]
         with (
             ordinary_path(),
-            _quiet(errors_only=self._from_config is not None),  # then all parameters are missing
+            without_progress_bar(),
+            contextlib.nullcontext() if self._from_config is None else _errors_only(),  # all parameters are missing
             _modules_counted(self.name),
             described_quantizers(is_partitioned=is_partitioned),
             replaced(*replacements),
@@ -160,22 +161,13 @@ class Call:
 
 
 @contextlib.contextmanager
-def _quiet(*, errors_only: bool) -> Iterator[None]:
-    """Hide transformers' progress bar, which would show the naming of tensors as the loading of weights.
-
-    With `errors_only`, its warnings are hidden too.
-    """
-    shows_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    if errors_only:
-        hf_logging.set_verbosity_error()
+def _errors_only() -> Iterator[None]:
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if errors_only:
-            hf_logging.set_verbosity(verbosity)
-        if shows_bar:
-            hf_logging.enable_progress_bar()
+        hf_logging.set_verbosity(verbosity)
 
 
 def log_zero_init(model: nn.Module) -> None:

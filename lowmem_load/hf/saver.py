@@ -24,10 +24,10 @@ import huggingface_hub
 import torch
 import transformers
 from torch import nn
-from transformers.utils import logging as hf_logging
 
 from lowmem_load.contract import PEFT, TRANSFORMERS, require
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.hf.active import without_progress_bar
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -105,7 +105,7 @@ def describe_save(
     replacements += [(module, _WRITE_WEIGHTS, record) for module in _modules_that_write(model)]
     if hasattr(transformers.PreTrainedModel, _WHETHER_TO_WRITE):
         replacements.append((transformers.PreTrainedModel, _WHETHER_TO_WRITE, lambda *_: True))
-    with replaced(*replacements), _without_progress():
+    with replaced(*replacements), without_progress_bar():
         save: Any = model.save_pretrained
         save(scratch, **arguments)
     if dtype is not None:
@@ -221,18 +221,6 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _without_progress() -> Iterator[None]:
-    """Hide transformers' progress bar: no shard is written here."""
-    shows_bar = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows_bar:
-            hf_logging.enable_progress_bar()
 
 
 # -- without a model ---------------------------------------------------------------------------------------------------
