@@ -268,6 +268,7 @@ KINDS: Mapping[str, _Kind] = {
     "weight_quantization": _object("{}", or_null=False),
     "data_types": _object('{"grad_accum_dtype": "fp32"}', or_null=False),
     "data_types.keep_in_fp32_modules": _PATTERNS,
+    "expert_parallel": _object('{"enabled": true, "autoep_size": 2}'),
     "tensor_parallel": _object('{"autotp_size": 2}', or_null=False),
     "tensor_parallel.autotp_size": _whole(0, MAX_RANKS),
     **{f"zero_optimization.offload_param{key}": kind for key, kind in _OFFLOAD.items()},

@@ -18,6 +18,8 @@ KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
 """Keeps buffers in fp32."""
 HAS_AUTOCAST = "deepspeed.runtime.torch_autocast"
 """Runs torch.autocast."""
+HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
+"""Reads expert_parallel."""
 HAS_MICS = "deepspeed.runtime.zero.mics"
 """Implements MiCS."""
 
@@ -33,6 +35,8 @@ def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
         raise _absent("mics_shard_size", "has no MiCS", "0.19.6 is the last that does, zero_hpz_partition_size is near")
     if (ds_config.get("torch_autocast") or {}).get("enabled") and not has(HAS_AUTOCAST):
         raise _absent("torch_autocast", "would ignore it", "0.17.2 is the first that does not")
+    if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
+        raise _absent("expert_parallel", "would ignore it", "0.19.8 does not")
     refuse_absent_fp32((ds_config.get("data_types") or {}).get("keep_in_fp32_modules"))
 
 

@@ -62,6 +62,7 @@ def refuse(path: str) -> None:
         ("RankError: digest", uneven, CONFIG, llm),
         ('ConfigError: optimizer.params: lr is "auto"', model, auto_rate, llm),
         ("UnsupportedError: zero_optimization.zenflow", model, {**CONFIG, "zero_optimization": zero}, llm),
+        ("UnsupportedError: expert_parallel", model, {**CONFIG, "expert_parallel": {"enabled": True}}, llm),
         ("ConfigError: 'median'", model, CONFIG, {**llm, "average": "median"}),
         (
             "RankError: rank 0: ConfigError: partition: 'langauge'",

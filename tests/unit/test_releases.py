@@ -9,18 +9,27 @@ import deepspeed
 import pytest
 
 from lowmem_load.ds import releases
-from lowmem_load.ds.releases import HAS_AUTOCAST, HAS_MICS, KEEPS_FP32, refuse_what_is_absent, warn_of_deadlocks
+from lowmem_load.ds.releases import (
+    HAS_AUTOCAST,
+    HAS_AUTOEP,
+    HAS_MICS,
+    KEEPS_FP32,
+    refuse_what_is_absent,
+    warn_of_deadlocks,
+)
 from lowmem_load.errors import UnsupportedError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     HAS_MICS: {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
     HAS_AUTOCAST: {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True}},
+    HAS_AUTOEP: {"zero_optimization": {"stage": 3}, "expert_parallel": {"enabled": True}},
     KEEPS_FP32: {"zero_optimization": {"stage": 3}, "data_types": {"keep_in_fp32_modules": ["norm"]}},
 }
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), list(zip(SETTINGS, ("mics_shard_size", "torch_autocast", "data_types"), strict=True))
+    ("module", "name"),
+    list(zip(SETTINGS, ("mics_shard_size", "torch_autocast", "expert_parallel", "data_types"), strict=True)),
 )
 def test_a_setting_without_its_module_is_refused_by_name(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
