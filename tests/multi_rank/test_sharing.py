@@ -26,13 +26,13 @@ class Counted:
 
     def replace(self) -> None:
         """Count all opens from now on, and what is read before the first byte of a tensor."""
-        from lowmem_load.io import source
+        from lowmem_load.io.source import LocalFile
 
-        ordinary_open, ordinary_read = source._open_regular, source.LocalFile.read_into
+        ordinary_open, ordinary_read = os.open, LocalFile.read_into
 
-        def open_regular(path: str) -> Any:
+        def counted_open(path: Any, *arguments: Any, **keywords: Any) -> int:
             self.opened.append(os.path.basename(path))
-            return ordinary_open(path)
+            return ordinary_open(path, *arguments, **keywords)
 
         def read_into(file: Any, offset: int, memory: memoryview) -> None:
             ordinary_read(file, offset, memory)
@@ -42,7 +42,8 @@ class Counted:
                 if offset < 8 + int.from_bytes(prefix, "little"):
                     self.header_bytes += memory.nbytes
 
-        source._open_regular, source.LocalFile.read_into = open_regular, read_into  # type: ignore[method-assign]
+        os.open = counted_open
+        LocalFile.read_into = read_into  # type: ignore[method-assign]
 
 
 def load_from_hub(path: str, cache: str) -> list[list[str]]:
