@@ -81,6 +81,10 @@ def follow(path: str) -> None:
     gc.collect()
     dropped, messages = order_warnings(load)
     assert partitioned(dropped) == {False}
+    assert messages == [], "it served a load before"
+    HfDeepSpeedConfig(FP32)
+    gc.collect()
+    _, messages = order_warnings(load)
     assert len(messages) == 1
     assert "keep it in a variable" in messages[0]
     unset_hf_deepspeed_config()
