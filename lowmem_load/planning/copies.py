@@ -155,7 +155,7 @@ def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]
             expression = expression.expanded()
             continue
         if isinstance(expression, Cast):
-            casts = (expression.dtype, *casts)
+            casts = (expression.dtype, *casts)  # the innermost cast comes first
         expression = expression.part
     if flat_range.numel == 0:
         return
@@ -280,7 +280,7 @@ def _iterations_before(nest: _Loops, index: _Index, loop: int, border: int) -> t
 def _regroup(nest: _Loops, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Loops]:
     """Yield nests over `part_shape` that are together `nest` over `shape`. Both shapes have the same flat order."""
     groups = _groups(shape, part_shape)
-    pending = [nest]
+    pending = [nest]  # a stack, as a piece may have to be cut again
     while pending:
         current = pending.pop()
         index: list[_Index] = []
@@ -335,7 +335,7 @@ def _unwrap(nest: _Loops, remainder: _Index, inner: int) -> Iterator[_Loops]:
     period = inner // math.gcd(inner, step)  # after so many iterations the next one starts at the same place of a row
     head = _iterations_before(nest, remainder, loop, inner)[0] % period
     whole = (size - head) // period * period
-    if whole > period:
+    if whole > period:  # the start up to a row border, all repetitions as one nest, and what is left
         for piece in nest.split(loop, [head, head + whole]):
             yield piece.tile(loop, period) if piece.sizes[loop] == whole else piece
         return

@@ -267,7 +267,7 @@ def leaves(expression: Expression) -> list[Leaf]:
     """Return the distinct leaves in order of first appearance, those inside `Computed` and `Elementwise` included."""
     found: list[Leaf] = []
     seen: set[int] = set()
-    stack: list[Expression] = [expression]
+    stack: list[Expression] = [expression]  # no recursion: conversions of many layers are deep
     while stack:
         node = stack.pop()
         if id(node) in seen:

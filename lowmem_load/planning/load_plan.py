@@ -332,6 +332,7 @@ class LoadPlan:
     @property
     def fingerprint(self) -> str:
         """Digest that is equal on all ranks that load the same model from the same files in the same way."""
+        # Ranks have their targets in the order of their own reads, and files in folders of their own.
         lines = sorted(f"{target.name} {target.kind} {target.fingerprint}" for target in self.targets)
         lines += [f"buffer {buffer.names[0]} {buffer.fingerprint}" for buffer in self.buffers]
         lines += sorted(f"file {_file_name(file.path)} {file.nbytes} {file.digest}" for file in self.files)

@@ -72,7 +72,7 @@ class Nest:
 
     def gathered(self) -> Nest:
         """Return the nest to use once the source elements were copied, in the order of the axes, side by side."""
-        axes, stride = [], self.numel
+        axes, stride = [], self.numel  # destination strides stay; source strides become those of a row-major tensor
         for size, _, destination in self.axes:
             stride //= size
             axes.append(Axis(size, stride, destination))

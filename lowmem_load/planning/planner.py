@@ -85,7 +85,7 @@ class Planner:
         fills = list(fills)
         total = self._steps_costs(step for fill in fills for step in fill.steps)
         for fill in fills:
-            results = 0
+            results = 0  # all values of a fill are in memory before its first step runs
             for number in fill.needs:
                 costs, result_bytes = self._value_costs(number)
                 temporary = costs.largest_temporary_bytes + results
@@ -115,6 +115,7 @@ class Planner:
         return Apply(leaf.operation, self._function(leaf.compute), leaf.dtype, tuple(pieces))
 
     def _held(self, leaf: Held) -> int:
+        # Several parameters may be made of one value, which is then held, or computed, under one number.
         number = self._numbers.get(id(leaf))
         if number is None:
             number = self._add(leaf, HeldValue(leaf.origin, leaf.flat.numel(), leaf.dtype))
@@ -167,6 +168,7 @@ class Planner:
 
     def _piece_costs(self, step: Apply, piece: Piece) -> Costs:
         held = piece.numel * _piece_bytes(step.dtype, [fill.dtype for fill in piece.inputs])
+        # All inputs are filled before the first block is computed, so the two never need memory at the same time.
         block = min(piece.numel, BLOCK_NUMEL) * step.dtype.itemsize
         inputs = Costs()
         for fill in piece.inputs:

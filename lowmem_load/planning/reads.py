@@ -198,6 +198,7 @@ def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple
 
 
 def _direct(nest: Nest, tensor: Source, step: int) -> Iterator[Read]:
+    # Reads of one size are one step with a loop; the shorter one at the end is another step.
     full, rest = divmod(nest.numel, step)
     for first, count, size in ((0, full, step), (full * step, 1, rest)):
         if count and size:
@@ -224,7 +225,7 @@ def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
     Axes with small source strides are read at once, as long as the gaps between their elements are not larger than the
     limit. The other axes become loops over separate reads.
     """
-    axes = sorted(nest.axes, key=lambda axis: axis.source)
+    axes = sorted(nest.axes, key=lambda axis: axis.source)  # the order of the file, not of the destination
     budget = max(1, limits.staging_bytes // itemsize)
     span, num_inner = 1, 0
     for size, stride, _ in axes:

@@ -161,7 +161,7 @@ def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
         isinstance(part, Read) or (isinstance(part, Move) and isinstance(values[part.value], HeldValue))
         for part in input_steps(step)
     )
-    # A piece without reads would never be computed: its inputs arrive with the chunks.
+    # A piece is computed when the last of its reads arrives, so it must have one.
     return inputs_are_simple and all(
         any(isinstance(part, Read) for fill in piece.inputs for part in fill.steps) for piece in step.pieces
     )
@@ -270,6 +270,7 @@ def plan_schedule(
     """
     ranges = union(each for of_rank in ranges_by_rank for each in of_rank)
     num_ranks, wanted_bytes = len(ranges_by_rank), sum(map(nbytes_of, ranges_by_rank))
+    # With little to read, each rank reads an equal share, instead of one rank all of it.
     chunk_bytes = min(chunk_bytes, -(-nbytes_of(ranges) // num_ranks) + block_bytes + _ALIGNMENT)
     segment_bytes = min(chunk_bytes, max(chunk_bytes // SEGMENTS_PER_CHUNK, block_bytes))
     parts = (part for each in ranges for part in _cut(each, segment_bytes, block_bytes))
