@@ -32,7 +32,7 @@ from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import described_collecting, symbolic_files
 from lowmem_load.hf.hub import asked_once
 from lowmem_load.hf.load_lock import building
-from lowmem_load.hf.names import MAX_TOLD, refuse_foreign
+from lowmem_load.hf.names import MAX_QUOTED, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.symbolic.context import Context, Once
@@ -230,7 +230,7 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replaceme
         except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
             raise ModelBuildError(
                 f"{name}: {cls.__name__} cannot be built from its configuration (config.json): "
-                f"{spelled(error, MAX_TOLD)}"
+                f"{spelled(error, MAX_QUOTED)}"
             ) from error
 
     return cls, "__init__", build

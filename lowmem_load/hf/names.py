@@ -17,7 +17,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, s
 from lowmem_load.formats.index import base_of_adapter, check_model_config
 from lowmem_load.hf.hub import adapter_config_file, config_file, has_file, hub_keywords
 
-MAX_TOLD = 1000
+MAX_QUOTED = 1000
 """Characters of another package's error in a message: transformers lists all model types."""
 
 DTYPE_KEYWORD = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
@@ -118,7 +118,9 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # transformers trusts the values, so a wrong one may raise anything
-        raise CheckpointError(f"{file or where}: no usable model configuration: {spelled(error, MAX_TOLD)}") from error
+        raise CheckpointError(
+            f"{file or where}: no usable model configuration: {spelled(error, MAX_QUOTED)}"
+        ) from error
 
 
 def config_values(config: Any) -> dict[str, str]:

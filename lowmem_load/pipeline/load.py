@@ -177,7 +177,7 @@ class Load:
             may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
             if not self.is_lenient or self.verify or not may_work:
                 raise
-            raise _NotStreamedError(spelled(error, names.MAX_TOLD)) from error
+            raise _NotStreamedError(spelled(error, names.MAX_QUOTED)) from error
 
     def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
         """Return whether transformers does this load by itself, which ranks that differ would wait for each other in.

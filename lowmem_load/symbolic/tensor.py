@@ -146,8 +146,8 @@ class SymbolicTensor(torch.Tensor):
 
     def untyped_storage(self) -> Any:
         """Return an address and a size. All views of one value have the same ones."""
-        whole = self.value.expression
-        return _Storage(id(self.value), numel(whole) * whole.dtype.itemsize)
+        base = self.value.expression
+        return _Storage(id(self.value), numel(base) * base.dtype.itemsize)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
         copied = SymbolicTensor(self.expression, self.read_now, self.meta)
