@@ -50,7 +50,8 @@ def install(
     before they allocate or read anything.
 
     Every rank emits a `LoadOrderWarning` if `deepspeed.initialize` under stage 3 gets a transformers model without
-    partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped.
+    partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped that
+    served no load.
     `warnings.simplefilter("error", LoadOrderWarning)` turns the warning into an error. Models for
     `lowmem_load.initialize(partition=...)` have no partitions on purpose, and cause no warning.
 
