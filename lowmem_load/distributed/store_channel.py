@@ -389,6 +389,8 @@ class StoreChannel:
             failed = {rank for peer in peers.values() for rank in peer.failed_in(group.name, number)} | lost.keys()
         if step is not None:
             self._end_step(client, step, number, {self._rank: step.interrupt} if step.interrupt else lost)
+        elif not group.is_behind and client.check([key := group.key("verdict", number)]):
+            failed |= dict(Verdict.decoded(client.get(key)).failures).keys()  # the others went on without this rank
         with self._changed:
             if failed and group.number == number and self._step is step:
                 self._failed |= failed

@@ -269,6 +269,23 @@ def test_busy_ranks_hear_of_one_that_is_lost() -> None:
     assert "no progress" in failed(found[0])[2]
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_busy_rank_hears_that_the_others_went_on_without_it(late: int) -> None:
+    """As one that was stopped, and then waits in shared memory for ranks that are no longer there."""
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+        with channel.doing(group, "reading", busy(lambda: 5) if rank == late else busy()):
+            channel.limits = LIMITS
+            if rank == late:
+                time.sleep(4 * LIMITS.silence_s)
+                wait_for(lambda: stopped(channel))
+            return step(channel, group)
+
+    found = Ranks(2).all(work)
+    assert found[0] == found[1]
+    assert "no progress" in failed(found[0])[late]
+
+
 def test_ranks_at_different_steps_are_named_with_what_each_does() -> None:
     ranks = Ranks(3)
     found = ranks.all(lambda channel, group, rank: step(channel, group, "saving" if rank == 1 else "loading"))
