@@ -1,10 +1,9 @@
-"""Reads and digests a sample of files, so that ranks find out whether they read the same bytes.
+"""Digests a sample of each file, so that nodes find out whether they read the same bytes.
 
-[Note: the sample] Every rank reads files by itself, so ranks on different nodes may hold different checkpoints of one
-architecture, with equal headers. Each file is cut into strata of equal size, and one block at a random place of each is
-compared. So files that differ everywhere, as those of two training runs do, differ in every block; a stretch that
-differs is found for certain when it covers two strata, and else in proportion to its share of one. The places are
-drawn from a seed that the ranks draw anew for each load.
+[Note: the sample] Ranks on different nodes may read different copies of a checkpoint, with equal headers. So each file
+is cut into strata of equal size, and one block at a random place of each stratum is compared. Files that differ
+everywhere, such as those of two training runs, differ in every block. A stretch that differs is found for certain if it
+covers two strata; a shorter one, in proportion to its share of a stratum. The ranks draw a new seed for each load.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from lowmem_load.io.source import read_bytes
 from lowmem_load.planning.load_plan import PlannedFile
 
 BLOCK_BYTES = 4096
-"""Bytes of a block: a page, which is fetched in any case."""
+"""Bytes of a block: a page, which the system reads as a whole anyway."""
 
 MIN_BLOCKS, MAX_BLOCKS = 3, 64
-"""Of a file."""
+"""Fewest and most blocks of a file."""
 
 MAX_BLOCKS_IN_ALL = 2048
-"""Blocks of a checkpoint, `MIN_BLOCKS` of each file apart: a few milliseconds of reading from a page cache."""
+"""Most blocks of a checkpoint, unless `MIN_BLOCKS` of each file are more: a few milliseconds from the page cache."""
 
 
 def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[tuple[PlannedFile, list[int]]]:
-    """Return each file with the first bytes of its blocks, ascending; the last block may be shorter than a block.
+    """Return each file with the offsets of its blocks, ascending. The file may end inside the last block.
 
     Args:
         files: in the order that all ranks have agreed on.
@@ -61,14 +60,14 @@ def sample_digests(
     """Return a digest of the sampled blocks of each file.
 
     Args:
-        files: to be sampled.
-        seed: decides which blocks; the same on all ranks.
-        sources: which the headers were read from.
-        on_block: called when a block was read, from any thread; by default a no-op.
+        files: to sample.
+        seed: the same on all ranks.
+        sources: of these files.
+        on_block: called, from any thread, when a block was read.
         num_threads: files read at a time.
 
     Raises:
-        CheckpointError: a file cannot be read, or is no longer what it was when its header was read.
+        CheckpointError: a file cannot be read, or has changed since its header was read.
     """
 
     def digest(sampled: tuple[PlannedFile, list[int]]) -> str:
