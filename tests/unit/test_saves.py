@@ -1,0 +1,65 @@
+"""Saves of scripts that are handed to a handler: which ones, with what, and what may be done with a placeholder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf.saves import LookedIntoError, NotGathered, WantedSave, is_saved_by_itself, plain_saves
+from tests import builders
+
+
+@pytest.fixture
+def model(checkpoints: Path) -> PreTrainedModel:
+    return LlamaForCausalLM.from_pretrained(builders.tiny_llama(checkpoints))
+
+
+@pytest.fixture
+def seen() -> Iterator[list[Any]]:
+    """What is handed on, and what is checked, of the saves inside."""
+    found: list[Any] = []
+    with plain_saves("transformers.modeling_utils", found.append, found.append):
+        yield found
+
+
+def test_a_save_of_a_placeholder_is_handed_on_and_writes_nothing(
+    model: PreTrainedModel, seen: list[Any], tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path / "a", state_dict=NotGathered(), is_main_process=False, max_shard_size="1MB")
+    assert seen == [WantedSave(model, str(tmp_path / "a"), {"max_shard_size": "1MB"})]
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_save_without_a_state_is_checked_where_it_writes(
+    model: PreTrainedModel, seen: list[Any], tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path / "a")
+    assert seen == [model] and (tmp_path / "a" / "model.safetensors").is_file()
+    model.save_pretrained(tmp_path / "a", state_dict=model.state_dict())
+    assert seen == [model]
+
+
+def test_a_placeholder_cannot_be_looked_into(model: PreTrainedModel, seen: list[Any], tmp_path: Path) -> None:
+    for look in (len, list, dict, bool):
+        with pytest.raises(LookedIntoError, match="lowmem_load does not gather them"):
+            look(NotGathered())
+    assert seen == []
+
+
+def test_trainer_writes_the_state_of_other_models_itself(model: PreTrainedModel) -> None:
+    assert is_saved_by_itself(model)
+    assert not is_saved_by_itself(nn.Linear(1, 1))
+
+
+def test_a_placeholder_is_not_saved_in_the_older_format(
+    model: PreTrainedModel, seen: list[Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match="safe_serialization=False: the weights are not gathered"):
+        model.save_pretrained(tmp_path, state_dict=NotGathered(), safe_serialization=False)
+    assert seen == []
