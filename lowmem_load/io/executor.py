@@ -6,6 +6,7 @@ reading thread or, on their way to a device, through the pinned slots of `upload
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ class Executor:
         finally:
             self.tasks.close()
             if self._uploads is not None:
-                self._uploads.abandon()  # does nothing after `finish`
+                with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
+                    self._uploads.finish()  # copies may still use the memory; after `finish` there are none
             self.sources.close()
 
     def expect(self, files: Sequence[PlannedFile]) -> None:

@@ -201,10 +201,6 @@ class SourceFile(io.RawIOBase):
         """Return True."""
         return True
 
-    def tell(self) -> int:
-        """Return the position, bytes."""
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position; see `io.IOBase.seek`."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.nbytes}[whence]

@@ -14,7 +14,6 @@ streams. Three rules keep the order:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import threading
@@ -155,11 +154,6 @@ class Uploads:
                 first.wait_stream(other)
             first.synchronize()  # once, and not for each copy
         self.spans.copies += [copied for slot in self._all_slots if (copied := slot.copied()) is not None]
-
-    def abandon(self) -> None:
-        """Wait until no copy uses the slots, even if copies fail."""
-        with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
-            self.finish()
 
     def _copier(self) -> CopyStream:
         """Return the copy stream of this thread, which is its current stream from now on."""
