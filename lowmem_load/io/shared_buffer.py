@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lowmem_load.errors import LowMemLoadError
 from lowmem_load.planning.sharing import CHUNK_BYTES
 
 _DECLINED = 1 << 62
 """Counter of a rank that passes all barriers from now on."""
+
+_LEFT = -1
+"""Counter of a rank that comes to no further barrier."""
+
+LEAVE_GRACE_S = 3.0
+"""Seconds to wait after another rank has left. By then `check` has raised, unless that rank could not say why."""
 
 _FIRST_WAIT_S, _LAST_WAIT_S = 20e-6, 2e-3
 """Seconds between two looks at the counters, at first and in the end."""
@@ -53,17 +60,28 @@ class SharedBuffer:
         """Let all barriers pass as far as this rank is concerned."""
         self._arrive(_DECLINED)
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one comes to no further barrier."""
+        self._arrive(_LEFT)
+
     def barrier(self, number: int, check: Callable[[], None]) -> None:
         """Wait until every rank has reached barrier `number`; each one has a higher number than the last.
 
         Args:
             number: of the barrier.
             check: called while this rank waits; raises to end the waiting.
+
+        Raises:
+            LowMemLoadError: another rank has left, and `check` did not say why.
         """
         self._arrive(number)
-        pause_s = _FIRST_WAIT_S
-        while min(counter[0] for counter in self._counters) < number:
+        pause_s, left_s = _FIRST_WAIT_S, float("inf")
+        while (least := min(counter[0] for counter in self._counters)) < number:
             check()
+            if least == _LEFT:
+                left_s = min(left_s, time.monotonic())
+                if time.monotonic() - left_s > LEAVE_GRACE_S:
+                    raise LowMemLoadError("another rank of this node stopped reading together with this one")
             time.sleep(pause_s)
             pause_s = min(_LAST_WAIT_S, pause_s * 1.5)
         self._order_memory()

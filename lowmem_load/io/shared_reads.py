@@ -86,6 +86,13 @@ class SharedReads:
             PlanError: the chunks do not hold all that this rank needs. That is a fault of this package.
             StoppedError: another rank has failed.
         """
+        try:
+            return self._run(executor, values, constants)
+        except BaseException:
+            self._buffer.leave()
+            raise
+
+    def _run(self, executor: Executor, values: Sequence[Value], constants: Constants) -> Shared | None:
         schedule = self._agree_on_schedule(read for taken in self._taken for read in reads_of(taken.step))
         if schedule is None:
             for taken in self._taken:

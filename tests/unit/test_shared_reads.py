@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lowmem_load.distributed.nodes import make_memory, memory_of, new_name
-from lowmem_load.errors import TruncatedFileError
+from lowmem_load.errors import LowMemLoadError, TruncatedFileError
+from lowmem_load.io import shared_buffer
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.shared_buffer import SharedBuffer
 from lowmem_load.io.shared_reads import TOO_MANY_RANGES, SharedReads, decline
@@ -162,6 +163,32 @@ def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
             return sharing.run(executor, planner.values, planner.constants)
 
     assert [type(each) for each in together(3, load)] == [InterruptedError, TruncatedFileError, InterruptedError]
+
+
+def test_a_rank_that_left_is_not_waited_for_even_if_nobody_says_why(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a rank that was stopped, given up by the others, and goes on."""
+    monkeypatch.setattr(shared_buffer, "LEAVE_GRACE_S", 0.05)
+    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+
+    def load(place: int, buffer: SharedBuffer) -> object:
+        def give_up() -> None:
+            if place == 1:
+                raise InterruptedError
+
+        sharing = SharedReads(plans[place].steps, buffer, 1, check=give_up)
+        with Executor() as executor:
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.constants)
+            if place == 0:
+                has_left.wait(30)
+            try:
+                return sharing.run(executor, planner.values, planner.constants)
+            finally:
+                has_left.set()
+
+    has_left = threading.Event()
+    assert [type(each) for each in together(2, load)] == [LowMemLoadError, InterruptedError]
 
 
 def test_waiting_for_others_counts_as_progress(file: Path) -> None:
