@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -132,19 +133,19 @@ class SharedReads:
         for delivery in deliveries:
             tensor = delivery.read.tensor
             by_tensor.setdefault((tensor.path, tensor.start), []).append(delivery)
-        read_bytes = 0
+        read_bytes, has_failed = 0, threading.Event()
         pool = ThreadPoolExecutor(executor.num_threads, "lowmem_load-chunk")
         try:
             for number in range(schedule.num_rounds + 1):
                 memory = self._buffer.chunk(self._buffer.place, number)
                 segments = schedule.chunk(number, self._buffer.place)
-                reading = [pool.submit(_read_segment, executor, segment, memory) for segment in segments]
+                reading = [pool.submit(_read_segment, executor, segment, memory, has_failed) for segment in segments]
                 if number > 0:
                     self._deliver(executor, schedule, number - 1, by_tensor)
                 read_bytes += sum(each.result() for each in reading)
                 self._buffer.barrier(_FIRST_ROUND + number, self._wait)
         finally:
-            pool.shutdown(cancel_futures=True)  # after a failed read the others would try again for seconds
+            pool.shutdown(cancel_futures=True)
         return read_bytes
 
     def _deliver(
@@ -172,11 +173,17 @@ def decline(buffer: SharedBuffer, reason: str) -> None:
     buffer.decline()
 
 
-def _read_segment(executor: Executor, segment: Segment, memory: torch.Tensor) -> int:
+def _read_segment(executor: Executor, segment: Segment, memory: torch.Tensor, has_failed: threading.Event) -> int:
+    if has_failed.is_set():  # another segment: this one would fail as well, after seconds of retries
+        return 0
     part = segment.part
     nbytes = part.end - part.start
     what = f"the tensor at byte {part.tensor_start}"
-    executor.read_range(part.path, part.start, memory[segment.place : segment.place + nbytes], what)
+    try:
+        executor.read_range(part.path, part.start, memory[segment.place : segment.place + nbytes], what)
+    except BaseException:
+        has_failed.set()
+        raise
     return nbytes
 
 
