@@ -69,7 +69,8 @@ def load_into(
             sharded = ShardedModel(plain)
             request, settings = ordinary_load(plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size)
             is_folder = os.path.isdir(request.name)
-            step.digest = f"{settings.fingerprint}, {'a local folder' if is_folder else 'a name on the Hub'}"
+            kind = "a local folder" if is_folder else "a name on the Hub"
+            step.digest = {"arguments": settings.fingerprint, "as name": kind}
             if is_folder:
                 checked = request.checked(settings)
         if not is_folder:

@@ -51,7 +51,7 @@ def load_sharded(
             cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
             if policy is not None and not is_mesh(sharding):
                 raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
-            step.digest = f"{sharding}, {sorted(map(str, policy_of_mesh))}"
+            step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
 
         def shard(model: nn.Module) -> None:
             if is_mesh(sharding):

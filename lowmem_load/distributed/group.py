@@ -33,7 +33,7 @@ class Step:
     """What this rank brings to a step, and what all ranks have brought.
 
     Attributes:
-        digest: values that must be equal on all ranks, by topic ("commit", "files"), or one value; set in the block.
+        digest: values that must be equal on all ranks, by topic ("commit", "files"); set in the block.
         payload: for the other ranks, JSON data; set in the block.
         payloads: of all ranks, by rank; there after the block.
     """
@@ -41,7 +41,7 @@ class Step:
     __slots__ = ("digest", "payload", "payloads")
 
     def __init__(self) -> None:
-        self.digest: Mapping[str, str] | str = {}
+        self.digest: Mapping[str, str] = {}
         self.payload: Any = None
         self.payloads: list[Any] = []
 
@@ -126,8 +126,8 @@ class RankGroup:
                         default_store().timeout.total_seconds(), is_prompt=is_prompt
                     )
                 yield step
-                digest = {"digest": step.digest} if isinstance(step.digest, str) else step.digest
-                entry = Entry(title, name, digest=digest, payload=json.loads(json.dumps(step.payload)))
+                payload = json.loads(json.dumps(step.payload))
+                entry = Entry(title, name, digest=step.digest, payload=payload)
             except RankError:
                 raise
             except (Exception, KeyboardInterrupt, SystemExit, StoppedError) as caught:

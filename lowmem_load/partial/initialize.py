@@ -127,8 +127,8 @@ def _digest(
     config: Mapping[str, Any],
     split: SplitOptimizer | None,
     average: str,
-) -> str:
-    """Return a short hash for each topic that must be equal on all ranks, so that a difference names its topic."""
+) -> dict[str, str]:
+    """Return what must be equal on all ranks, by topic."""
     groups = [] if split is None else split.optimizer.param_groups
     number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     topics = {
@@ -139,7 +139,7 @@ def _digest(
         "ds_config": [comparable(config)],
         "average": [average],
     }
-    return ", ".join(f"{topic} {fingerprint(map(str, lines))[:6]}" for topic, lines in topics.items())
+    return {topic: fingerprint(map(str, lines)) for topic, lines in topics.items()}
 
 
 def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: set[int]) -> SplitOptimizer | None:

@@ -270,7 +270,7 @@ class PartialEngine(nn.Module):
         distributed = DistributedInterface()
         with distributed.step("checking", name=str(load_dir)) as step:  # before anything is changed
             folder = find_checkpoint(load_dir, tag)
-            step.digest = "no checkpoint" if folder is None else os.path.basename(folder)
+            step.digest = {"checkpoint": "none" if folder is None else os.path.basename(folder)}
             state = None if folder is None else load_replicated(folder)
             if state is not None:
                 self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)

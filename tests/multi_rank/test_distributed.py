@@ -164,7 +164,7 @@ def test_contradicting_rank_is_named_on_each_rank() -> None:
 
 def _step(error: BaseException | None = None, digest: str = "", title: str = "reading") -> None:
     with DistributedInterface().step(title) as step:
-        step.digest = digest
+        step.digest = {"files": digest}
         if error is not None:
             raise error
 
@@ -200,7 +200,7 @@ def _steps() -> None:
 
     with pytest.raises(RankError) as failed:
         _step(digest="bbb" if mine == 2 else "aaa")
-    assert failed.value.failures == {2: "holds digest bbb, where rank(s) 0-1 hold aaa"}
+    assert failed.value.failures == {2: "holds files bbb, where rank(s) 0-1 hold aaa"}
 
     with pytest.raises(RankError) as failed:
         _step(title="saving" if mine == 1 else "loading")
