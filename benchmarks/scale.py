@@ -44,7 +44,8 @@ COLUMNS = ("model", "tensors", "rank/world", "describe", "plan", "read", "over",
 DEFINITIONS = f"""\
 Simulated: sparse checkpoints with true headers and holes for data; one process is the rank, and has one core.
 tensors    in all files, those included that the model does not use.
-describe, plan, read   CPU seconds: transformers' loader run on symbolic tensors; from there to the finished plan;
+describe, plan, read   CPU seconds: transformers' loader run on symbolic tensors (and, for a DistributedConfig, the
+           sharding of the model); from there to the finished plan;
            partitions made and filled (empty where they are more than {MAX_LOADED_BYTES >> 30} GiB).
 over       MiB: high-water mark of resident memory above the start and the partition; of the plan alone where nothing is
            read. The start is after imports (torch, transformers and the model's module, deepspeed) and malloc_trim.
@@ -57,6 +58,16 @@ class Row(NamedTuple):
     model: str
     rank: int
     world_size: int
+    sizes: str = ""  # of the DistributedConfig, "fsdp=128 tp=8"; "" for ZeRO-3
+
+    def target(self) -> Any:
+        """Return the second argument of `load_model`."""
+        if not self.sizes:
+            return DS_CONFIG
+        from transformers.distributed import DistributedConfig
+
+        sizes = {name: int(size) for name, _, size in (each.partition("=") for each in self.sizes.split())}
+        return DistributedConfig(**{f"{name}_size": size for name, size in sizes.items()})
 
 
 ROWS = (
@@ -71,6 +82,11 @@ ROWS = (
     Row("qwen3-vl-235b-a22b", 1, 4096),
     Row("gpt-oss-120b", 33, 64),
     Row("gpt-oss-120b", 517, 1024),
+    Row("llama-3.1-405b", 517, 1024, "fsdp=128 tp=8"),
+    Row("llama-3.1-405b", 517, 1024, "dp_replicate=16 fsdp=64"),
+    Row("qwen3-235b-a22b", 517, 1024, "fsdp=128 tp=8 ep=64"),
+    Row("deepseek-v3-bf16", 517, 1024, "fsdp=128 tp=8 ep=64"),
+    Row("deepseek-v3-fp8", 517, 1024, "dp_replicate=16 fsdp=64"),
 )
 """What `--all` measures: ranks in the middle of most worlds, since the last one's partitions may be cut short."""
 
@@ -110,16 +126,21 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
     keywords: dict[str, Any] = keywords_of(row.model)
-    is_loaded = MODELS[row.model].num_parameters * 2 // row.world_size <= MAX_LOADED_BYTES
+    is_loaded = not row.sizes and MODELS[row.model].num_parameters * 2 // row.world_size <= MAX_LOADED_BYTES
     if is_loaded:
-        be_rank(*row[1:])
+        be_rank(row.rank, row.world_size)
+    elif row.sizes:  # DeepSpeed has set others
+        os.environ.update(LOCAL_RANK="0")
+        keywords["dtype"] = "bfloat16"
     elapsed, time.perf_counter = time.perf_counter, time.process_time  # phases are measured by it
     with PeakMemory() as sampler:
         if is_loaded:
             seconds = dict(lowmem_load.load_report(lowmem_load.load_model(folder, DS_CONFIG, **keywords)).seconds)
         else:
-            plan = lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)
+            start = time.perf_counter()
+            plan = lowmem_load.plan(folder, row.target(), rank=row.rank, world_size=row.world_size, **keywords)
             seconds = dict(plan.seconds)
+            seconds["describe"] = time.perf_counter() - start - seconds["plan"]  # the sharding of the skeleton too
     time.perf_counter = elapsed
     if is_loaded:
         plan = lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)
@@ -151,7 +172,7 @@ def measure_apart(row: Row, folder: Path, repeats: int) -> dict[str, Any]:
 
 def cells(row: Row, found: dict[str, Any]) -> list[str]:
     """Return the row of the table."""
-    names = [row.model, f"{MODELS[row.model].num_tensors:,}", f"{row.rank}/{row.world_size}"]
+    names = [row.model, f"{MODELS[row.model].num_tensors:,}", f"{row.rank}/{row.world_size} {row.sizes}".strip()]
     if "failed" in found:
         return [*names, f"failed: {found['failed']}", *[""] * (len(COLUMNS) - len(names) - 1)]
     return [
@@ -169,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", choices=list(MODELS), help="what to load or plan")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world-size", type=int)
+    parser.add_argument("--sizes", default="", help='shard by a DistributedConfig instead of ZeRO-3: "fsdp=128 tp=8"')
     parser.add_argument("--all", action="store_true", help="the default table instead of one model")
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
@@ -180,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a model needs --world-size W and --rank R, from 0 to W - 1")
     table: list[Sequence[str]] = [COLUMNS]
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        for row in ROWS if options.all else [Row(options.model, options.rank, options.world_size)]:
+        for row in ROWS if options.all else [Row(options.model, options.rank, options.world_size, options.sizes)]:
             folder = Path(scratch, row.model)
             if not folder.exists():
                 write(row.model, folder)
