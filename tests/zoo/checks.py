@@ -28,6 +28,7 @@ import transformers
 from torch import nn
 
 from tests import parity
+from tests.zoo import meshes
 from tests.zoo.configs import classes_of, other_class, tiny_configs
 
 MAX_NUMEL = 40_000_000
@@ -179,7 +180,7 @@ def compare_all(cases: list[Case], method: str, precision: str, saves: bool, fol
 
     Args:
         cases: what to load.
-        method: "lowmem" or "stock".
+        method: "lowmem" or "stock" for ZeRO-3; one of `meshes.LOADS` for DTensors.
         precision: "fp32" or "bf16".
         saves: whether what was streamed is saved again, and what was saved loaded ordinarily.
         folder: where the journal goes.
@@ -213,12 +214,20 @@ def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> d
     except Exception as error:
         return {"unloadable": _where(error)}
     torch.manual_seed(dist.get_rank())  # ranks of a training job have seeds of their own; rank 0's counts
-    ds_config = parity.BF16 if precision == "bf16" else parity.FP32
-    model, keys = _LOADS[method](cls, case.path, ds_config, dtype)
-    found = parity.differences(model, reference)
+    if method in meshes.LOADS:
+        try:
+            model, keys = meshes.LOADS[method](cls, case.path, reference, dtype)
+        except meshes.UnshardableError as error:
+            return {"unloadable": _where(error)}
+        found = meshes.differences(model, reference)
+    else:
+        ds_config = parity.BF16 if precision == "bf16" else parity.FP32
+        model, keys = _LOADS[method](cls, case.path, ds_config, dtype)
+        found = parity.differences(model, reference)
     if method == "stock":  # garbage by design; see docs of lowmem_load.zero3
         found = [line for line in found if not line.endswith("padding is not zero")]
-    for key, names in keys.items():
+    for key in sorted(keys.keys() & info.keys()):
+        names = keys[key]
         if sorted(map(str, names)) != sorted(map(str, info[key])):
             found.append(f"{key}: {sorted(map(str, names))} instead of {sorted(map(str, info[key]))}")
     recast = [line for line in found if _RECAST.search(line)]
