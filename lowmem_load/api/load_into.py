@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def load_into(
     *,
     dtype: str | torch.dtype | None = None,
     auto_class: str | type | None = None,
+    leave: Collection[str] = (),
     progress: bool | None = None,
     verify: bool = False,
     **from_pretrained_kwargs: Any,
@@ -46,6 +47,7 @@ def load_into(
         name: a local folder or a Hub id.
         dtype: in which the ordinary load would be done. None: that of the model's parameters.
         auto_class: the class of the ordinary load. None: that of the model.
+        leave: names of parameters and buffers of the transformers model that the caller fills: adapters, a new head.
         progress: as for `load_model`.
         verify: as for `load_model`.
         **from_pretrained_kwargs: as `from_pretrained` takes them.
@@ -66,7 +68,7 @@ def load_into(
     with load_lock(), ranks.session("load_into"):
         with ranks.step("checking the arguments") as step:
             plain = _transformers_model(model)
-            sharded = ShardedModel(plain)
+            sharded = ShardedModel(plain, leave)
             request, settings = ordinary_load(plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size)
             is_folder = os.path.isdir(request.name)
             kind = "a local folder" if is_folder else "a name on the Hub"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_mesh(value: object) -> bool:
@@ -33,3 +33,13 @@ def mesh_device(model: nn.Module) -> torch.device:
     """Return the device of the mesh over which a model is sharded."""
     kind = next((each.device_mesh.device_type for each in model.parameters() if isinstance(each, DTensor)), "cpu")
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Fill a parameter or buffer with the values of the mesh's first rank. Collective: the ranks of the mesh."""
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            values = values.to(tensor.device_mesh.device_type, tensor.dtype)
+            tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements))
+        else:
+            tensor.copy_(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -18,8 +18,8 @@ from lowmem_load.targets.target import Layout, Target
 KIND = "sharded"
 """Of parameters whose owner has sharded them."""
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Modules that torch.compile and activation checkpointing put around a module: no part of a checkpoint's names."""
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")
+"""What torch.compile, activation checkpointing and PEFT put around a module: no part of a checkpoint's names."""
 
 
 class ShardedModel:
@@ -27,6 +27,7 @@ class ShardedModel:
 
     Args:
         model: built by transformers; sharded, with memory for its shards.
+        left: names of parameters and buffers that the caller fills.
         planned_device: the type of device that will have that memory, for a plan of a model that has none.
 
     Attributes:
@@ -38,7 +39,7 @@ class ShardedModel:
         UnsupportedError: the model is wrapped by FSDP1, which has flat parameters.
     """
 
-    def __init__(self, model: nn.Module, planned_device: str | None = None) -> None:
+    def __init__(self, model: nn.Module, left: Collection[str] = (), planned_device: str | None = None) -> None:
         flat = [name for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)]
         if flat:
             raise UnsupportedError(
@@ -49,8 +50,8 @@ class ShardedModel:
             model.named_parameters(remove_duplicate=False),
             model.named_buffers(remove_duplicate=False),
         )
-        self.parameters = {_plain(name): parameter for name, parameter in parameters}
-        self.buffers = {_plain(name): buffer for name, buffer in buffers}
+        self.parameters = {plain_name(name): parameter for name, parameter in parameters if name not in left}
+        self.buffers = {plain_name(name): buffer for name, buffer in buffers if name not in left}
         self.planned_device = planned_device
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
@@ -68,8 +69,8 @@ class ShardedModel:
             CheckpointError: lists the names that one of the two lacks, and shapes that differ.
         """
         for kind, ours, theirs in (
-            ("parameters", self.parameters, dict(described.named_parameters(remove_duplicate=False))),
-            ("buffers", self.buffers, dict(described.named_buffers(remove_duplicate=False))),
+            ("parameters", self.parameters, _named(described.named_parameters(remove_duplicate=False))),
+            ("buffers", self.buffers, _named(described.named_buffers(remove_duplicate=False))),
         ):
             problems = {
                 f"{kind} that neither a file nor a rule fills": sorted(ours.keys() - theirs.keys()),
@@ -83,13 +84,14 @@ class ShardedModel:
             found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
             if found:
                 raise CheckpointError(
-                    f"{type(described).__name__}: the model and its checkpoint do not match. {'; '.join(found)}. Build "
-                    "the model from the configuration of the checkpoint; fill what you have added to it yourself"
+                    f"{type(described).__name__}: the model and its checkpoint do not match. {'; '.join(found)}. Build"
+                    " the model from the configuration of the checkpoint. Name what you have added to it in `leave`, and "
+                    "fill that yourself"
                 )
 
     def fill_buffers(self, described: nn.Module) -> None:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
-        for name, buffer in described.named_buffers(remove_duplicate=False):
+        for name, buffer in _named(described.named_buffers(remove_duplicate=False)).items():
             source, (grid, memory) = buffer, self.shard(self.buffers[name])
             for dim, runs in enumerate(grid.runs):
                 parts = [source.narrow(dim, start, end - start) for start, end in runs]
@@ -102,7 +104,8 @@ def plain_class(model: nn.Module) -> type:
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the name that a checkpoint gives a parameter or buffer."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -122,7 +125,7 @@ class Sharded(Target):
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Tied parameters have one region for each tensor that the sharded model has for them."""
-        is_unsettled = name in _tied_names(self._described) or name not in self._sharded.parameters
+        is_unsettled = name in _tied_names(self._described) or plain_name(name) not in self._sharded.parameters
         if is_unsettled and not self._names:  # before `check`: any part of it may be needed
             numel = parameter.numel()
             return Layout(KIND, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
@@ -138,8 +141,8 @@ class Sharded(Target):
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
         held = self._sharded.buffers
-        named = model.named_buffers(remove_duplicate=False)
-        return [buffer for name, buffer in named if name in held and held[name].dtype == torch.float32]
+        named = _named(model.named_buffers(remove_duplicate=False))
+        return [buffer for name, buffer in named.items() if name in held and held[name].dtype == torch.float32]
 
     def check(self, model: nn.Module) -> None:
         """See `Target`. From here on parameters are tied.
@@ -160,12 +163,36 @@ class Sharded(Target):
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """Return the sharded model's parameter and its memory. See `Target`."""
         tensors = list(self._tensors(plan.names))
-        return self._sharded.parameters[plan.name], [self._sharded.shard(tensor)[1] for tensor in tensors]
+        return self._sharded.parameters[plain_name(plan.name)], [self._sharded.shard(tensor)[1] for tensor in tensors]
 
     def _tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Yield the distinct parameters of the sharded model that have these names."""
         held = self._sharded.parameters
-        yield from {id(held[name]): held[name] for name in names if name in held}.values()
+        yield from {id(held[name]): held[name] for name in map(plain_name, names) if name in held}.values()
+
+
+class Unfilled(Target):
+    """Every parameter on meta, for `load_into` to fill once its owner has sharded the model. A `Target`."""
+
+    device = torch.device("cpu")
+
+    def layout(self, _: str, parameter: torch.Tensor) -> Layout:
+        """See `Target`."""
+        return Layout(KIND, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
+
+    def make(
+        self,
+        plan: TargetPlan,
+        parameter: nn.Parameter,
+        wait: Callable[[], None],  # noqa: ARG002  the protocol's
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """Return a parameter without memory. See `Target`."""
+        values = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
+        return nn.Parameter(values, requires_grad=parameter.requires_grad), [torch.empty(0, dtype=plan.dtype)]
+
+
+def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {plain_name(name): tensor for name, tensor in tensors}
 
 
 def _tied_names(model: nn.Module) -> set[str]:

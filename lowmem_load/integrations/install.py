@@ -23,6 +23,7 @@ from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf.active import transformers_models
+from lowmem_load.integrations.accelerate_fsdp2 import pending_loads
 from lowmem_load.integrations.trainer_saves import HookedSaves
 from lowmem_load.report import OnLoad
 from lowmem_load.resume.load_checkpoint import load_checkpoint
@@ -75,6 +76,7 @@ def install(
         stack.enter_context(
             following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict, everywhere=True)
         )
+        stack.enter_context(pending_loads(progress=progress, verify=verify, on_load=on_load))
         stack.enter_context(hooked(_cast_adapters))
         if saves:
             stack.enter_context(hooked(stack.enter_context(HookedSaves()).begin))

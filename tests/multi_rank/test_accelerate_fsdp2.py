@@ -1,0 +1,100 @@
+"""accelerate's FSDP2 under `install()`: unchanged calls, without a full copy on any rank and without a broadcast."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lowmem_load
+from tests import builders
+from tests.multi_rank.test_distributed_config import losses
+from tests.multi_rank.test_load_into import start
+from tests.ranks import run_ranks
+
+ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+def prepare(model: nn.Module, *, efficient: bool, mixed_precision: str = "no") -> nn.Module:
+    """What `Accelerator.prepare` does with a model. accelerate itself chooses no FSDP on CPU ranks."""
+    import accelerate.utils.fsdp_utils as fsdp_utils
+    from accelerate import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    PartialState(cpu=True)  # for accelerate's logger
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=efficient, auto_wrap_policy="transformer_based_wrap"
+    )
+    accelerator = types.SimpleNamespace(
+        state=types.SimpleNamespace(fsdp_plugin=plugin),
+        device=torch.device("cpu"),
+        mixed_precision=mixed_precision,
+        is_main_process=torch.distributed.get_rank() == 0,
+        torch_device_mesh=None,
+    )
+    return fsdp_utils.fsdp2_prepare_model(accelerator, model)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach() for name, each in held}
+
+
+def from_files(path: str, kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "missing":
+        return transformers.LlamaForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16, num_labels=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    if kind == "lora":
+        import peft
+
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    return model
+
+
+def compare(path: str, kind: str) -> None:
+    """Rank function: stock and ours, then training."""
+    start()
+    for efficient in (True, False):
+        precision = "no" if kind == "lora" else "bf16"
+        stock = prepare(from_files(path, kind), efficient=efficient, mixed_precision=precision)
+        lowmem_load.install()
+        pending = from_files(path, kind)
+        assert any(parameter.is_meta for parameter in pending.parameters())
+        ours = prepare(pending, efficient=efficient, mixed_precision=precision)
+        lowmem_load.integrations.install.uninstall()
+        expected, found = whole(stock), whole(ours)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(tensor, expected[name]), (name, kind, efficient)
+        if kind == "plain":
+            assert losses(ours, 3) == losses(stock, 3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "missing", "lora"])
+def test_what_accelerate_prepares_equals_stock(checkpoints: Path, kind: str) -> None:
+    path = builders.tiny_qwen2_tied(checkpoints) if kind == "tied" else builders.tiny_llama(checkpoints)
+    run_ranks(compare, str(path), kind, env=ENVIRONMENT, timeout_s=120)
+
+
+def map_optimizer(path: str) -> None:
+    """Rank function: accelerate tells the parameters of an optimizer by their addresses."""
+    start()
+    lowmem_load.install()
+    model = from_files(path, "plain")
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    assert len(set(addresses)) == len(addresses)
+    assert 0 not in addresses
+
+
+def test_parameters_of_a_pending_model_can_be_told_apart(checkpoints: Path) -> None:
+    run_ranks(map_optimizer, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
