@@ -226,6 +226,11 @@ def _known(error: BaseException) -> BaseException:
     return error
 
 
+def has_group() -> bool:
+    """Return whether this process has a process group."""
+    return dist.is_initialized()
+
+
 def require_live() -> None:
     """Raise ConfigError if there is no default group."""
     if not dist.is_initialized():

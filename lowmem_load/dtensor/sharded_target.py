@@ -85,8 +85,8 @@ class ShardedModel:
             if found:
                 raise CheckpointError(
                     f"{type(described).__name__}: the model and its checkpoint do not match. {'; '.join(found)}. Build"
-                    " the model from the configuration of the checkpoint. Name what you have added to it in `leave`, and "
-                    "fill that yourself"
+                    " the model from the configuration of the checkpoint. Name what you have added to it in `leave`,"
+                    " and fill that yourself"
                 )
 
     def fill_buffers(self, described: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lowmem_load.api.load_into import load_into
 from lowmem_load.config.settings import read_settings
-from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.group import RankGroup, has_group
 from lowmem_load.dtensor.mesh import offloads, scatter_into
 from lowmem_load.dtensor.sharded_target import Unfilled, plain_name
 from lowmem_load.hf import intercept, loader
@@ -98,7 +98,7 @@ def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate will shard a model by FSDP2 that is loaded with these keywords now."""
     from accelerate.state import AcceleratorState
 
-    if not torch.distributed.is_initialized() or any(kwargs.get(keyword) is not None for keyword in _NOT_PENDING):
+    if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_PENDING):
         return False
     plugin = AcceleratorState._shared_state.get("fsdp_plugin")  # noqa: SLF001  the state may not be there yet
     in_environment = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,6 +64,7 @@ def compare(path: str, kind: str) -> None:
     """Rank function: stock and ours, then training."""
     start()
     for efficient in (True, False):
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # the launcher sets it, and stock loads by it
         precision = "no" if kind == "lora" else "bf16"
         stock = prepare(from_files(path, kind), efficient=efficient, mixed_precision=precision)
         lowmem_load.install()
