@@ -18,6 +18,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.skeleton import hand_over
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
 
@@ -82,6 +83,7 @@ def load_into(
             loaded = checked.from_pretrained()
         with ranks.step("filling buffers"), torch.no_grad():
             sharded.fill_buffers(loaded)
+            hand_over(loaded, plain)
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -96,6 +98,26 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
     if not local.is_contiguous():
         raise UnsupportedError(f"{name}: its local tensor is not contiguous; call model.to_empty(device=...) first")
     return grid, local.view(-1)
+
+
+def is_first_replica(tensor: Any) -> bool:
+    """Return whether this rank is the first of those that hold equal shards of a DTensor.
+
+    Replicas lie along the mesh dims of `Replicate`, and along the dims of the root mesh that the tensor's mesh lacks.
+    Source: torch 2.13 `distributed/device_mesh.py`, `DeviceMesh._get_root_mesh`; `_mesh_resources` before 2.10.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    replicas = [
+        at for at, placement in zip(coordinate, tensor.placements, strict=True) if isinstance(placement, Replicate)
+    ]
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _mesh_resources.get_root_mesh(mesh)  # noqa: SLF001
+    others = set(root.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ())
+    if others and root.mesh.numel() > mesh.mesh.numel():
+        replicas += [root.get_local_rank(name) for name in others]
+    return not any(replicas)
 
 
 def _splits(name: str, tensor: DTensor) -> Iterator[Split]:

@@ -105,7 +105,7 @@ def describe_save(
     replacements += [(module, _WRITE_WEIGHTS, record) for module in _modules_that_write(model)]
     if hasattr(transformers.PreTrainedModel, _WHETHER_TO_WRITE):
         replacements.append((transformers.PreTrainedModel, _WHETHER_TO_WRITE, lambda *_: True))
-    with replaced(*replacements), without_progress_bar():
+    with replaced(*replacements), without_progress_bar(), _as_plain_model(model):
         save: Any = model.save_pretrained
         save(scratch, **arguments)
     if dtype is not None:
@@ -113,6 +113,18 @@ def describe_save(
     if not files:
         raise UnsupportedError(f"{type(model).__name__}.save_pretrained wrote no safetensors file; save it with torch")
     return files
+
+
+@contextlib.contextmanager
+def _as_plain_model(model: nn.Module) -> Iterator[None]:
+    """Let `save_pretrained` take a model that is sharded for one that is not: it would gather the weights."""
+    config: Any = getattr(model, "config", None)
+    sharding = vars(config).pop("distributed_config", None) if config is not None else None
+    try:
+        yield
+    finally:
+        if sharding is not None:
+            config.distributed_config = sharding
 
 
 @contextlib.contextmanager
@@ -145,8 +157,6 @@ def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, An
         raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")
     if not hasattr(model, "save_pretrained"):
         raise UnsupportedError(f"{type(model).__name__} has no save_pretrained: it is no model of transformers or PEFT")
-    if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
-        raise UnsupportedError("the model is also distributed by transformers itself; save it with its save_pretrained")
     if isinstance(model, transformers.PreTrainedModel) and getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(
             "a quantized model cannot be saved from its partitions; save the adapter that was trained on it, or "

@@ -78,6 +78,16 @@ def allocate(model: Any, device: torch.device | None) -> None:
     model.tie_weights(recompute_mapping=False)
 
 
+def hand_over(loaded: nn.Module, model: nn.Module) -> None:
+    """Give a model what a load leaves on it beside weights: how to save it in its original format, and how to generate.
+
+    Source: transformers 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model`.
+    """
+    for name in ("_weight_conversions", "generation_config"):
+        if hasattr(loaded, name):
+            setattr(model, name, getattr(loaded, name))
+
+
 def file_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return those keywords of a `from_pretrained` that say which files to read, and how."""
     return {name: kwargs[name] for name in _FILE_KEYWORDS if name in kwargs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -54,6 +55,21 @@ def bounding_range(region: Region, shape: tuple[int, ...]) -> FlatRange:
         indices = [index for start, end in runs if start < end for index in (start, end - 1)]
         first, last = first * extent + min(indices), last * extent + max(indices)
     return FlatRange(first, last + 1)
+
+
+def flat_ranges(grid: Grid, shape: tuple[int, ...]) -> Iterator[FlatRange]:
+    """Yield the elements of a grid of a tensor of `shape` as flat ranges, in the order in which memory holds them."""
+    if not grid.numel:
+        return
+    runs, row = [(0, 1)], 1
+    for dim, size in zip(reversed(grid.runs), reversed(shape), strict=True):  # from the last dim: rows join if complete
+        if runs == [(0, row)]:
+            runs = [(start * row, end * row) for start, end in dim]
+        else:
+            indices = [index * row for start, end in dim for index in range(start, end)]
+            runs = [(index + start, index + end) for index in indices for start, end in runs]
+        row *= size
+    yield from (FlatRange(start, end) for start, end in runs)
 
 
 def partition_numel(numel: int, world_size: int) -> int:

@@ -195,7 +195,7 @@ def _write(
 def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:
     """Copy one chunk of a parameter at a time, and have everything reach the disk."""
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-    for name, mine in held_writes(writes, {name: FlatRange(0, each.numel) for name, each in tensors.items()}).items():
+    for name, mine in held_writes(writes, {name: [FlatRange(0, each.numel)] for name, each in tensors.items()}).items():
         source = tensors[name].pieces[FP32]
         step = CHUNK_BYTES // source.dtype.itemsize
         for start in range(0, source.numel, step):

@@ -6,16 +6,17 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.ranges import FlatRange, flat_ranges
 
-NOTHING = FlatRange(0, 0)
+Piece: TypeAlias = "tuple[torch.Tensor, int]"
+"""Flat memory, and the number of its first element in the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +26,48 @@ class LocalShard:
     Attributes:
         source: the whole tensor in the plan: its first name, its shape, and the dtype of its memory.
         tensor: the parameter or buffer.
-        mine: elements that this rank writes. The ranges of all ranks are disjoint, and together the whole tensor.
+        mine: elements that this rank writes, in the order in which memory holds them. The ranges of all ranks are
+            disjoint, and together the whole tensor. Only a DTensor has more than one.
         is_partitioned: whether it is a ZeRO-3 parameter.
         is_master: whether the optimizer's fp32 values of it are written.
     """
 
     source: Source
     tensor: torch.Tensor
-    mine: FlatRange
+    mine: tuple[FlatRange, ...]
     is_partitioned: bool
     is_master: bool
 
     @contextlib.contextmanager
-    def memory(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield flat memory, and the number of its first element in the whole tensor.
+    def memory(self) -> Iterator[list[Piece]]:
+        """Yield the pieces of memory that hold the elements this rank writes, and perhaps others around them.
 
         Memory: that of a replicated parameter that is not contiguous, of an optimizer's values on another device, or
             of a partition on nvme, which is read into one of the swapper's buffers for the block; else none.
         """
+        if is_dtensor(self.tensor):
+            yield list(self._pieces_of_shard())
+            return
         if not self.is_partitioned:
-            yield self.tensor.detach().reshape(-1), 0
+            yield [(self.tensor.detach().reshape(-1), 0)]
             return
         from lowmem_load.ds.parameters import master_partition, partition_in_memory
 
         if self.is_master:
-            yield master_partition(self.tensor), self.mine.start
+            yield [(master_partition(self.tensor), self.mine[0].start)]
             return
         with partition_in_memory(self.tensor, self.source.name) as partition:
-            yield partition.detach(), self.mine.start
+            yield [(partition.detach(), self.mine[0].start)]
+
+    def _pieces_of_shard(self) -> Iterator[Piece]:
+        """Yield the memory of each range of a DTensor."""
+        from lowmem_load.dtensor.shards import local_shard
+
+        _, memory = local_shard(self.source.name, self.tensor, needs_memory=True)
+        position = 0
+        for part in self.mine:
+            yield memory[position : position + part.numel], part.start
+            position += part.numel
 
 
 def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:
@@ -73,6 +88,11 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
         if id(tensor) not in found:
             found[id(tensor)] = _shard(name, tensor, rank, masters)
     return list(found.values())
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing torch's DTensor where there is none."""
+    return hasattr(tensor, "device_mesh")
 
 
 def groups_of(model: nn.Module) -> Sequence[Any]:
@@ -114,12 +134,18 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalSh
                 raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
             is_master = masters and tensor.dtype != torch.float32 and parameters.has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
-            mine = parameters.held_range(tensor) if parameters.is_first_replica(tensor) else NOTHING
+            mine: tuple[FlatRange, ...] = ()
+            if parameters.is_first_replica(tensor):
+                mine = (parameters.held_range(tensor),)
             return LocalShard(Source("", name, 0, parameters.full_shape(tensor), dtype), tensor, mine, True, is_master)
-    if hasattr(tensor, "device_mesh"):
-        raise UnsupportedError(f"{name}: is a DTensor, of which this rank may hold a shard; use `save_pretrained`")
+    if is_dtensor(tensor):
+        from lowmem_load.dtensor.shards import is_first_replica, local_shard
+
+        grid, _ = local_shard(name, tensor, needs_memory=True)
+        mine = tuple(flat_ranges(grid, tuple(tensor.shape))) if is_first_replica(tensor) else ()
+        return LocalShard(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise UnsupportedError(f"{name}: is {state}, so it has no values to save")
-    mine = FlatRange(0, tensor.numel()) if rank == 0 else NOTHING
+    mine = (FlatRange(0, tensor.numel()),) if rank == 0 else ()
     return LocalShard(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)

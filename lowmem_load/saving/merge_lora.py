@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.merging import FEW_ROWS, Merge
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.saving.local_shards import LocalShard
+from lowmem_load.saving.local_shards import LocalShard, is_dtensor
 
 BLOCK_BYTES = 8 << 20
 """Bytes of a block of rows in float32. Merging it takes a few times as much."""
@@ -50,8 +51,16 @@ def merged_pieces(
     `adapters` has the gathered parameters of the adapters, by `id`.
     """
     num_rows, width = shard.source.shape
-    mine, device = shard.mine, next(iter(adapters.values())).device
-    with shard.memory() as (memory, first):
+    device = next(iter(adapters.values())).device
+    if is_dtensor(shard.tensor):
+        raise UnsupportedError(
+            f"{shard.source.name}: is a DTensor, whose adapters cannot be merged while it is saved; save the adapter, "
+            "and merge it into an ordinary load"
+        )
+    if not shard.mine:
+        return
+    (mine,) = shard.mine
+    with shard.memory() as [(memory, first)]:
         for block in row_blocks(mine, num_rows, width):
             origin = block.lower * width
             start, end = max(mine.start, block.start * width), min(mine.end, block.end * width)
@@ -82,7 +91,7 @@ def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> list[torc
     Memory: about three times that of the weights; PEFT's own code decides.
     """
     with _gathered([*merge.parameters, *merge.adapters()]):
-        if not any(shard.mine.numel for shard in shards):
+        if not any(shard.mine for shard in shards):
             return []
         merged = merge.run({id(parameter): parameter.detach().clone() for parameter in merge.parameters})
         return [tensor.reshape(-1) for tensor in merged]

@@ -310,8 +310,8 @@ class _Save:
             if merge is not None:
                 yield from merged_pieces(merge, shard, adapters)
                 return
-            with shard.memory() as memory_and_first:
-                yield memory_and_first
+            with shard.memory() as held:
+                yield from held
 
         return pieces
 

@@ -76,14 +76,14 @@ def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) ->
     return writes
 
 
-def held_writes(writes: Iterable[Write], held: Mapping[str, FlatRange]) -> dict[str, list[Write]]:
+def held_writes(writes: Iterable[Write], held: Mapping[str, Sequence[FlatRange]]) -> dict[str, list[Write]]:
     """Return the parts of the writes that a rank does, by parameter, in the order of the parameters' first use.
 
     `held` has the elements of each parameter and buffer that the rank writes.
     """
     mine: dict[str, list[Write]] = {}
     for write in writes:
-        parts = list(write.within(held[write.parameter]))
+        parts = [part for span in held[write.parameter] for part in write.within(span)]
         if parts:
             mine.setdefault(write.parameter, []).extend(parts)
     return mine

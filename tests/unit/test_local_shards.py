@@ -11,6 +11,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.saving.local_shards import local_shards
 
 
@@ -24,9 +25,9 @@ def lone_process() -> Iterator[None]:
 
 def test_what_is_whole_is_written_by_rank_0() -> None:
     model = nn.Linear(3, 2)
-    for rank, numels in ((0, [6, 2]), (1, [0, 0])):
+    for rank, numels in ((0, [[6], [2]]), (1, [[], []])):
         found = local_shards(model, rank, masters=False)
-        assert [(one.mine.start, one.mine.end) for one in found] == [(0, numel) for numel in numels]
+        assert [[span.numel for span in one.mine] for one in found] == numels
 
 
 def test_a_slice_of_tensor_parallelism_is_refused() -> None:
@@ -36,14 +37,17 @@ def test_a_slice_of_tensor_parallelism_is_refused() -> None:
         local_shards(model, 0, masters=False)
 
 
-def test_a_dtensor_is_refused(lone_process: None) -> None:
+def test_each_rank_writes_its_shard_of_a_dtensor(lone_process: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
     model = nn.Linear(3, 2)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
-    with pytest.raises(UnsupportedError, match=r"^weight: is a DTensor"):
-        local_shards(model, 0, masters=False)
+    values = model.weight.detach().clone()
+    model.weight = nn.Parameter(distribute_tensor(values, init_device_mesh("cpu", (1,))))
+    weight = local_shards(model, 0, masters=False)[0]
+    assert weight.mine == (FlatRange(0, 6),)
+    with weight.memory() as [(memory, first)]:
+        assert torch.equal(memory, values.view(-1)) and first == 0
 
 
 def test_a_tensor_without_values_is_refused() -> None:

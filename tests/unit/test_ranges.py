@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.planning.ranges import FlatRange, Grid, bounding_range, partition_numel, partition_range
+from lowmem_load.planning.ranges import FlatRange, Grid, bounding_range, flat_ranges, partition_numel, partition_range
 
 
 @given(st.integers(0, 300), st.integers(1, 20))
@@ -65,3 +65,20 @@ def test_a_hull_is_the_smallest_range_with_all_elements(case: tuple[Grid, tuple[
 
 def test_the_hull_of_a_flat_range_is_itself() -> None:
     assert bounding_range(FlatRange(3, 9), (4, 5)) == FlatRange(3, 9)
+
+
+@settings(max_examples=200)
+@given(grids())
+def test_flat_ranges_are_the_elements_of_a_grid_in_order(case: tuple[Grid, tuple[int, ...]]) -> None:
+    grid, shape = case
+    inside = torch.arange(math.prod(shape)).view(shape)
+    for dim, runs in enumerate(grid.runs):
+        indices = [index for start, end in runs for index in range(start, end)]
+        inside = inside.index_select(dim, torch.tensor(indices, dtype=torch.int64))
+    found = [element for part in flat_ranges(grid, shape) for element in range(part.start, part.end)]
+    assert found == inside.reshape(-1).tolist()
+
+
+def test_full_rows_are_one_flat_range() -> None:
+    assert list(flat_ranges(Grid((((2, 4),), ((0, 5),), ((0, 3),))), (6, 5, 3))) == [FlatRange(30, 60)]
+    assert list(flat_ranges(Grid((((0, 2),), ((1, 2),))), (2, 3))) == [FlatRange(1, 2), FlatRange(4, 5)]

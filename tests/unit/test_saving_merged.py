@@ -48,7 +48,7 @@ def test_rows_are_those_of_the_whole(dtype: torch.dtype, rank: int, monkeypatch:
     for merge in merges:
         whole = tensors[id(merge.parameters[0])]
         mine = partition_range(whole.tensor.numel(), rank, 3)
-        shard = LocalShard(whole.source, whole.tensor, mine, False, False)
+        shard = LocalShard(whole.source, whole.tensor, (mine,), False, False)
         taken = [(memory.clone(), first) for memory, first in merged_pieces(merge, shard, gathered_adapters(merges))]
         assert [first for _, first in taken] == [
             mine.start + sum(len(memory) for memory, _ in taken[:number]) for number in range(len(taken))

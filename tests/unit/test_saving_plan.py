@@ -74,8 +74,9 @@ def test_all_ranks_together_write_each_byte_once(
         written = 0
         for rank in range(world_size):
             held = {name: partition_range(value.numel(), rank, world_size) for name, value in values.items()}
+            spans = {name: [span] for name, span in held.items()}
             with Writer([path], lambda _: None) as writer:
-                for name, parts in held_writes(writes, held).items():
+                for name, parts in held_writes(writes, spans).items():
                     mine = values[name].reshape(-1)[held[name].start : held[name].end].clone()  # nothing else is there
                     for write in parts:
                         writer.write(write, mine, held[name].start)
@@ -91,7 +92,7 @@ def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     """No copy: a parameter that is saved as it is goes to the file in one call, straight from where it lies."""
     leaf = Source("", "p", 0, (10, 10), torch.float32)
     layout = layout_of("f", {"p": leaf})
-    ((write,),) = held_writes(plan_writes([(layout, {"p": leaf})]), {"p": FlatRange(34, 67)}).values()
+    ((write,),) = held_writes(plan_writes([(layout, {"p": leaf})]), {"p": [FlatRange(34, 67)]}).values()
     assert write.nbytes == 33 * 4
     (tmp_path / "f").write_bytes(bytes(layout.nbytes))
     with Writer([tmp_path / "f"], lambda _: None) as writer:

@@ -1,0 +1,50 @@
+"""`save_model` of a model of DTensors: the bytes that `save_pretrained` of the whole model writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from lowmem_load import load_into, save_model
+from tests import builders
+from tests.multi_rank.test_load_into import built, meshes, start
+from tests.ranks import run_ranks
+
+
+def save_all(paths: dict[str, str], folder: str) -> None:
+    """Rank function: each model on each mesh."""
+    world_size = start()
+    for mesh, shard in meshes(world_size).items():
+        for name, path in paths.items():
+            model = built(path, torch.float32)
+            shard(model)
+            model.to_empty(device="cpu")
+            load_into(model, path)
+            report = save_model(model, Path(folder, f"{mesh} {name}"), max_shard_size=20_000)
+            assert report.files
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_files_are_those_of_the_whole_model(checkpoints: Path, tmp_path: Path, world_size: int) -> None:
+    paths = {
+        "llama": str(builders.tiny_llama(checkpoints, torch.float32)),
+        "tied": str(builders.tiny_qwen2_tied(checkpoints)),
+        "experts": str(builders.tiny_mixtral(checkpoints)),
+    }
+    for name, path in paths.items():
+        cls = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
+        cls.from_pretrained(path, dtype=torch.float32).save_pretrained(tmp_path / name, max_shard_size=20_000)
+    run_ranks(save_all, paths, str(tmp_path / "saved"), world_size=world_size, timeout_s=180)
+    for folder in (tmp_path / "saved").iterdir():
+        expected = tmp_path / folder.name.split()[-1]
+        names = sorted(path.name for path in expected.iterdir())
+        assert sorted(path.name for path in folder.iterdir()) == names
+        for name in names:
+            if name == "config.json":
+                assert json.loads((folder / name).read_text()) == json.loads((expected / name).read_text())
+            else:
+                assert (folder / name).read_bytes() == (expected / name).read_bytes(), (folder, name)
