@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -98,6 +99,11 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
     if not local.is_contiguous():
         raise UnsupportedError(f"{name}: its local tensor is not contiguous; call model.to_empty(device=...) first")
     return grid, local.view(-1)
+
+
+def all_ranks() -> Any:
+    """Return the default process group, whose ranks hold the shards of all DTensors together."""
+    return dist.group.WORLD
 
 
 def is_first_replica(tensor: Any) -> bool:

@@ -90,6 +90,15 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
     return list(found.values())
 
 
+def local_shard_of(name: str, tensor: torch.Tensor) -> LocalShard:
+    """Return what this rank holds of a DTensor. Of ranks that hold the same, the first one writes it."""
+    from lowmem_load.dtensor.shards import is_first_replica, local_shard
+
+    grid, _ = local_shard(name, tensor, needs_memory=True)
+    mine = tuple(flat_ranges(grid, tuple(tensor.shape))) if is_first_replica(tensor) else ()
+    return LocalShard(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, without importing torch's DTensor where there is none."""
     return hasattr(tensor, "device_mesh")
@@ -139,11 +148,7 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalSh
                 mine = (parameters.held_range(tensor),)
             return LocalShard(Source("", name, 0, parameters.full_shape(tensor), dtype), tensor, mine, True, is_master)
     if is_dtensor(tensor):
-        from lowmem_load.dtensor.shards import is_first_replica, local_shard
-
-        grid, _ = local_shard(name, tensor, needs_memory=True)
-        mine = tuple(flat_ranges(grid, tuple(tensor.shape))) if is_first_replica(tensor) else ()
-        return LocalShard(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)
+        return local_shard_of(name, tensor)
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise UnsupportedError(f"{name}: is {state}, so it has no values to save")

@@ -32,6 +32,7 @@ from torch import nn
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.saving.local_shards import is_dtensor, local_shard_of
 
 LANES = 8
 BLOCK_UNITS = 1024
@@ -46,7 +47,8 @@ def model_digest(model: nn.Module) -> dict[str, str]:
     """Return a digest of each parameter and persistent buffer of a model, without gathering any.
 
     The digests are the same for any number of ranks and any partitioning: of a model under ZeRO-3, in full or in part,
-    with any offload, of one under stages 0 to 2, and of one that an ordinary `from_pretrained` made in a plain process.
+    with any offload, of one under stages 0 to 2, of one of DTensors, and of one that an ordinary `from_pretrained` made
+    in a plain process.
     So two loads, or a load and what was saved of it, are equal if their digests are. Under an engine they are of the
     parameters, not of the optimizer's copies; under hpZ of the partitions, not of the secondary ones.
 
@@ -101,6 +103,10 @@ class _Part:
 
             if is_partitioned(tensor):
                 self.group, self._range, self._shape = group_of(tensor), held_range(tensor), full_shape(tensor)
+        if is_dtensor(tensor):
+            from lowmem_load.dtensor.shards import all_ranks
+
+            self.group = all_ranks()
 
     def take(self, keys: Keys) -> None:
         """Sum the elements of this rank."""
@@ -109,6 +115,11 @@ class _Part:
                 state = "on the meta device" if self._tensor.is_meta else f"of layout {self._tensor.layout}"
                 raise UnsupportedError(f"{self.names[0]}: is {state}, so it has no values to digest")
             self.sums = sums_of(self._tensor.detach().reshape(-1), 0, keys)
+            return
+        if is_dtensor(self._tensor):
+            shard = local_shard_of(self.names[0], self._tensor)
+            with shard.memory() as pieces:
+                self.sums = add([self.sums, *(sums_of(memory, first, keys) for memory, first in pieces)])
             return
         from lowmem_load.ds.parameters import partition_in_memory
 

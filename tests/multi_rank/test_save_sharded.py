@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from lowmem_load import load_into, save_model
+from lowmem_load import load_into, model_digest, save_model
 from tests import builders
 from tests.multi_rank.test_load_into import built, meshes, start
 from tests.ranks import run_ranks
@@ -26,6 +26,9 @@ def save_all(paths: dict[str, str], folder: str) -> None:
             load_into(model, path)
             report = save_model(model, Path(folder, f"{mesh} {name}"), max_shard_size=20_000)
             assert report.files
+            if mesh == "fsdp" or name == "llama":
+                cls = getattr(transformers, type(model).__mro__[2].__name__)
+                assert model_digest(model) == model_digest(cls.from_pretrained(path, dtype=torch.float32)), (mesh, name)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
