@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -33,6 +33,25 @@ def mesh_device(model: nn.Module) -> torch.device:
     """Return the device of the mesh over which a model is sharded."""
     kind = next((each.device_mesh.device_type for each in model.parameters() if isinstance(each, DTensor)), "cpu")
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def fsdp_over_all_ranks(
+    device_type: str,
+    world_size: int,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    offload_params: bool,
+    pin_memory: bool,
+) -> tuple[DeviceMesh, dict[str, Any]]:
+    """Return a mesh of all ranks, and the other keywords of `fully_shard`. Gradients are reduced in fp32."""
+    policy: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        "reshard_after_forward": reshard_after_forward,
+    }
+    if offload_params:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
+    return init_device_mesh(device_type, (world_size,)), policy
 
 
 def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:

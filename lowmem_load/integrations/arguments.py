@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import yaml
 
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -99,27 +100,49 @@ class ModelArguments:
             raise ConfigError(f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}")
 
 
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Dtypes by the names that `DistConfig.mixed_precision` takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class DistConfig:
     """How to distribute the model.
 
     Attributes:
-        config_file: the ds_config: a dict, or the path of its JSON file.
-        name: "deepspeed", the only backend.
+        config_file: the ds_config: a dict, or the path of its JSON file. None with fsdp2.
+        name: "deepspeed" or "fsdp2".
         timeout: seconds that a collective may take; None for `DistributedInterface`'s default.
+        mixed_precision: with fsdp2, the dtype of forward and backward: "bf16", "fp16" or "fp32". Parameters are stored
+            in fp32.
+        reshard_after_forward: with fsdp2, as `fully_shard` has it.
+        offload_params: with fsdp2, whether parameters stay in host memory between steps.
+        pin_memory: with fsdp2, whether that memory is pinned.
 
     Raises:
-        ConfigError: a value has the wrong type, or name is another backend.
+        ConfigError: a value has the wrong type, name is another backend, or a value belongs to the other backend.
     """
 
-    config_file: Mapping[str, Any] | str | os.PathLike[str]
+    config_file: Mapping[str, Any] | str | os.PathLike[str] | None = None
     name: str = "deepspeed"
     timeout: float | None = None
+    mixed_precision: str = "bf16"
+    reshard_after_forward: bool = True
+    offload_params: bool = False
+    pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if self.name != "deepspeed":
-            raise ConfigError(f"DistConfig.name: expected 'deepspeed', got {self.name!r}; nothing else is supported")
-        _check(self, "config_file", (Mapping, str, os.PathLike), "a ds_config, or the path of its JSON file")
+        if self.name not in ("deepspeed", "fsdp2"):
+            raise ConfigError(f"DistConfig.name: expected 'deepspeed' or 'fsdp2', got {self.name!r}")
+        if self.name == "deepspeed":
+            _check(self, "config_file", (Mapping, str, os.PathLike), "a ds_config, or the path of its JSON file")
+        elif self.config_file is not None:
+            raise ConfigError("DistConfig.config_file: a ds_config belongs to deepspeed; drop it, or name deepspeed")
+        if self.mixed_precision not in PRECISIONS:
+            raise ConfigError(
+                f"DistConfig.mixed_precision: expected one of {', '.join(PRECISIONS)}, got {self.mixed_precision!r}"
+            )
+        for name in ("reshard_after_forward", "offload_params", "pin_memory"):
+            _check(self, name, (bool,), "true or false")
         _check(self, "timeout", (int, float, None), "a number of seconds")
         if self.timeout is not None and not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ConfigError(f"DistConfig.timeout: expected a positive number of seconds, got {self.timeout!r}")
@@ -259,8 +282,8 @@ def _dist_config(given: _Given) -> DistConfig:
     values = dict(given.values)
     if "zero_optimization" in values:
         raise ConfigError(f'{given.where}: this is a ds_config itself; pass {{"config_file": it}}')
-    if values.get("name", "deepspeed") != "deepspeed":  # report the backend, not the keys that only it knows
-        values = {"name": values["name"], "config_file": ""}
+    if values.get("name") not in (None, "deepspeed", "fsdp2"):  # report the backend, not the keys that only it knows
+        values = {"name": values["name"]}
     elif isinstance(values.get("config_file"), (str, os.PathLike)):
         values["config_file"] = _found(os.fspath(values["config_file"]), given)
     return _build(DistConfig, given.where, values)
@@ -295,7 +318,7 @@ def _build(cls: type[T], where: str, values: Mapping[str, Any]) -> T:
     unknown = [key for key in values if key not in names]
     if unknown:
         raise ConfigError(f"{where}: unknown key(s) {', '.join(unknown)}; known are {', '.join(_known(cls))}")
-    if values.get(names[0]) is None:  # in both dataclasses the only field without a default
+    if values.get(names[0]) is None and values.get("name", "deepspeed") == "deepspeed":
         raise ConfigError(f"{where}: {names[0]} is missing")
     return cls(**{key: value for key, value in values.items() if value is not None})
 

@@ -14,19 +14,24 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from lowmem_load.api.load_model import load_as_asked
+import torch
+
+from lowmem_load.api.load_model import load_as_asked, load_model
 from lowmem_load.api.request import Request
-from lowmem_load.config.precision import with_precision
+from lowmem_load.config.precision import Precision, with_precision
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.dtensor.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
 from lowmem_load.hf.load_lock import load_lock
-from lowmem_load.integrations.arguments import read_arguments
+from lowmem_load.integrations.arguments import PRECISIONS, read_arguments
 
 
 class ModelEngine:
     """Loads a model with its processor, ready for `deepspeed.initialize(model=..., config=engine.ds_config)`.
+
+    With `name: fsdp2` the model is sharded by FSDP2 over all ranks instead, layer by layer, and ready to be trained.
 
     Every rank constructs one. A process may construct several, one after the other. None leaves a DeepSpeed
     configuration visible to transformers, even if it fails.
@@ -41,11 +46,11 @@ class ModelEngine:
         args, dist_config, is_train: the arguments, as dataclasses.
         extra: top-level keys of a pipeline file that are not the engine's.
         distributed: the `DistributedInterface`.
-        precision: of the stored parameters and of DeepSpeed.
+        precision: of the stored parameters and of DeepSpeed; fp32 with fsdp2.
         ds_config: the resolved ds_config. It states bf16.enabled and fp16.enabled, and has "auto" only in optimizer and
-            scheduler, whose values the training loop knows. You may add to it.
+            scheduler, whose values the training loop knows. You may add to it. Empty with fsdp2.
         hf_deepspeed_config: the `HfDeepSpeedConfig` that was active while loading. Only the engine keeps it alive.
-            transformers sees it inside `deepspeed_visible`.
+            transformers sees it inside `deepspeed_visible`. None with fsdp2.
         processor: of AutoProcessor or AutoTokenizer; None if the checkpoint has none.
         model_config: `model.config`.
         model: the model; `lowmem_load.load_report(model)` says how it was loaded.
@@ -65,6 +70,46 @@ class ModelEngine:
         self.is_train = is_train
         timeout = self.dist_config.timeout
         self.distributed = DistributedInterface(timeout=None if timeout is None else timedelta(seconds=timeout))
+        self.hf_deepspeed_config: Any = None
+        self.ds_config: dict[str, Any] = {}
+        if self.dist_config.name == "fsdp2":
+            self._load_sharded()
+        else:
+            self._load_partitioned()
+        self.model_config = self.model.config
+        with self.distributed.step("setting up the model", name=str(self.args.model)):
+            self._freeze()
+            self._set_mode()
+
+    def _load_sharded(self) -> None:
+        """Load the model for FSDP2: fp32 masters under a policy of mixed precision, as LLaMA-Factory v1 stores them."""
+        name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
+        with self.distributed.step("preparing", name=name):
+            if self.args.bf16 or self.args.fp16:
+                raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
+            names.check_name(name, kwargs.get("subfolder", ""))
+            self.processor = names.load_processor(name, kwargs)
+        self.precision = Precision.FP32
+        config = self.dist_config
+        mesh, policy = fsdp_over_all_ranks(
+            self.distributed.device.type,
+            self.distributed.world_size,
+            compute_dtype=PRECISIONS[config.mixed_precision],
+            reshard_after_forward=config.reshard_after_forward,
+            offload_params=config.offload_params,
+            pin_memory=config.pin_memory,
+        )
+        self.model = load_model(
+            *(name, mesh),
+            auto_class=self.args.auto_class,
+            dtype=torch.float32,
+            verify=self.args.verify,
+            policy=policy,
+            **kwargs,
+        )
+
+    def _load_partitioned(self) -> None:
+        """Load the model into ZeRO-3 partitions."""
         with self.distributed.step("reading the ds_config", name=str(self.args.model)) as step:
             settings = read_settings(
                 self.dist_config.config_file,
@@ -77,23 +122,22 @@ class ModelEngine:
         self.precision = settings.precision
         visible = with_precision(settings.ds_config, settings.precision)
         with load_lock(), active.deepspeed_config(visible) as alive:
-            self.hf_deepspeed_config: Any = alive
+            self.hf_deepspeed_config = alive
             with self.distributed.step("preparing", name=str(self.args.model)):
                 settings = self._prepare(settings)
             self.ds_config = copy.deepcopy(dict(settings.ds_config))
             request = Request(str(self.args.model), self.args.auto_class, "auto", self._from_pretrained_kwargs())
             self.model = load_as_asked(lambda: (request, settings), self.distributed, verify=self.args.verify)
-            self.model_config = self.model.config
-            with self.distributed.step("setting up the model", name=str(self.args.model)):
-                self._freeze()
-                self._set_mode()
 
     @contextlib.contextmanager
     def deepspeed_visible(self) -> Iterator[None]:
         """Make transformers see this engine's ds_config inside the block, as it did during the load.
 
-        `generate`, `resize_token_embeddings` and `from_pretrained` of another model need it.
+        `generate`, `resize_token_embeddings` and `from_pretrained` of another model need it. Does nothing with fsdp2.
         """
+        if self.hf_deepspeed_config is None:
+            yield
+            return
         with active.deepspeed_config(self.hf_deepspeed_config):
             yield
 

@@ -138,3 +138,32 @@ def load_installed(path: str) -> None:
 def test_install_takes_sharded_loads(checkpoints: Path) -> None:
     pytest.importorskip("transformers.distributed")
     run_ranks(load_installed, str(builders.tiny_mixtral(checkpoints)))
+
+
+def load_engine(path: str, offload: bool) -> None:
+    """Rank function: `ModelEngine` with fsdp2 trains as a plain load that is sharded alike."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world_size = start()
+    dist_config = {"name": "fsdp2", "mixed_precision": "bf16", "offload_params": offload, "pin_memory": False}
+    engine = lowmem_load.ModelEngine(
+        {"model": path, "freeze": ["model.embed_tokens.*"], "gradient_checkpointing": False}, dist_config
+    )
+    assert engine.model.training and engine.ds_config == {} and engine.hf_deepspeed_config is None
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
+    plain = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    plain.model.embed_tokens.requires_grad_(False)
+    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in plain.model.layers:
+        fully_shard(layer, mesh=mesh, **policy)
+    fully_shard(plain, mesh=mesh, **policy)
+    assert losses(engine.model, 3) == losses(plain, 3)
+    with engine.deepspeed_visible():
+        pass
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_model_engine_takes_fsdp2(checkpoints: Path, offload: bool) -> None:
+    run_ranks(load_engine, str(builders.tiny_llama(checkpoints)), offload)
