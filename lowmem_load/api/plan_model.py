@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -70,7 +70,15 @@ def plan(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
     if names.is_distributed_config(ds_config):
-        return _plan_sharded(name, ds_config, rank, world_size, auto_class, dtype, from_pretrained_kwargs)
+        return plan_sharded(
+            name,
+            ds_config,
+            rank=rank,
+            world_size=world_size,
+            auto_class=auto_class,
+            dtype=dtype,
+            **from_pretrained_kwargs,
+        )
     return plan_ranks(
         *(name, ds_config),
         ranks=[rank],
@@ -83,16 +91,21 @@ def plan(
     )[0]
 
 
-def _plan_sharded(
+def plan_sharded(
     name: str | os.PathLike[str],
     sharding: Any,
+    *,
     rank: int,
     world_size: int,
-    auto_class: str | type | None,
-    dtype: str | torch.dtype | None,
-    kwargs: Mapping[str, Any],
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    open_source: Opener = LocalFile,
+    **kwargs: Any,
 ) -> LoadPlan:
-    """Return the plan of a model that transformers shards, as one rank of a fake process group."""
+    """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group.
+
+    All but `sharding` is as for `plan_ranks`.
+    """
     where, made = spelled(name), list[LoadPlan]()
 
     def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
@@ -103,7 +116,8 @@ def _plan_sharded(
         checked = request.checked(settings)
 
         def planned(call: loader.Call) -> list[LoadPlan]:
-            return plan_only(call, checked.settings, lambda _: lambda _, described: Sharded(sharded, described), [rank])
+            makers = {rank: lambda _, described: Sharded(sharded, described)}
+            return plan_only(call, checked.settings, makers.__getitem__, [rank], open_source)
 
         made.extend(_instead_of_loading(checked, planned))
         raise _Done(made[0])

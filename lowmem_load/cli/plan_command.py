@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,8 +28,14 @@ from lowmem_load.quantities import count, duration, parse_size, size
 if TYPE_CHECKING:
     from lowmem_load.cli.job_forecast import Forecast
 
-DsConfig = Annotated[Path, typer.Option(help="JSON file.", exists=True, dir_okay=False, show_default=False)]
-WorldSize = Annotated[int, typer.Option(min=1, help="Ranks of the job.", show_default=False)]
+DsConfig = Annotated[
+    Path | None, typer.Option(help="JSON file, for ZeRO-3.", exists=True, dir_okay=False, show_default=False)
+]
+WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks of the job, for ZeRO-3.", show_default=False)]
+Fsdp = Annotated[int | None, typer.Option(min=1, help="For FSDP2: ranks that share a parameter.", show_default=False)]
+Tp = Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of tensor parallelism.")]
+Ep = Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of expert parallelism.")]
+DpReplicate = Annotated[int, typer.Option(min=1, help="With --fsdp: replicas (HSDP).")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks of a node; 8 by default, or all if fewer.")]
 HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory of a node, such as 512GiB.")]
 DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, such as 80GiB.")]
@@ -40,8 +46,12 @@ Accelerator = Annotated[str, typer.Option(help="Accelerator of the job; cpu for 
 
 def plan(
     name: Name,
-    ds_config: DsConfig,
-    world_size: WorldSize,
+    ds_config: DsConfig = None,
+    world_size: WorldSize = None,
+    fsdp: Fsdp = None,
+    tp: Tp = 1,
+    ep: Ep = 1,
+    dp_replicate: DpReplicate = 1,
     gpus_per_node: GpusPerNode = None,
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
@@ -64,10 +74,18 @@ def plan(
     lowmem-load plan /models/Llama-3.1-70B --ds-config ds_z3.json --world-size 16 \\
         --device-memory 80GiB --host-memory 1TiB --read-rate 5GB/s
     lowmem-load plan deepseek-ai/DeepSeek-V3 --dequantize --ds-config ds_z3.json --world-size 512
+    lowmem-load plan /models/Llama-3.1-70B --fsdp 64 --tp 8 --device-memory 80GiB
     """
     host_bytes, device_bytes = _bytes(host_memory, "--host-memory"), _bytes(device_memory, "--device-memory")
     bytes_per_s = _bytes(read_rate, "--read-rate")
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
+    if fsdp is not None:
+        sizes = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
+        keywords = {"subfolder": subfolder, "auto_class": auto_class, "trust_remote_code": trust_remote_code}
+        _plan_mesh(name, sizes, revision, device_bytes, as_json, {key: each for key, each in keywords.items() if each})
+        return
+    if ds_config is None or world_size is None:
+        raise typer.BadParameter("name --ds-config and --world-size for ZeRO-3, or --fsdp for FSDP2")
     with working():
         from lowmem_load.cli.job_forecast import Limits, forecast
         from lowmem_load.io.hub_checkpoint import open_checkpoint
@@ -94,6 +112,38 @@ def plan(
         lambda: [facts(found.name, _head(found)), table("", columns, rows, right=columns[1:4]), _verdict(found)],
     )
     if not found.verdict.fits:
+        raise typer.Exit(NO)
+
+
+def _plan_mesh(
+    name: str,
+    sizes: dict[str, int],
+    revision: str | None,
+    device_bytes: int | None,
+    as_json: bool,
+    keywords: dict[str, Any],
+) -> None:
+    """Answer for FSDP2, tensor and expert parallelism."""
+    with working():
+        from lowmem_load.cli.mesh_forecast import forecast_mesh
+        from lowmem_load.io.hub_checkpoint import open_checkpoint
+
+        with open_checkpoint(name, subfolder=keywords.get("subfolder", ""), revision=revision) as checkpoint:
+            found = forecast_mesh(checkpoint, sizes, device_bytes=device_bytes, **keywords)
+    verdict = "It fits." if found.fits else "It does not fit."
+    shape = ", ".join(f"{key} {each}" for key, each in found.sizes.items() if each > 1)
+    rows = {
+        "job": f"{found.world_size} ranks: {shape}",
+        "checkpoint": size(found.file_bytes),
+        "a rank holds": f"{size(found.shard_bytes)}, in fp32",
+        "it reads": f"{size(found.read_bytes)} in {found.num_reads:,} reads, {size(found.needed_bytes)} of them needed",
+        "load": f"{size(found.load_bytes)} at the peak",
+        "training": f"{size(found.training_bytes)}: fp32 parameters, gradients, Adam; the largest parameter in bf16",
+        "not counted": "activations, and layers that are gathered ahead",
+        "verdict": "" if found.device_bytes is None else f"{verdict} A rank has {size(found.device_bytes)}.",
+    }
+    answer(as_json, {**asdict(found), "fits": found.fits}, lambda: [facts(found.name, rows)])
+    if not found.fits:
         raise typer.Exit(NO)
 
 

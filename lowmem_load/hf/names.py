@@ -225,6 +225,25 @@ def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> No
             config.use_cache = False
 
 
+def distributed_config(sizes: Mapping[str, int]) -> Any:
+    """Return a `DistributedConfig` of these sizes: fsdp_size, tp_size, ...
+
+    Raises:
+        UnsupportedError: this release of transformers has none.
+        ConfigError: transformers refuses the sizes.
+    """
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has no DistributedConfig; install transformers 5.13 or newer"
+        ) from error
+    try:
+        return DistributedConfig(**sizes)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"DistributedConfig({dict(sizes)}): {error}") from error
+
+
 def is_distributed_config(value: object) -> bool:
     """Return whether this is a `DistributedConfig` of transformers 5."""
     return type(value).__name__ == "DistributedConfig" and type(value).__module__.startswith("transformers.")

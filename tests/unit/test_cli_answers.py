@@ -73,6 +73,20 @@ def test_help_of_every_command_imports_little_and_has_an_example() -> None:
     assert all(f"\n  lowmem-load {name} " in found.stdout for name in COMMANDS)
 
 
+def test_plan_of_a_mesh_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path) -> None:
+    distributed = pytest.importorskip("transformers.distributed")
+    code, found = answer("plan", llama, "--fsdp", 4, "--tp", 2, "--json")
+    assert code == 0
+    config = distributed.DistributedConfig(fsdp_size=4, tp_size=2)
+    plan = lowmem_load.plan(llama, config, rank=0, world_size=8, dtype=torch.float32)
+    names = ("needed_bytes", "read_bytes", "num_reads")
+    assert {name: found[name] for name in names} == {name: getattr(plan, name) for name in names}
+    assert found["world_size"] == 8
+    assert found["shard_bytes"] < found["load_bytes"] < found["training_bytes"]
+    code, found = answer("plan", llama, "--fsdp", 4, "--device-memory", "1kB", "--json")
+    assert (code, found["fits"]) == (1, False)
+
+
 def test_plan_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path, ds_config: Path) -> None:
     code, found = answer("plan", llama, "--ds-config", ds_config, "--world-size", 3, "--json")
     assert code == 0
