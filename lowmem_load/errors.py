@@ -20,6 +20,7 @@ And two warnings. `LoadOrderWarning`: a model that goes to ZeRO-3 was loaded bef
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 
@@ -93,6 +94,14 @@ def spelled(error: BaseException, max_chars: int) -> str:
     except Exception:  # noqa: BLE001  of its own __str__, which must not take the place of the error
         return f"{type(error).__name__} (its text cannot be had)"
     return text if len(text) <= max_chars else f"{text[:max_chars]} ..."
+
+
+def outside_level() -> int:
+    """Return the `stacklevel` of a warning that names the first caller outside of lowmem_load and transformers."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("lowmem_load.", "transformers.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def listed(names: Sequence[str], shown: int = 8) -> str:

@@ -13,7 +13,7 @@ from lowmem_load.api.load_model import load_on
 from lowmem_load.api.load_sharded import sharded_calls
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError
+from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, outside_level
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.load_lock import load_lock
@@ -114,6 +114,6 @@ def following(
 
 def _zero3_is_active(_: Mapping[str, Any]) -> bool:
     if was_dropped():
-        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=6)  # the caller of from_pretrained
+        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=outside_level())
     note_load()
     return active_zero3_config() is not None

@@ -24,6 +24,7 @@ from lowmem_load.ds import zero_init
 from lowmem_load.errors import (
     NotStreamedWarning,
     UnsupportedError,
+    outside_level,
     spelled,
 )
 from lowmem_load.fingerprint import fingerprint
@@ -115,7 +116,7 @@ class Load:
         warnings.warn(
             f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}",
             NotStreamedWarning,
-            stacklevel=8,  # the caller of from_pretrained
+            stacklevel=outside_level(),
         )
         model, info = call.run()
         setattr(model, LEFT_ATTRIBUTE, reason)
@@ -156,7 +157,7 @@ class Load:
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
             report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
             if report.rank == 0:
-                warnings.warn(f"{call.name}: {report.notes[-1]}", stacklevel=4)
+                warnings.warn(f"{call.name}: {report.notes[-1]}", stacklevel=outside_level())
         setattr(described.model, REPORT_ATTRIBUTE, report)
         logger.info("%s", report.summary())
         write_report(report)

@@ -59,7 +59,7 @@ def refuse(path: str) -> None:
         ("ConfigError: holds no parameter of the partitioned part", model, CONFIG, {**llm, "optimizer": encoders}),
         ("ConfigError: holds no trainable parameter of this model", model, CONFIG, {**llm, "optimizer": stranger}),
         ("ConfigError: there is nothing to train", frozen, CONFIG, llm),
-        ("RankError: digest", uneven, CONFIG, llm),
+        ("RankError: holds parameters", uneven, CONFIG, llm),
         ('ConfigError: optimizer.params: lr is "auto"', model, auto_rate, llm),
         ("UnsupportedError: zero_optimization.zenflow", model, {**CONFIG, "zero_optimization": zero}, llm),
         ("UnsupportedError: expert_parallel", model, {**CONFIG, "expert_parallel": {"enabled": True}}, llm),
