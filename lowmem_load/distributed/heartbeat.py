@@ -72,22 +72,24 @@ class Limits:
         silence_s: for a rank that sends heartbeats but makes no progress.
         gone_s: for a rank that sends no heartbeats and cannot be looked up, and for the store.
         absence_s: for a rank that has not come to the step.
+        is_prompt: see `RankGroup.step`.
     """
 
     silence_s: float = 300.0
     gone_s: float = 15.0
     absence_s: float = 1800.0
+    is_prompt: bool = False
 
     @classmethod
     def from_environment(cls, absence_s: float, *, is_prompt: bool = False) -> Limits:
-        """Return the limits that the environment sets, else the defaults. `is_prompt`: see `RankGroup.step`.
+        """Return the limits that the environment sets, else the defaults. `is_prompt`: see `Limits`.
 
         Raises:
             ConfigError: a variable holds no positive number.
         """
         silence_s = positive_number(SILENCE, cls().silence_s, "seconds")
         gone_s = positive_number(GONE, cls().gone_s, "seconds")
-        return cls(silence_s, gone_s, silence_s if is_prompt else absence_s)
+        return cls(silence_s, gone_s, silence_s if is_prompt else absence_s, is_prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,8 +298,9 @@ class StoreChannel:
             failed = dict(verdict.failures)
             with self._changed:
                 self._failed = set()
-                # A verdict on why this rank aborted an earlier step is not the one on this entry.
-                if not group.is_behind or verdict.is_complete or step.interrupt or self._rank not in failed:
+                # A verdict on an earlier step, which this rank aborted or need not have come to, is not on this entry.
+                is_earlier = self._rank in failed and (group.is_behind or verdict.may_be_skipped)
+                if verdict.is_complete or step.interrupt or not is_earlier:
                     if self._rank == group.leader:
                         reached = [rank for rank in group.members[1:] if verdict.is_complete or rank not in failed]
                         session.awaited = [group.key(f"read/{rank}", group.number) for rank in reached]
@@ -390,7 +391,8 @@ class StoreChannel:
         if step is not None:
             self._end_step(client, step, number, {self._rank: step.interrupt} if step.interrupt else lost)
         elif not group.is_behind and client.check([key := group.key("verdict", number)]):
-            failed |= dict(Verdict.decoded(client.get(key)).failures).keys()  # the others went on without this rank
+            verdict = Verdict.decoded(client.get(key))  # the others went on without this rank
+            failed |= set() if verdict.may_be_skipped else dict(verdict.failures).keys()
         with self._changed:
             if failed and group.number == number and self._step is step:
                 self._failed |= failed
@@ -409,7 +411,8 @@ class StoreChannel:
         """End a step that this rank waits in if a rank is lost, or if another rank has ended it for that reason."""
         group, key, verdict = step.group, step.group.key("verdict", number), Verdict()
         if lost:
-            ended = Verdict(step.entry.full_title, list(lost.items()), is_complete=False)
+            may_be_skipped = self.limits.is_prompt and not step.interrupt
+            ended = Verdict(step.entry.full_title, [*lost.items()], is_complete=False, may_be_skipped=may_be_skipped)
             verdict = Verdict.decoded(client.compare_set(key, "", ended.encoded()))
         elif self._rank == group.leader and client.check([key]):
             verdict = Verdict.decoded(client.get(key))

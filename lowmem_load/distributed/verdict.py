@@ -62,6 +62,7 @@ class Verdict(Stored):
         failures: ranks of the world that failed, each with its message; empty if the step succeeded.
         is_alike: whether all ranks failed with the same message.
         is_complete: whether the entries of all ranks were there. If not, `failures` are the ranks that were lost.
+        may_be_skipped: whether a lost rank goes on as if there had been no such step; see `Limits.is_prompt`.
         payloads: of all ranks, by rank, if the step succeeded.
     """
 
@@ -69,6 +70,7 @@ class Verdict(Stored):
     failures: Sequence[tuple[int, str]] = ()
     is_alike: bool = False
     is_complete: bool = True
+    may_be_skipped: bool = False
     payloads: Sequence[Any] = ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import signal
 import threading
@@ -229,6 +230,24 @@ def test_ranks_that_all_abort_can_all_come_again() -> None:
             return step(channel, group)
 
         assert all(not failed(verdict) for verdict in ranks.all(work))
+
+
+def test_a_step_that_scripts_run_on_one_rank_does_not_stop_the_others_next_one() -> None:
+    ranks = Ranks(2)
+    prompt = dataclasses.replace(LIMITS, absence_s=0.3, is_prompt=True)
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        if rank == 0:
+            assert "has not come" in failed(step(channel, group, "alone", prompt))[1]
+            return step(channel, group, "together")
+        time.sleep(0.6)
+        with channel.doing(group, "working"):
+            for _ in range(5):  # looks at what the others do
+                time.sleep(2 * BEAT_S)
+                channel.check()
+        return step(channel, group, "together")
+
+    assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
 def test_ranks_that_left_together_are_in_line_again() -> None:
