@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.differences import known_differences
 from lowmem_load.phases import Phases
-from lowmem_load.planning.load_plan import REPLICATED, LoadPlan, SlowPath
+from lowmem_load.planning.load_plan import REPLICATED, SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
 from lowmem_load.quantities import count, duration, size
 
@@ -66,7 +66,8 @@ class LoadReport(Phases):
     Attributes:
         name: what was loaded.
         rank, world_size: of the partition group.
-        ds_config: the configuration the model was partitioned for, every "auto" that loading reads resolved.
+        ds_config: the configuration the model was partitioned for, every "auto" that loading reads resolved; empty for
+            a model of DTensors.
             `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto".
         dtype: storage dtype of floating-point parameters, as torch prints it.
         num_parameters: distinct parameters; tied ones count once.
@@ -75,7 +76,7 @@ class LoadReport(Phases):
         partition_bytes: bytes of the partitions on this rank, padding included; 0 under stages 0 to 2.
         whole_bytes: bytes that every rank holds whole: of all parameters under stages 0 to 2, of those that `partition`
             leaves out, and of the scales of quantized ones.
-        file_bytes: bytes of the files of the checkpoint, headers included.
+        file_bytes: bytes of the files of the checkpoint, headers included; 0 for a model built from its configuration.
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
         num_reads: reads of the plan; small ones that lie one behind the other share a system call.
@@ -134,7 +135,7 @@ class LoadReport(Phases):
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
             self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {_some(recast)}")
-        if any(target.kind != REPLICATED for target in plan.targets):
+        if any(target.kind not in (REPLICATED, SHARDED) for target in plan.targets):
             parameters = [name for target in plan.targets for name in target.names]
             buffers = [name for buffer in plan.buffers for name in buffer.names]
             self.notes += known_differences([*parameters, *buffers])
@@ -148,9 +149,9 @@ class LoadReport(Phases):
         Phases.sample_memory(self)  # with slots, super() would need the class that they were added to
 
     def summary(self) -> str:
-        """Return one line: what this rank read, what it holds, the memory it took, and the notes."""
-        rows = self._rows()
-        said = (f"{topic} {rows[topic]}" for topic in ("read", "holds", "host memory", "notes") if topic in rows)
+        """Return one line: what this rank read, what it holds, the memory it took, the model, and the notes."""
+        rows, topics = self._rows(), ("read", "holds", "host memory", "model", "notes")
+        said = (f"{topic} {rows[topic]}" for topic in topics if topic in rows)
         return f"{self._title()}: {'; '.join(said)}"
 
     def __str__(self) -> str:
@@ -163,15 +164,19 @@ class LoadReport(Phases):
         """Return what there is to say, by topic."""
         of_dtype = f", {self.dtype.removeprefix('torch.')}" if self.dtype else ""
         quantized = f"; {self.num_quantized} parameters are quantized" if self.num_quantized else ""
-        partitioned = f"{size(self.partition_bytes)} of {size(self.partition_bytes * self.world_size)} partitioned"
+        all_bytes = self.partition_bytes * self.world_size
+        partitioned = f"{size(self.partition_bytes)} of {size(all_bytes)} partitioned"
+        if not self.ds_config:
+            partitioned = f"{size(self.partition_bytes)} of shards"
+        read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
+        from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         whole = f"{size(self.whole_bytes)} whole on every rank"
         held = partitioned * bool(self.partition_bytes), whole * bool(self.whole_bytes)
         listed = {**self.loading_info, "slow_paths": [path.name for path in self.slow_paths]}
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
             "holds": ", ".join(filter(None, held)),
-            "read": f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, "
-            f"{size(self.needed_bytes)} needed, {self.num_reads:,} reads",
+            "read": from_files,
             "shared reads": self._sharing_text(),
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
             "device memory": self._device_text(),

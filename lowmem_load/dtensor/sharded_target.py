@@ -11,12 +11,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lowmem_load.dtensor.shards import local_shard
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.planning.load_plan import TargetPlan
+from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
 from lowmem_load.targets.target import Layout, Target
-
-KIND = "sharded"
-"""Of parameters whose owner has sharded them."""
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 """What torch.compile, activation checkpointing and PEFT put around a module: no part of a checkpoint's names."""
@@ -128,7 +125,7 @@ class Sharded(Target):
         is_unsettled = name in _tied_names(self._described) or plain_name(name) not in self._sharded.parameters
         if is_unsettled and not self._names:  # before `check`: any part of it may be needed
             numel = parameter.numel()
-            return Layout(KIND, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
+            return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
         tensors = list(self._tensors(self._names.get(name, [name])))
         shards = [self._sharded.shard(tensor) for tensor in tensors]
         dtypes = {tensor.dtype for tensor in tensors}
@@ -136,7 +133,7 @@ class Sharded(Target):
             raise UnsupportedError(f"{name}: tied parameters have the dtypes {dtypes}; give them one dtype")
         grids = tuple(grid for grid, _ in shards)
         on_host = all((self._sharded.planned_device or memory.device.type) == "cpu" for _, memory in shards)
-        return Layout(KIND, dtypes.pop(), grids, tuple(grid.numel for grid in grids), on_host)
+        return Layout(SHARDED, dtypes.pop(), grids, tuple(grid.numel for grid in grids), on_host)
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
@@ -178,7 +175,7 @@ class Unfilled(Target):
 
     def layout(self, _: str, parameter: torch.Tensor) -> Layout:
         """See `Target`."""
-        return Layout(KIND, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
+        return Layout(SHARDED, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
 
     def make(
         self,

@@ -377,6 +377,9 @@ class LoadPlan:
 REPLICATED = "replicated"
 """Kind of a parameter that every rank holds in full."""
 
+SHARDED = "sharded"
+"""Kind of parameters that their owner has sharded over a mesh of DTensors."""
+
 
 def in_common_order(files: Iterable[PlannedFile]) -> list[PlannedFile]:
     """Return files in an order that is the same on all ranks, although nodes may have them in different folders."""

@@ -127,6 +127,7 @@ def fill_all(cases: dict[str, tuple[str, torch.dtype, str | None]]) -> None:
             assert differing(model, reference) == [], (mesh, name)
             assert sorted(report.loading_info["missing_keys"]) == sorted(info["missing_keys"])
             assert isinstance(report, LoadReport) and load_report(model) is report
+            assert report.ds_config == {} and not any("ZeRO" in note for note in report.notes), report.notes
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -192,6 +192,7 @@ def test_the_text_holds_the_figures() -> None:
         num_reads=17,
         seconds={"describe": 1.234, "plan": 0.5},
         peak_memory=Memory(4 * MIB, MIB),
+        ds_config={"zero_optimization": {"stage": 3}},
     )
     assert str(report).splitlines() == [
         "some/model: rank 3 of 8",
@@ -203,8 +204,22 @@ def test_the_text_holds_the_figures() -> None:
     ]
     assert report.summary() == (
         "some/model: rank 3 of 8: read 2.50 MiB of 12.0 MiB in the files, 1.00 MiB needed, 17 reads; "
-        "holds 1.50 MiB of 12.0 MiB partitioned; host memory 5.00 MiB above the start at the peak"
+        "holds 1.50 MiB of 12.0 MiB partitioned; host memory 5.00 MiB above the start at the peak; "
+        "model 291 parameters, 6.74 B elements, bfloat16"
     )
+
+
+def test_models_of_one_class_that_have_no_files_are_told_apart() -> None:
+    actor = LoadReport("OPTModel", num_parameters=197, num_elements=125_239_296)
+    critic = LoadReport("OPTModel", num_parameters=388, num_elements=331_196_416)
+    assert actor.summary() != critic.summary()
+    assert "read nothing: built from its configuration; " in actor.summary()
+    assert "model 197 parameters, 125.24 M elements" in actor.summary()
+
+
+def test_what_a_mesh_shards_is_called_shards() -> None:
+    report = LoadReport("model", partition_bytes=MIB, file_bytes=MIB, world_size=4)
+    assert "  holds: 1.00 MiB of shards" in str(report).splitlines()
 
 
 def test_what_only_some_loads_have_is_said_of_those() -> None:
@@ -217,7 +232,7 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
         "model: rank 0 of 1",
         "  model: 0 parameters, 0 elements; 14 parameters are quantized",
         "  holds: 1.00 MiB whole on every rank",
-        "  read: 0 B of 0 B in the files, 0 B needed, 0 reads",
+        "  read: nothing: built from its configuration",
         "  shared reads: 2.00 MiB by 2 ranks together instead of 3.00 MiB, 1.00 MiB of it by this rank",
         "  host memory: 0 B above the start at the peak",
         "  device memory: 5.00 MiB above the start at the peak; read 4.00 s, copied 3.00 s, both at once 1.00 s",
