@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.ds.zero_init import refuse_partitioned
 from lowmem_load.errors import ConfigError
+from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Expression, numel
@@ -35,6 +37,7 @@ class Described:
         settings: resolved for this model.
         target: where its parameters go.
         files: of the checkpoint that were opened.
+        descriptions: of these files, by path.
         read_to_describe: see `LoadPlan`.
         seconds: that it took.
     """
@@ -45,6 +48,7 @@ class Described:
     settings: Settings
     target: Target
     files: tuple[PlannedFile, ...]
+    descriptions: Mapping[str, CheckpointFile]
     read_to_describe: tuple[tuple[str, int], ...]
     seconds: float
 
@@ -97,7 +101,9 @@ def describe(
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)
     seconds = time.perf_counter() - start
-    return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), seconds)
+    return Described(
+        call.name, model, info, resolved, target, files, context.files, tuple(reads.nbytes.items()), seconds
+    )
 
 
 class _Reads:

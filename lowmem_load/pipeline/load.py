@@ -39,7 +39,7 @@ from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.disk_space import DiskUse, check_room, disk_uses
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
-from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened
+from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
 from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
 from lowmem_load.pipeline.streamable import (
     check_around,
@@ -250,7 +250,12 @@ class Load:
     ) -> None:
         name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
         with report.phase("compare"):
-            views = agree_on_bytes(self.ranks, name, files, sources, seen, num_threads=num_threads)
+            views = agree_on_bytes(
+                *(self.ranks, name, files),
+                lambda file: small_tensors(described.descriptions[file.path]),
+                *(sources, seen),
+                num_threads=num_threads,
+            )
         if self.verify:
             from lowmem_load.pipeline.agree_on_checksums import agree_on_checksums
 

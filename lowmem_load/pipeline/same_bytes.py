@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import machine
 from lowmem_load.distributed.verdict import spell_ranks
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
+from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.io.checksums import name_of_blob
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.sample import sample_digests
+from lowmem_load.io.sample import SMALL_BYTES, Span, sample_digests
+from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
 
 
@@ -49,6 +52,7 @@ def agree_on_bytes(
     ranks: RankGroup,
     name: str,
     files: Sequence[PlannedFile],
+    small_of: Callable[[PlannedFile], Sequence[Span]],
     sources: OpenSources,
     seen: Sequence[Opened],
     *,
@@ -64,6 +68,7 @@ def agree_on_bytes(
         ranks: that load together, and have agreed on names, sizes and headers of the files.
         name: what is loaded.
         files: that were planned against.
+        small_of: returns the small tensors of one of these files.
         sources: which their headers were read from.
         seen: `opened(files)` of each rank, by rank.
         num_threads: files read at a time.
@@ -92,7 +97,8 @@ def agree_on_bytes(
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
         digests: list[str] = []
         if first_of[seen_by[ranks.rank]] == ranks.rank:
-            digests = sample_digests(ordered, seen[0][1], sources, on_block, num_threads=num_threads)
+            small = list(map(small_of, ordered))
+            digests = sample_digests(ordered, small, seen[0][1], sources, on_block, num_threads=num_threads)
         step.payload = digests, blobs, paths
     compare(
         [
@@ -101,6 +107,17 @@ def agree_on_bytes(
         ]
     )
     return seen_by
+
+
+def small_tensors(file: CheckpointFile) -> list[Span]:
+    """Return where the tensors of a file lie that are compared whole, in the order of the file."""
+    found = []
+    for name in file.names:
+        with contextlib.suppress(UnsupportedError):  # torch has no dtype for it, so no model uses it
+            tensor = file.expression(name)
+            if isinstance(tensor, Source) and 0 < (nbytes := numel(tensor) * tensor.dtype.itemsize) <= SMALL_BYTES:
+                found.append((tensor.start, nbytes))
+    return found
 
 
 def compare(views: Sequence[View]) -> None:

@@ -56,7 +56,8 @@ def changed(folder: Path, to: Path, name: str | None) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name"), [(2, None), (4, None), (2, "lm_head.weight"), (4, "model.embed_tokens.weight")]
+    ("world_size", "name"),
+    [(2, None), (4, None), (2, "lm_head.weight"), (4, "model.embed_tokens.weight"), (2, "model.norm.weight")],
 )
 def test_two_checkpoints_of_one_shape_are_not_mixed(
     checkpoints: Path, tmp_path: Path, world_size: int, name: str | None

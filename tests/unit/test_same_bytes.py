@@ -55,7 +55,9 @@ class Others:
 
     def _digests(self, node: str) -> list[str]:
         with contextlib.closing(OpenSources(LocalFile)) as sources:
-            return sample_digests(self._ordered(node), self.seed, sources, num_threads=1)
+            return sample_digests(
+                self._ordered(node), [()] * len(self._ordered(node)), self.seed, sources, num_threads=1
+            )
 
     def _paths(self, node: str) -> list[str]:
         return [file.path for file in self._ordered(node)]
@@ -99,7 +101,7 @@ def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tupl
     ranks: Any = ScriptedRanks(rank, others.samples)
     with contextlib.closing(OpenSources(open_source)) as sources:
         files = held[nodes[rank]]
-        agree_on_bytes(ranks, "model", files, sources, others.seen(opened(files)), num_threads=1)
+        agree_on_bytes(ranks, "model", files, lambda _: [], sources, others.seen(opened(files)), num_threads=1)
     assert ranks.progress is None or bool(ranks.progress().amount) == bool(read)
     return ranks, read
 

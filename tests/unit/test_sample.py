@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from lowmem_load.io.sample import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     MAX_BLOCKS_IN_ALL,
+    MAX_SMALL_TENSORS,
     MIN_BLOCKS,
+    drawn_tensors,
     sample_digests,
     sample_offsets,
 )
@@ -54,10 +57,33 @@ def test_places_depend_on_the_seed_alone() -> None:
     assert sample_offsets([file(1 << 30)], 7) != sample_offsets([file(1 << 30)], 8)
 
 
-def digests(path: Path, version: str, seed: int = 0) -> list[str]:
+def test_small_tensors_are_all_compared_or_drawn_alike() -> None:
+    small = [[(8, 4), (0, 8)], [], [(16, 2)]]
+    assert drawn_tensors(small, 1) == [[(0, 8), (8, 4)], [], [(16, 2)]]
+    many = [[(8 * number, 8) for number in range(MAX_SMALL_TENSORS)] for _ in range(3)]
+    drawn = drawn_tensors(many, 1)
+    assert sum(map(len, drawn)) == MAX_SMALL_TENSORS
+    assert all(spans == sorted(set(spans)) for spans in drawn)
+    assert drawn == drawn_tensors(many, 1) != drawn_tensors(many, 2)
+
+
+def test_a_small_tensor_that_differs_is_found(tmp_path: Path) -> None:
+    """The blocks of the sample miss it: 2 KiB of 64 MiB."""
+    for name, value in (("a", 0), ("b", 1)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(64 << 20)
+            file.seek(32 << 20)
+            file.write(bytes([value]) * 2048)
+    versions = [LocalFile(str(tmp_path / name)).version for name in "ab"]
+    for small, differs in (([[]], False), ([[(32 << 20, 2048)]], True)):
+        found = [digests(tmp_path / name, version, small=small) for name, version in zip("ab", versions, strict=True)]
+        assert (found[0] != found[1]) is differs
+
+
+def digests(path: Path, version: str, seed: int = 0, small: Any = ((),)) -> list[str]:
     planned = PlannedFile(str(path), path.stat().st_size, "", version)
     with contextlib.closing(OpenSources(LocalFile)) as sources:
-        return sample_digests([planned], seed, sources, num_threads=1)
+        return sample_digests([planned], small, seed, sources, num_threads=1)
 
 
 def test_digests_tell_other_bytes(tmp_path: Path) -> None:
