@@ -313,12 +313,13 @@ def _is_local(call: loader.Call) -> bool:
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:
-    """Return the values of a model's configuration by key; digests of long ones."""
-    config = getattr(model, "config", None)
-    values = {} if config is None else names.config_values(config)
-    return {
-        f"configuration {key}": text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in values.items()
-    }
+    """Return the values of a model's configuration, and of how it generates, by key; digests of long ones."""
+    found: dict[str, str] = {}
+    for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
+        config = getattr(model, attribute, None)
+        values = {} if config is None else names.config_values(config)
+        found |= {f"{topic} {key}": text for key, text in values.items()}
+    return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in found.items()}
 
 
 def _can_share(settings: Settings, open_source: Opener) -> bool:

@@ -102,3 +102,12 @@ def test_two_configurations_of_equal_weights_are_not_mixed(checkpoints: Path, tm
     expected = "rank 1: holds configuration rms_norm_eps 2e-06, where rank(s) 0 hold 1e-06"
     assert expected in first_text
     assert expected in second_text
+
+
+def test_two_ways_to_generate_are_not_mixed(checkpoints: Path, tmp_path: Path) -> None:
+    first = builders.tiny_llama(checkpoints, vocab_size=4000)
+    second = Path(shutil.copytree(first, tmp_path / "second"))
+    generation = json.loads((second / "generation_config.json").read_text())
+    (second / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 7}))
+    for text in run_ranks(load_with_own_config, [str(first), str(second)]):
+        assert "rank 1: holds generation_config.json eos_token_id 7, where rank(s) 0 hold" in text
