@@ -46,7 +46,7 @@ class Overlap:
 
     @classmethod
     def of(cls, reads: Sequence[tuple[float, float]], copies: Sequence[tuple[float, float]]) -> Overlap:
-        """Return it for spans of time, as (begin, end), that may overlap among themselves."""
+        """Return the overlap of reads and copies, each a (begin, end) in seconds; they may overlap among themselves."""
         read_s, copy_s = _union_s(reads), _union_s(copies)
         return cls(read_s, copy_s, read_s + copy_s - _union_s([*reads, *copies]))
 
@@ -66,9 +66,8 @@ class LoadReport(Phases):
     Attributes:
         name: what was loaded.
         rank, world_size: of the partition group.
-        ds_config: the configuration the model was partitioned for, every "auto" that loading reads resolved; empty for
-            a model of DTensors.
-            `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto".
+        ds_config: the configuration that the model was partitioned for, with each "auto" that loading reads resolved.
+            `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto". Empty for `load_into`.
         dtype: storage dtype of floating-point parameters, as torch prints it.
         num_parameters: distinct parameters; tied ones count once.
         num_elements: elements of all of them, unpadded.
@@ -79,7 +78,7 @@ class LoadReport(Phases):
         file_bytes: bytes of the files of the checkpoint, headers included; 0 for a model built from its configuration.
         needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
         read_bytes: bytes read from shard files, headers excluded.
-        num_reads: reads of the plan; small ones that lie one behind the other share a system call.
+        num_reads: reads that were made; small adjacent ones share a system call.
         shared: the reads that the ranks of a node did once for all of them; None where this rank read alone.
         seconds, peak_memory: see `Phases`; the phases are describe, plan, compare, verify and read.
         peak_device_bytes: accelerator memory of this process's tensors at the peak, above what it was before the load;
@@ -89,9 +88,9 @@ class LoadReport(Phases):
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
             them.
         slow_paths: parameters and buffers that took a slower path.
-        notes: a sentence for each thing that one would not expect: parameters that nothing initialised, that are stored
-            in another dtype than an ordinary load keeps them in, reads that could not be shared, reads that were
-            tried again, and known differences from stock ZeRO-3.
+        notes: a sentence for each surprise: parameters that nothing initialised, parameters stored in another dtype
+            than in an ordinary load, reads that could not be shared, reads that were tried again, and known
+            differences from stock ZeRO-3.
     """
 
     name: str
@@ -117,7 +116,7 @@ class LoadReport(Phases):
     _device_start: DeviceMemory = field(default_factory=device_memory, repr=False)
 
     def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
-        """Note what a plan says of the load."""
+        """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes."""
         self.ds_config = ds_config
         self.num_parameters = len(plan.targets)
         self.num_elements = sum(target.numel for target in plan.targets)
@@ -141,7 +140,7 @@ class LoadReport(Phases):
             self.notes += known_differences([*parameters, *buffers])
 
     def sample_memory(self) -> None:
-        """Raise the peaks to the memory now where that is more."""
+        """Raise the peaks to the memory in use now, where that is more."""
         device = device_memory()
         is_new_peak = device.peak_bytes > self._device_start.peak_bytes
         reached = device.peak_bytes if is_new_peak else device.allocated_bytes
@@ -161,7 +160,7 @@ class LoadReport(Phases):
         return f"{self.name}: rank {self.rank} of {self.world_size}"
 
     def _rows(self) -> dict[str, str]:
-        """Return what there is to say, by topic."""
+        """Return the text of each topic that has one."""
         of_dtype = f", {self.dtype.removeprefix('torch.')}" if self.dtype else ""
         quantized = f"; {self.num_quantized} parameters are quantized" if self.num_quantized else ""
         all_bytes = self.partition_bytes * self.world_size
@@ -206,4 +205,4 @@ def _some(names: Sequence[str]) -> str:
 
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]
-"""Told of a load when it has ended."""
+"""Called with the report when a load has ended."""
