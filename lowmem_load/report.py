@@ -117,7 +117,8 @@ class LoadReport(Phases):
 
     def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
         """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes."""
-        self.ds_config = ds_config
+        is_sharded = any(target.kind == SHARDED for target in plan.targets)
+        self.ds_config = {} if is_sharded else ds_config  # `load_into` has one of its own, which is not the user's
         self.num_parameters = len(plan.targets)
         self.num_elements = sum(target.numel for target in plan.targets)
         self.num_quantized = plan.num_quantized

@@ -85,7 +85,6 @@ def load_into(
             sharded.fill_buffers(loaded)
             hand_over(loaded, plain)
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
-    report.ds_config = {}
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
 

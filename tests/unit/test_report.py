@@ -222,6 +222,15 @@ def test_what_a_mesh_shards_is_called_shards() -> None:
     assert "  holds: 1.00 MiB of shards" in str(report).splitlines()
 
 
+def test_a_load_into_shards_has_no_ds_config_and_no_differences_from_stock() -> None:
+    taken = plan()
+    targets = tuple(dataclasses.replace(target, kind="sharded") for target in taken.targets)
+    report = LoadReport("model")
+    report.take_plan(dataclasses.replace(taken, targets=targets), {"zero_optimization": {"stage": 3}})
+    assert report.ds_config == {}  # from here on: the log and the report file are written before the load returns
+    assert not any("ZeRO" in note for note in report.notes)
+
+
 def test_what_only_some_loads_have_is_said_of_those() -> None:
     report = LoadReport("model", whole_bytes=MIB, num_quantized=14, notes=["stock rounds", "3 reads again"])
     report.shared = Shared(2, 3 * MIB, 2 * MIB, MIB)
