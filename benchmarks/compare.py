@@ -75,6 +75,7 @@ class Plan:
     repeats: int
     once: tuple[str, ...]  # methods that are not repeated
     cold: bool
+    is_touched: bool  # whether the memory of each load was touched before
     out: Path
     cache: Path
     keep_checkpoint: bool
@@ -82,7 +83,7 @@ class Plan:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
-    """Return what the command line asks for: a plan for each state of the page cache."""
+    """Return what the command line asks for: a plan for each state of memory and page cache, as found first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="demo")
     parser.add_argument("--params", type=int, metavar="N", help="parameters of the model, instead of the preset's")
@@ -93,7 +94,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
     parser.add_argument("--repeats", type=int, default=1, help="repetitions; the one of median duration is shown")
     parser.add_argument("--once", nargs="+", choices=METHODS, default=[], help="methods that are not repeated")
     parser.add_argument("--cold", action="store_true", help="drop the shard files from the page cache before each load")
-    parser.add_argument("--also-cold", action="store_true", help="do all of it, then again as with --cold")
+    parser.add_argument(
+        "--also-cold", action="store_true", help="load, too, with a cold page cache and memory as found"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--cache", type=Path, default=Path(".cache/benchmarks"), help="folder of the checkpoints")
     parser.add_argument("--keep-checkpoint", action="store_true", help="leave a new checkpoint for the next run")
@@ -119,13 +122,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
         repeats=chosen.repeats,
         once=tuple(chosen.once),
         cold=chosen.cold,
+        is_touched=False,
         out=chosen.out.resolve(),
         cache=chosen.cache.resolve(),
         keep_checkpoint=chosen.keep_checkpoint,
         docs=chosen.docs,
     )
-    again = [replace(plan, cold=True, train_steps=0, out=plan.out / "cold")] if chosen.also_cold else []
-    return [plan, *again]
+    plans = [plan, replace(plan, is_touched=True, train_steps=0, out=plan.out / "touched")]
+    if chosen.also_cold:
+        plans.append(replace(plan, cold=True, train_steps=0, out=plan.out / "cold"))
+    return plans
 
 
 def reason_to_skip(world_size: int, model_bytes: int) -> str | None:
@@ -158,7 +164,7 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
             (drop_page_cache if plan.cold else warm_page_cache)(checkpoint)
             out = plan.out / "runs" / f"{method}-{world_size}-{repeat}"
             steps = train_steps if method in ("stock", "lowmem") and repeat == 0 else 0
-            spec = Spec(method, str(checkpoint), plan.dtype, steps, str(out), is_cold=plan.cold)
+            spec = Spec(method, str(checkpoint), plan.dtype, steps, str(out), is_touched=plan.is_touched)
             ranks = run_group(spec, world_size, on_gpu)
             runs[method, world_size].append(ranks)
             peak = max(rank.memory.peak for rank in ranks) / 2**20
@@ -203,7 +209,8 @@ def report(plan: Plan, groups: list[Group], notes: list[str]) -> list[str]:
 def _describe_run(plan: Plan, num_params: int, num_bytes: int) -> list[str]:
     how = "dropped before each load by posix_fadvise DONTNEED" if plan.cold else "all shard files read before each load"
     model = f"random {plan.family}, {num_params / 1e9:.3f} B parameters, {num_bytes / 1e9:.2f} GB bf16"
-    cache = f"page cache {'cold' if plan.cold else 'warm'}"
+    memory = "touched before" if plan.is_touched else "as found"
+    cache = f"page cache {'cold' if plan.cold else 'warm'}, memory {memory}"
     return [
         f"model: {model}, loaded as {plan.dtype}, {cache}",
         *describe_machine().lines(),

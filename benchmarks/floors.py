@@ -21,9 +21,8 @@ from lowmem_load.errors import TruncatedFileError
 # As many at most as lowmem_load has reads in flight (lowmem_load/pipeline/load.py).
 MAX_THREADS = 4
 HUGE_PAGE_BYTES = 2 << 20
-# Of a partition: what is touched before each load, so that the machine has it at hand. Where the page cache is cold it
-# needs memory, too, and the hypervisor here takes back some 0.5 GB a second of what is free meanwhile.
-SPARE_MEMORY, SPARE_MEMORY_COLD = 1.2, 4.8
+# Of a partition: what is touched before a load in touched memory.
+SPARE_MEMORY = 1.2
 # Seconds from when memory is freed until the kernel tells the hypervisor of all that is free (mm/page_reporting.c).
 REPORT_DELAY_S = 2.0
 # The share of the available memory that all ranks together may touch for that.
@@ -59,7 +58,7 @@ def read_tuned(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.
     return dict(zip(names, memory, strict=True)), num_reads
 
 
-def have_memory_backed(path: Path, world_size: int, meet: Callable[[], object], *, is_cold: bool) -> None:
+def have_memory_backed(path: Path, world_size: int, meet: Callable[[], object]) -> None:
     """Touch some memory and give it back, so that the machine has it at hand when this rank loads a checkpoint.
 
     A hypervisor may take back what its guest has freed (free page reporting of virtio-balloon): then the first to use
@@ -70,9 +69,8 @@ def have_memory_backed(path: Path, world_size: int, meet: Callable[[], object], 
         path: of the checkpoint.
         world_size: ranks that load it.
         meet: returns when all ranks have come to it.
-        is_cold: whether the page cache is.
     """
-    spare_bytes = (SPARE_MEMORY_COLD if is_cold else SPARE_MEMORY) * sum(tensor.nbytes for tensor in read_headers(path))
+    spare_bytes = SPARE_MEMORY * sum(tensor.nbytes for tensor in read_headers(path))
     nbytes = int(min(spare_bytes, SPARE_SHARE * (available_bytes() or math.inf)) / world_size)
     with huge_pages(nbytes) as pages:
         for start in range(0, nbytes, HUGE_PAGE_BYTES):

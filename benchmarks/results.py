@@ -51,8 +51,8 @@ file-backed  pages of mapped files and shared memory: reclaimable, but they coun
 in collectives  tensor bytes that a rank gave to collectives of 2 or more ranks, the larger side of each call.
 floors     the bytes of the partitions, without a model. plain: preadv in file order into fresh memory, one thread.
            tuned: as many threads as lowmem_load has, into huge pages.
-Before each load, of any method, memory of 1.2 partitions (4.8 if the page cache is cold) is touched and given back, so
-that no load waits for a hypervisor that took free memory back. A first load without this step takes longer."""
+memory     as found: nothing is prepared, as in a first load; a hypervisor may have taken free memory back. touched
+           before: each rank touches 1.2 partitions and gives them back, so that no load waits for a hypervisor."""
 
 
 @dataclass(slots=True)

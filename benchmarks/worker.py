@@ -30,7 +30,7 @@ class Spec:
     train_steps: int
     out: str
     ds_config: dict[str, Any] | None = None  # instead of the common one
-    is_cold: bool = False
+    is_touched: bool = True
 
 
 @dataclass(slots=True)
@@ -83,7 +83,8 @@ def measure_load(spec: Spec, job: Job, counter: CollectiveCounter) -> tuple[Load
     on_gpu = job.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    have_memory_backed(job.path, job.world_size, dist.barrier, is_cold=spec.is_cold)
+    if spec.is_touched:
+        have_memory_backed(job.path, job.world_size, dist.barrier)
     hbm_start = torch.cuda.memory_allocated() if on_gpu else 0
     dist.barrier()
     sampler = MemorySampler()

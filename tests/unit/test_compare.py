@@ -7,12 +7,17 @@ from pathlib import Path
 from benchmarks.compare import parse_arguments
 
 
-def test_a_run_that_is_also_cold_does_the_same_loads_again() -> None:
+def test_each_state_of_memory_and_page_cache_has_the_same_loads() -> None:
     options = ["--preset", "llama-1.5b", "--ranks", "1", "2", "--repeats", "3", "--once", "stock", "--out", "found"]
-    [plan] = parse_arguments(options)
-    warm, cold = parse_arguments([*options, "--also-cold"])
-    assert warm == plan
-    assert (warm.cold, cold.cold) == (False, True)
-    assert cold.loads == warm.loads
+    found, touched = parse_arguments(options)
+    *both, cold = parse_arguments([*options, "--also-cold"])
+    assert both == [found, touched]
+    assert [(each.cold, each.is_touched) for each in (found, touched, cold)] == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
+    assert cold.loads == touched.loads == found.loads
     assert (cold.repeats, cold.once) == (3, ("stock",))
+    assert touched.out == Path("found/touched").resolve()
     assert cold.out == Path("found/cold").resolve()
