@@ -69,7 +69,7 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
             for rank in range(world_size):
                 held = {name: partition_range(value.numel(), rank, world_size) for name, value in model.items()}
                 with Writer([path], lambda _: None) as writer:
-                    for name, parts in held_writes(writes, held).items():
+                    for name, parts in held_writes(writes, {name: [span] for name, span in held.items()}).items():
                         mine = model[name].reshape(-1)[held[name].start : held[name].end].clone()
                         for write in parts:
                             writer.write(write, mine, held[name].start)
