@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.io.checksums import name_of_blob
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.sample import sample_digests
-from lowmem_load.io.source import LocalFile
-from lowmem_load.pipeline.same_bytes import Opened, View, agree_on_bytes, compare, opened
+from lowmem_load.io.sample import SMALL_BYTES, sample_digests
+from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.pipeline.same_bytes import Opened, View, agree_on_bytes, compare, opened, small_tensors
 from lowmem_load.planning.load_plan import PlannedFile
 from tests.steps import ScriptedRanks
 
@@ -200,3 +203,14 @@ def test_blobs_that_the_hub_names_otherwise_differ_whatever_the_sample_says(tmp_
     with pytest.raises(CheckpointError, match=r"model\.safetensors: the ranks hold 2 different files"):
         run(0, ["first", "other"], held)
     run(0, ["first", "first"], held)
+
+
+def test_small_tensors_lie_where_the_file_has_their_bytes(tmp_path: Path) -> None:
+    """Those of up to 64 KiB that are not empty."""
+    norm = torch.arange(16, dtype=torch.float32)
+    held = {"norm": norm, "large": torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8), "empty": torch.zeros(0)}
+    save_file(held, tmp_path / "model.safetensors")
+    source = LocalFile(str(tmp_path / "model.safetensors"))
+    with contextlib.closing(source):
+        ((start, nbytes),) = small_tensors(Safetensors().describe(source))
+        assert read_bytes(source, start, nbytes) == norm.numpy().tobytes()

@@ -15,11 +15,14 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.sample import (
     BLOCK_BYTES,
+    GAP_BYTES,
     MAX_BLOCKS,
     MAX_BLOCKS_IN_ALL,
-    MAX_SMALL_TENSORS,
+    MAX_READ_BYTES,
     MIN_BLOCKS,
-    drawn_tensors,
+    SMALL_BYTES,
+    Span,
+    joined,
     sample_digests,
     sample_offsets,
 )
@@ -57,14 +60,38 @@ def test_places_depend_on_the_seed_alone() -> None:
     assert sample_offsets([file(1 << 30)], 7) != sample_offsets([file(1 << 30)], 8)
 
 
-def test_small_tensors_are_all_compared_or_drawn_alike() -> None:
-    small = [[(8, 4), (0, 8)], [], [(16, 2)]]
-    assert drawn_tensors(small, 1) == [[(0, 8), (8, 4)], [], [(16, 2)]]
-    many = [[(8 * number, 8) for number in range(MAX_SMALL_TENSORS)] for _ in range(3)]
-    drawn = drawn_tensors(many, 1)
-    assert sum(map(len, drawn)) == MAX_SMALL_TENSORS
-    assert all(spans == sorted(set(spans)) for spans in drawn)
-    assert drawn == drawn_tensors(many, 1) != drawn_tensors(many, 2)
+def test_tensors_side_by_side_are_read_at_once() -> None:
+    """As the scales of DeepSeek-V3's experts: safetensors sorts tensors by dtype."""
+    scales = [(1000 + 3584 * number, 3584) for number in range(900)]
+    assert joined(scales[::-1]) == [(1000, 3584 * 900)]
+    assert joined([]) == []
+    assert joined([(0, 8), (8 + GAP_BYTES, 8), (17 + 2 * GAP_BYTES, 8)]) == [
+        (0, 16 + GAP_BYTES),
+        (17 + 2 * GAP_BYTES, 8),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 100 << 20), st.integers(1, SMALL_BYTES)), max_size=300))
+def test_reads_cover_all_small_tensors(tensors: list[Span]) -> None:
+    reads = joined(tensors)
+    assert all(nbytes <= MAX_READ_BYTES for _, nbytes in reads)
+    assert reads == sorted(reads)
+    for first, nbytes in tensors:
+        assert any(start <= first and first + nbytes <= start + length for start, length in reads)
+
+
+def test_one_of_many_small_tensors_that_differs_is_found(tmp_path: Path) -> None:
+    """FP8 checkpoints of mixtures of experts have tens of thousands of scales beside their norms."""
+    small = [[(8192 * number, 64) for number in range(10_000)]]
+    for name, value in (("a", 0), ("b", 1)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(80 << 20)
+            file.seek(8192 * 7001)
+            file.write(bytes([value]) * 64)
+    first, second = (
+        digests(tmp_path / name, LocalFile(str(tmp_path / name)).version, small=small) for name in ("a", "b")
+    )
+    assert first != second
 
 
 def test_a_small_tensor_that_differs_is_found(tmp_path: Path) -> None:
