@@ -154,16 +154,20 @@ class Load:
             report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
             if executor.spans is not None:
                 report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
+        self._report(described, planned, report)
+        return described.model, described.info
+
+    def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
+        """Warn of what stayed uninitialised; keep, log and write the report, and hand it to `on_load`."""
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
             report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
             if report.rank == 0:
-                warnings.warn(f"{call.name}: {report.notes[-1]}", stacklevel=outside_level())
+                warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         setattr(described.model, REPORT_ATTRIBUTE, report)
         logger.info("%s", report.summary())
         write_report(report)
         if self.on_load is not None:
             self.on_load(report)
-        return described.model, described.info
 
     @contextlib.contextmanager
     def _streamable(self, *, made: bool = False) -> Iterator[None]:
