@@ -1,4 +1,4 @@
-"""The stages in order, and the agreement of the ranks between them: describe, plan, agree, execute, agree, report."""
+"""The steps of a load, in the order of the picture in docs/architecture.md. `Load._load` is the list."""
 
 from __future__ import annotations
 
@@ -86,9 +86,8 @@ class Load:
         is_lenient: whether what cannot be streamed is left to transformers, with a warning; see [Note: left to stock].
         open_source: opens files of the checkpoint.
 
-    [Note: left to stock] That a load cannot be streamed shows while it is described or planned, on all ranks alike, or
-    else it is an error. Nothing is allocated or read then, and no random number is drawn that is not put back, so that
-    transformers can begin it anew.
+    [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
+    nothing has been allocated or read, and the random state is put back. So transformers can begin the load anew.
     """
 
     settings: Settings
@@ -123,12 +122,12 @@ class Load:
         return model, info
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
-        """Return the model and the loading info; None where this is one of the loads that transformers does itself."""
+        """Run the steps of a load, in order. Return the model and the loading info; None if transformers loads it."""
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
         with contextlib.ExitStack() as stack:
             cache = stack.enter_context(NodeCache(self.ranks))
-            left_alone, payloads = self._check_call(call, cache)
-            if left_alone:
+            is_ordinary, payloads = self._check_call(call, cache)
+            if is_ordinary:
                 return None
             nodes = cache.meet([offer for offer, _ in payloads])
             around = stack.enter_context(zero_init.set_aside())
@@ -141,21 +140,22 @@ class Load:
                 planned, views, offers = self._plan(described, around, sharing, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
-            if described.settings.stage == 3:  # not before: a load that is left to stock logs it by itself
-                loader.log_zero_init(described.model)
-            report.take_plan(planned.plan, described.settings.ds_config)
             self._check_files(described, executor, views, report)
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
-            if why_alone := sharing.why_alone if together is None else together.why_alone:
-                report.notes.append(f"no reads were shared with other ranks: {why_alone}")
-            if executor.sources.num_retries:
-                report.notes.append(f"{executor.sources.num_retries} reads again after a fault of the storage")
-            report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
-            if executor.spans is not None:
-                report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
+            self._note_reads(executor, sharing.why_alone if together is None else together.why_alone, report)
         self._report(described, planned, report)
         return described.model, described.info
+
+    def _note_reads(self, executor: Executor, why_alone: str, report: LoadReport) -> None:
+        """Note what the reads came to."""
+        report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
+        if why_alone:
+            report.notes.append(f"no reads were shared with other ranks: {why_alone}")
+        if executor.sources.num_retries:
+            report.notes.append(f"{executor.sources.num_retries} reads again after a fault of the storage")
+        if executor.spans is not None:
+            report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
         """Warn of what stayed uninitialised; keep, log and write the report, and hand it to `on_load`."""
@@ -171,10 +171,10 @@ class Load:
 
     @contextlib.contextmanager
     def _streamable(self, *, made: bool = False) -> Iterator[None]:
-        """Tell errors that mean that a load cannot be streamed from others, where such a load is not an error.
+        """Inside, an error that says that a load cannot be streamed leaves it to stock, if this load is lenient.
 
         Args:
-            made: whether DeepSpeed may have made something by now, unless it was a setting that was refused.
+            made: whether DeepSpeed may have made something. Then only a refused setting leaves the load to stock.
         """
         try:
             yield
@@ -185,9 +185,9 @@ class Load:
             raise _NotStreamedError(spelled(error, names.MAX_QUOTED)) from error
 
     def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
-        """Return whether transformers does this load by itself, which ranks that differ would wait for each other in.
+        """Return whether transformers does this load by itself, on which all ranks agree, and each rank's payload.
 
-        And of each rank what the others have to know: its offer for the node's cache, and rank 0's random state.
+        The payload is the rank's offer for the node's cache and, of rank 0, the random state.
         """
         with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
@@ -226,8 +226,8 @@ class Load:
         self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport
     ) -> tuple[Planned, list[Opened], list[Place | None]]:
         """Return the plan; and of each rank the files that it planned against, and its offer to share reads."""
-        # Not in one with describing: a rank that still does would hear of another's failure here, and stop, instead of
-        # finding out the same, by which all leave the load to stock.
+        # A step of its own: a rank that still describes would stop when another one fails here, instead of finding out
+        # by itself that the load must be left to stock.
         planning = self.ranks.step("planning", name=described.name, progress=computing())
         with planning as step, report.phase("plan"):
             check_described(described)
@@ -248,6 +248,9 @@ class Load:
             described.target.prepare(described.model)
             step.payload = disk_uses(described.target.files(planned.plan.targets))
         check_room(described.name, [[DiskUse(*use) for use in uses] for uses in step.payloads])
+        if described.settings.stage == 3:  # not before: a load that is left to stock logs it by itself
+            loader.log_zero_init(described.model)
+        report.take_plan(planned.plan, described.settings.ds_config)
 
     def _check_files(
         self, described: Described, executor: Executor, seen: Sequence[Opened], report: LoadReport
