@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -119,11 +118,19 @@ def is_first_replica(tensor: Any) -> bool:
     replicas = [
         at for at, placement in zip(coordinate, tensor.placements, strict=True) if isinstance(placement, Replicate)
     ]
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _mesh_resources.get_root_mesh(mesh)  # noqa: SLF001
+    root = _root_mesh(mesh)
     others = set(root.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ())
     if others and root.mesh.numel() > mesh.mesh.numel():
         replicas += [root.get_local_rank(name) for name in others]
     return not any(replicas)
+
+
+def _root_mesh(mesh: Any) -> Any:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()  # noqa: SLF001
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def _splits(name: str, tensor: DTensor) -> Iterator[Split]:

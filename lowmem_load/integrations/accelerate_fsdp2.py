@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,14 +62,13 @@ class _PendingLoad:
 @contextlib.contextmanager
 def pending_loads(*, progress: bool | None, verify: bool, on_load: OnLoad | None) -> Iterator[None]:
     """Inside, models for accelerate's FSDP2 are filled when they have been sharded. For all threads."""
-    import accelerate.accelerator
-    import accelerate.utils.fsdp_utils as fsdp_utils
-    from peft.tuners.tuners_utils import BaseTuner
 
     def prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
         if not any(hasattr(found, _PENDING) for found in transformers_models(model)):
             return ordinary(accelerator, model)  # type: ignore[no-any-return]
         added = {plain_name(name): tensor.detach() for name, tensor in model.named_parameters() if not tensor.is_meta}
+        import accelerate.utils.fsdp_utils as fsdp_utils
+
         with replaced((fsdp_utils, "fsdp2_load_full_state_dict", _load_nothing)):
             prepared: nn.Module = ordinary(accelerator, model)
         is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
@@ -77,16 +78,29 @@ def pending_loads(*, progress: bool | None, verify: bool, on_load: OnLoad | None
             on_load(report)
         return prepared
 
-    with (
-        intercept.intercepted(_load_pending, _is_fsdp2, everywhere=True),
-        replaced(
-            (fsdp_utils, "fsdp2_prepare_model", prepare),
-            (accelerate.accelerator, "fsdp2_prepare_model", prepare),
-            (BaseTuner, "inject_adapter", _keep_adapters),
-            everywhere=True,
-        ),
-    ):
+    with contextlib.ExitStack() as hooks:
+        hooked: list[Any] = []
+
+        def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+            if not hooked:  # not before: most jobs have no FSDP2, and need not import all this
+                hooked.append(hooks.enter_context(_hooks(prepare)))
+            return _load_pending(call)
+
+        hooks.enter_context(intercept.intercepted(load, _is_fsdp2, everywhere=True))
         yield
+
+
+def _hooks(prepare: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which accelerate prepares models by `prepare`, and PEFT keeps adapters in host memory."""
+    import accelerate.accelerator
+    import accelerate.utils.fsdp_utils as fsdp_utils
+
+    replacements = [(owner, "fsdp2_prepare_model", prepare) for owner in (fsdp_utils, accelerate.accelerator)]
+    if importlib.util.find_spec("peft") is not None:
+        from peft.tuners.tuners_utils import BaseTuner
+
+        replacements.append((BaseTuner, "inject_adapter", _keep_adapters))
+    return replaced(*replacements, everywhere=True)
 
 
 def _load_nothing(*args: Any, **_: Any) -> Any:
@@ -96,14 +110,19 @@ def _load_nothing(*args: Any, **_: Any) -> Any:
 
 def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate will shard a model by FSDP2 that is loaded with these keywords now."""
-    from accelerate.state import AcceleratorState
-
     if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_PENDING):
         return False
-    plugin = AcceleratorState._shared_state.get("fsdp_plugin")  # noqa: SLF001  the state may not be there yet
+    state: Any = sys.modules.get("accelerate.state")  # whoever has an Accelerator has imported it
+    plugin = None if state is None else state.AcceleratorState._shared_state.get("fsdp_plugin")  # noqa: SLF001
     in_environment = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
     version = plugin.fsdp_version if plugin is not None else os.environ.get("FSDP_VERSION") if in_environment else None
-    return str(version) == "2" and active_zero3_config() is None
+    return str(version) == "2" and active_zero3_config() is None and _knows_fsdp2()
+
+
+def _knows_fsdp2() -> bool:
+    import accelerate.utils.fsdp_utils as fsdp_utils
+
+    return hasattr(fsdp_utils, "fsdp2_load_full_state_dict")  # accelerate 1.6 on
 
 
 def _load_pending(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
