@@ -6,10 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def fsdp_package() -> Any:
+    """Return the module from which others import `fully_shard`."""
+    return torch.distributed.fsdp
 
 
 def is_mesh(value: object) -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 from lowmem_load.api.load_into import load_into
 from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.group import RankGroup, has_group
-from lowmem_load.dtensor.mesh import offloads, scatter_into
+from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatter_into
 from lowmem_load.dtensor.sharded_target import Unfilled, plain_name
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, transformers_models
@@ -62,45 +62,72 @@ class _PendingLoad:
 @contextlib.contextmanager
 def pending_loads(*, progress: bool | None, verify: bool, on_load: OnLoad | None) -> Iterator[None]:
     """Inside, models for accelerate's FSDP2 are filled when they have been sharded. For all threads."""
+    is_preparing = False
 
-    def prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
-        if not any(hasattr(found, _PENDING) for found in transformers_models(model)):
-            return ordinary(accelerator, model)  # type: ignore[no-any-return]
-        added = {plain_name(name): tensor.detach() for name, tensor in model.named_parameters() if not tensor.is_meta}
-        import accelerate.utils.fsdp_utils as fsdp_utils
-
-        with replaced((fsdp_utils, "fsdp2_load_full_state_dict", _load_nothing)):
-            prepared: nn.Module = ordinary(accelerator, model)
-        is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
-        device = torch.device("cpu") if is_offloaded else accelerator.device
-        report = _fill(prepared, device, added, progress=progress, verify=verify)
+    def fill(model: nn.Module, device: torch.device, policy: Any, added: Mapping[str, torch.Tensor]) -> None:
+        device = torch.device("cpu") if offloads({"offload_policy": policy}) else device
+        report = _fill(model, device, added, progress=progress, verify=verify)
         if on_load is not None:
             on_load(report)
+
+    def prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
+        import accelerate.utils.fsdp_utils as fsdp_utils
+
+        nonlocal is_preparing
+        if not _is_pending(model):
+            return ordinary(accelerator, model)  # type: ignore[no-any-return]
+        added = _added(model)  # now: accelerate moves the model to meta
+        is_preparing = True
+        try:
+            with replaced((fsdp_utils, "fsdp2_load_full_state_dict", _load_nothing)):
+                prepared: nn.Module = ordinary(accelerator, model)
+        finally:
+            is_preparing = False
+        fill(prepared, accelerator.device, accelerator.state.fsdp_plugin.cpu_offload, added)
         return prepared
+
+    def shard(ordinary: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Fill a model that somebody else shards: TRL does so with the reference model of DPO."""
+        if is_preparing or not isinstance(module, nn.Module) or not _is_pending(module):
+            return ordinary(module, *args, **kwargs)
+        added = _added(module)
+        sharded = ordinary(module, *args, **kwargs)
+        fill(module, mesh_device(module), kwargs.get("offload_policy"), added)
+        return sharded
 
     with contextlib.ExitStack() as hooks:
         hooked: list[Any] = []
 
         def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
             if not hooked:  # not before: most jobs have no FSDP2, and need not import all this
-                hooked.append(hooks.enter_context(_hooks(prepare)))
+                hooked.append(hooks.enter_context(_hooks(prepare, shard)))
             return _load_pending(call)
 
         hooks.enter_context(intercept.intercepted(load, _is_fsdp2, everywhere=True))
         yield
 
 
-def _hooks(prepare: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which accelerate prepares models by `prepare`, and PEFT keeps adapters in host memory."""
+def _hooks(prepare: Any, shard: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which these prepare and shard models, and PEFT keeps adapters in host memory."""
     import accelerate.accelerator
     import accelerate.utils.fsdp_utils as fsdp_utils
 
     replacements = [(owner, "fsdp2_prepare_model", prepare) for owner in (fsdp_utils, accelerate.accelerator)]
+    replacements.append((fsdp_package(), "fully_shard", shard))
     if importlib.util.find_spec("peft") is not None:
         from peft.tuners.tuners_utils import BaseTuner
 
         replacements.append((BaseTuner, "inject_adapter", _keep_adapters))
     return replaced(*replacements, everywhere=True)
+
+
+def _is_pending(model: nn.Module) -> bool:
+    return any(hasattr(found, _PENDING) for found in transformers_models(model))
+
+
+def _added(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters that were put on a pending model, and have values."""
+    return {plain_name(name): tensor.detach() for name, tensor in model.named_parameters() if not tensor.is_meta}
 
 
 def _load_nothing(*args: Any, **_: Any) -> Any:
@@ -191,7 +218,7 @@ def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, *args: Any, **kw
                 (module, name, each) for name, each in module.named_parameters(recurse=False) if not each.is_meta
             )
 
-    if not any(hasattr(found, _PENDING) for found in transformers_models(model)):
+    if not _is_pending(model):
         ordinary(tuner, model, *args, **kwargs)
         return
     with replaced((BaseTunerLayer, "_move_adapter_to_device_of_base_layer", note)):

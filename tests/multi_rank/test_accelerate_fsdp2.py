@@ -99,3 +99,23 @@ def map_optimizer(path: str) -> None:
 
 def test_parameters_of_a_pending_model_can_be_told_apart(checkpoints: Path) -> None:
     run_ranks(map_optimizer, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
+def shard_as_trl(path: str) -> None:
+    """Rank function: TRL shards a reference model by `fully_shard` itself."""
+    start()
+    lowmem_load.install()
+    ours = from_files(path, "plain")
+    from torch.distributed.fsdp import fully_shard  # as TRL does, in a function
+
+    fully_shard(ours)
+    lowmem_load.integrations.install.uninstall()
+    expected = from_files(path, "plain")
+    assert {name: str(tensor.device) for name, tensor in ours.named_parameters() if tensor.is_meta} == {}
+    found = whole(ours)
+    assert all(torch.equal(found[name], tensor.detach()) for name, tensor in expected.named_parameters())
+
+
+def test_a_model_that_others_shard_is_filled_too(checkpoints: Path) -> None:
+    env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    run_ranks(shard_as_trl, str(builders.tiny_llama(checkpoints)), env=env)
