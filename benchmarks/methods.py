@@ -80,8 +80,11 @@ def prepare(method: str) -> None:
 
     wait_for_all_gathers()
     if method == "lowmem":
-        # As DeepSpeed and transformers, it is imported before the clock and the memory start; it does so lazily itself.
-        pass
+        # Imported before the clock starts, as DeepSpeed and transformers are.
+        import lowmem_load.api.load_model
+        import lowmem_load.ds.comm
+        import lowmem_load.ds.parameters
+        import lowmem_load.ds.partition  # noqa: F401
 
 
 def load_stock(job: Job) -> Loaded:
