@@ -1,6 +1,6 @@
 """Which elements of a tensor this rank holds when a mesh shards it, and in which memory.
 
-The only module that touches private names of DTensor. Checked against torch 2.6 to 2.13.
+The only module that touches private names of DTensor. Checked against torch 2.13.
 """
 
 from __future__ import annotations

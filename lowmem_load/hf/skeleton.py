@@ -1,6 +1,6 @@
 """Stops a `from_pretrained` where transformers would read weights: the model is built, on meta, and sharded.
 
-Part of the transformers seam. Checked against transformers 5.13 to 5.23; older ones have no sharded `from_pretrained`.
+Part of the transformers seam. Checked against transformers 5.23; before 5.13, `from_pretrained` takes no mesh sizes.
 """
 
 from __future__ import annotations

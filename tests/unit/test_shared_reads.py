@@ -18,7 +18,8 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.shared_buffer import SharedBuffer
 from lowmem_load.io.shared_reads import TOO_MANY_RANGES, SharedReads, decline
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.reads import Apply, ReadLimits
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.reads import Apply, Fill, ReadLimits
 from lowmem_load.planning.sharing import Shared
 from tests.together import CONTENT, NUMEL, VALUES, fills, in_threads, leaf
 
@@ -46,6 +47,16 @@ def together(
     for descriptor in descriptors:
         os.close(descriptor)
     return found
+
+
+def share(
+    planner: Planner, fill: Fill, result: torch.Tensor, buffer: SharedBuffer, block_bytes: int = 1
+) -> Shared | None:
+    """Reads one rank's partition together with the others."""
+    sharing = SharedReads(fill.steps, buffer, block_bytes, check=lambda: None)
+    with Executor() as executor:
+        sharing.take(fill, result, planner.constants)
+        return sharing.run(executor, planner.values, planner.constants)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 10, 1 << 13], ids=["many rounds", "one round"])
@@ -79,13 +90,8 @@ def test_an_operation_is_computed_once_its_inputs_have_come(file: Path) -> None:
     assert all(isinstance(step, Apply) for fill in plans for step in fill.steps)
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
-    def load(place: int, buffer: SharedBuffer) -> object:
-        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
-        with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.constants)
-            return sharing.run(executor, planner.values, planner.constants)
-
-    assert all(isinstance(each, Shared) for each in together(2, load))
+    found = together(2, lambda place, buffer: share(planner, plans[place], results[place], buffer))
+    assert all(isinstance(each, Shared) for each in found)
     expected = VALUES.permute(2, 0, 1)
     assert torch.equal(torch.cat(results), (expected + expected[:, :, 3:4]).reshape(-1))
 
@@ -94,13 +100,8 @@ def test_where_little_is_spared_each_reads_alone(file: Path) -> None:
     planner, plans = fills(leaf(file), 2, ReadLimits())
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
-    def load(place: int, buffer: SharedBuffer) -> object:
-        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
-        with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.constants)
-            return sharing.run(executor, planner.values, planner.constants)
-
-    assert together(2, load) == [None, None]
+    found = together(2, lambda place, buffer: share(planner, plans[place], results[place], buffer))
+    assert found == [None, None]
     assert torch.equal(torch.cat(results), VALUES.reshape(-1))
 
 
@@ -133,10 +134,7 @@ def test_slices_that_share_a_block_are_read_once_where_blocks_count(file: Path) 
 
     def load(place: int, buffer: SharedBuffer) -> object:
         block_bytes = 1 << 20 if place == 1 else 1  # of what the ranks of a node find, the largest counts
-        sharing = SharedReads(plans[place].steps, buffer, block_bytes, check=lambda: None)
-        with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.constants)
-            return sharing.run(executor, planner.values, planner.constants)
+        return share(planner, plans[place], results[place], buffer, block_bytes)
 
     assert all(isinstance(each, Shared) and each.node_bytes == NUMEL * 4 for each in together(3, load))
     assert torch.equal(torch.cat(results), VALUES.reshape(-1))
