@@ -1,22 +1,27 @@
-"""A real ZeRO-3 engine over the chosen modules of a model, and only those, for partial ZeRO-3.
+"""A ZeRO-3 engine over the chosen modules of a model, and only those, for partial ZeRO-3 (deepspeed 0.16.4 to 0.19.8).
 
-DeepSpeed gets a `Shell` instead of the model. It partitions, hooks, reduces and saves the modules of the shell under
-their own names, and its collectives depend on nothing else. The shell's forward is the full model's, so that DeepSpeed
-does what it always does around forward and backward.
+DeepSpeed gets a `Shell` that holds the chosen modules under their own names. Its forward is the full model's.
 
 [Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups. If one is not
 finite, it skips the step and lowers the loss scale. The replicated part joins as one more group, so both parts share
-the global norm, clipping, overflow and loss scale in DeepSpeed's own code. Before 0.19.8 the optimizer looks for an
-fp16 overflow only in its own gradients, which set a tracker; then the replicated part sets it too.
+the norm, clipping, overflow and loss scale. Before 0.19.8 the optimizer looks for an fp16 overflow only in its own
+gradients, which set a tracker; then the replicated part sets it too.
 
-Written for deepspeed 0.16.4 to 0.19.8: `runtime/engine.py`, `runtime/zero/stage3.py`.
+[Note: the same graph on all ranks] The backward pass gathers the parameters of a ZeRO-3 module only if gradients pass
+through it. Through frozen layers they pass only if the input needs a gradient. In partial ZeRO-3 that depends on the
+encoders that ran on this rank. So every tensor that enters the partitioned part is made to need a gradient, at
+whichever module it enters. Recomputation in the backward pass must treat the same modules alike, so the modules that
+were entered are remembered.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import zip_longest
 from typing import Any
 
 import deepspeed
@@ -24,7 +29,6 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
-from lowmem_load.ds.gradient_entry import arguments_with_gradient, entry_modules, with_gradient
 from lowmem_load.ds.hooks import FULL_MODEL
 from lowmem_load.errors import ConfigError, UnsupportedError
 
@@ -93,12 +97,7 @@ def _ignore_placeholder(shell: nn.Module, keys: Any) -> None:
 
 
 def check_engine(engine: Any) -> None:
-    """Raise unless an engine is one of plain ZeRO-3 with the attributes that are read here.
-
-    Raises:
-        IncompatibleVersionError: an attribute is missing.
-        UnsupportedError: it is a variant of ZeRO-3 whose optimizer works differently.
-    """
+    """Raise unless an engine is one of plain ZeRO-3 with the attributes that are read here."""
     require_attributes(
         DEEPSPEED, engine, ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")
     )
@@ -110,23 +109,13 @@ def check_engine(engine: Any) -> None:
 
 
 class PartitionedPart:
-    """The chosen modules of a model under a DeepSpeed ZeRO-3 engine.
+    """The chosen modules of a model under a DeepSpeed ZeRO-3 engine, which has no lr scheduler. Collective.
 
     Args:
         model: the full model.
         chosen: topmost modules by name, not the model itself; partitioned now if they are not yet.
         ds_config: of stage 3.
         make_optimizer: makes the optimizer from the trainable parameters of `chosen`; None for the ds_config's.
-
-    Attributes:
-        engine: the `DeepSpeedEngine`, without lr scheduler; `scheduler_of` makes one.
-        frozen: whether the chosen part has no trainable parameter.
-        optimizer_params: a copy of the ds_config's, for `optimizer_over`.
-
-    Collective: all ranks.
-
-    Raises:
-        UnsupportedError: a variant of ZeRO-3 whose optimizer works differently.
     """
 
     def __init__(
@@ -142,15 +131,14 @@ class PartitionedPart:
         trainable = [p for module in chosen.values() for p in module.parameters() if p.requires_grad]
         self.frozen = not trainable
         placeholder = None
+        optimizer: torch.optim.Optimizer | None = None
         if self.frozen:
             first = next(p for module in chosen.values() for p in module.parameters() if p.is_floating_point())
             placeholder = nn.Parameter(torch.zeros(1, dtype=first.dtype, device=first.device))
             config["zero_force_ds_cpu_optimizer"] = False  # the ds_config's optimizer is the replicated part's
-            optimizer: torch.optim.Optimizer | None = torch.optim.AdamW([placeholder], lr=0.0, weight_decay=0.0)
+            optimizer = torch.optim.AdamW([placeholder], lr=0.0, weight_decay=0.0)
         elif make_optimizer is not None:
             optimizer = make_optimizer(list(dict.fromkeys(trainable)))
-        else:
-            optimizer = None
         self._shell = Shell(model, chosen, placeholder)
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
         check_engine(self.engine)
@@ -161,7 +149,12 @@ class PartitionedPart:
             self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
         self._replicated_norm = 0.0
         ordinary = zero._get_norm_groups
-        zero._get_norm_groups = lambda: [*ordinary(), self._replicated_norm_group()]
+
+        def norm_groups() -> list[torch.Tensor]:
+            norm = torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
+            return [*ordinary(), norm]
+
+        zero._get_norm_groups = norm_groups
         self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
         self._inside, self._depth = False, 0
         self._entered = set(entry_modules(chosen))
@@ -172,7 +165,7 @@ class PartitionedPart:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The basic optimizer. Its `param_groups` hold the learning rates of the ZeRO-3 step."""
+        """The optimizer whose `param_groups` hold the learning rates of the ZeRO-3 step."""
         basic: torch.optim.Optimizer = self.engine.basic_optimizer
         return basic
 
@@ -180,11 +173,6 @@ class PartitionedPart:
     def loss_scale(self) -> float:
         """Factor of losses before the backward pass; 1 unless fp16."""
         return float(self.engine.optimizer.loss_scale)
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether the last step was skipped."""
-        return bool(self.engine.optimizer.overflow)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the full model's forward through the engine. Collective."""
@@ -206,18 +194,15 @@ class PartitionedPart:
     def step(self, replicated_norm: float) -> float | None:
         """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.
 
-        Args:
-            replicated_norm: norm of the replicated part's gradients, times the loss scale; not finite on overflow.
-
-        Returns:
-            The factor that unscales and clips the replicated part's gradients; None if the step is skipped.
+        `replicated_norm` is that of the replicated part's gradients, times the loss scale. Returns the factor that
+        unscales and clips these gradients; None if the step is skipped.
         """
         scale = self.loss_scale  # before a step that overflows lowers it
         self._replicated_norm = replicated_norm
         if self.engine.fp16_enabled() and not math.isfinite(replicated_norm):
             self.engine.optimizer.inf_or_nan_tracker.fill_(True)
         self.engine.step()
-        if self.overflowed:
+        if self.engine.optimizer.overflow:
             return None
         limit = self.engine.gradient_clipping()
         # The arithmetic of stage3.py's unscale_and_clip_grads, so that both parts are clipped alike.
@@ -237,16 +222,13 @@ class PartitionedPart:
             hook.remove()
         self.engine.destroy()
 
-    def _replicated_norm_group(self) -> torch.Tensor:
-        return torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
-
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # Evaluation calls the model itself, not the engine, which resets this at the start of a forward.
         if not self._inside:
             self.engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
 
     def _enter_chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See [Note: the same graph on all ranks] in `gradient_entry.py`."""
+        """See [Note: the same graph on all ranks]."""
         self._depth += 1
         if self._inside and self._depth == 1:
             self._entered.add(module)
@@ -297,26 +279,82 @@ def optimizer_over(engine: Any, params: Mapping[str, Any], parameters: list[nn.P
     return made
 
 
-def scheduler_of(section: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the lr scheduler of a ds_config's "scheduler" section; None without one.
-
-    Raises:
-        ConfigError: there is no such scheduler.
-    """
-    return scheduler_class(section)(optimizer, **section.get("params", {})) if section else None
-
-
 def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the class of the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's.
-
-    Source: deepspeed 0.19.8 `runtime/lr_schedules.py`; `_scheduler_from_config` of `runtime/engine.py`.
-
-    Raises:
-        ConfigError: there is no such scheduler.
-    """
+    """Return the class of the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's."""
+    # Source: deepspeed 0.19.8 runtime/engine.py, _scheduler_from_config.
     name = section.get("type")
     owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
     found: Callable[..., Any] | None = getattr(owner, str(name), None)
     if found is None:
         raise ConfigError(f"ds_config scheduler.type: no lr scheduler {name!r} in DeepSpeed or torch")
     return found
+
+
+# -- what enters the partitioned part --------------------------------------------------------------------------------
+
+
+class _NeedsGradient(torch.autograd.Function):
+    """Returns a copy of a tensor that needs a gradient, as `anchor` does, and drops the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:  # noqa: ARG004
+        return None, None
+
+
+def arguments_with_gradient(
+    anchor: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module's forward with tensors that need a gradient."""
+    named = zip_longest(args, _positional_names(module, len(args)), fillvalue="")
+    return tuple(with_gradient(anchor, value, name) for value, name in named), with_gradient(anchor, kwargs)
+
+
+def with_gradient(anchor: torch.Tensor, value: Any, name: str = "") -> Any:
+    """Return `value` with every floating-point tensor in it made to need a gradient.
+
+    `name` is that of the argument. Masks and positions stay as they are: they depend on no parameter, and attention
+    kernels want them without a gradient.
+    """
+    if "mask" in name or "position" in name:
+        return value
+    if isinstance(value, torch.Tensor):
+        lacks = value.is_floating_point() and not value.requires_grad
+        return _NeedsGradient.apply(anchor, value) if lacks else value
+    if isinstance(value, MutableMapping):  # a copy keeps its class: ModelOutput, BatchFeature
+        mapping = copy.copy(value)
+        for key, item in value.items():
+            mapping[key] = with_gradient(anchor, item, str(key))
+        return mapping
+    if type(value) in (list, tuple):
+        return type(value)(with_gradient(anchor, item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{key: with_gradient(anchor, getattr(value, key), key) for key in names})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = zip(value._fields, value, strict=True)
+        return type(value)(*(with_gradient(anchor, item, key) for key, item in items))
+    return value
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    if not count:
+        return []
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional][:count]
+
+
+def entry_modules(chosen: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules through which tensors enter the chosen part: the items of containers, which run no forward."""
+    for module in chosen.values():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from entry_modules(dict(module.named_children()))
+        else:
+            yield module

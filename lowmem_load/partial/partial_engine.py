@@ -16,7 +16,7 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_of
+from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.partial_checkpoint import Outside, find_checkpoint, load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
@@ -172,14 +172,10 @@ class PartialEngine(nn.Module):
         return self
 
     def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None = None) -> None:
-        """Set the scheduler that steps with the engine: a scheduler, a function that makes one, or that of a section.
-
-        Raises:
-            ConfigError: the section names no scheduler.
-        """
-        if lr_scheduler is None:
-            lr_scheduler = scheduler_of(section, self._leader)
-        elif not hasattr(lr_scheduler, "step"):
+        """Set the lr scheduler: a scheduler, a function that makes one, or that of a ds_config's section."""
+        if lr_scheduler is None and section:
+            lr_scheduler = scheduler_class(section)(self._leader, **section.get("params", {}))
+        elif lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
             lr_scheduler = lr_scheduler(self._leader)
         self.lr_scheduler = lr_scheduler
 

@@ -232,7 +232,7 @@ class PartialOptimizer:
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped, because gradients of either part overflowed."""
-        return self._part.overflowed
+        return bool(self._part.engine.optimizer.overflow)
 
     @property
     def loss_scale(self) -> float:

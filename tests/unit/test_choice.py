@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load.ds.gradient_entry import entry_modules
+from lowmem_load.ds.engine import entry_modules
 from lowmem_load.errors import ConfigError
 from lowmem_load.targets.partition_choice import (
     MARK,

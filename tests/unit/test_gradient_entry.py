@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lowmem_load.ds.gradient_entry import arguments_with_gradient, with_gradient
+from lowmem_load.ds.engine import arguments_with_gradient, with_gradient
 
 X = torch.ones(2, 3)
 
