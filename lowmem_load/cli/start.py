@@ -1,14 +1,75 @@
-"""The entry point of `lowmem-load`: gives every outcome its exit code. Imports the rest when it runs."""
+"""The command `lowmem-load`: its subcommands, which import heavy modules when they run, and its exit codes."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
 from types import FrameType
+from typing import Annotated
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as in shells."""
+import typer
+
+from lowmem_load.cli.bench import bench
+from lowmem_load.cli.common import FAILED, exit_code
+from lowmem_load.cli.doctor import doctor
+from lowmem_load.cli.file_commands import consolidate, inspect, report, verify
+from lowmem_load.cli.plan_command import plan
+from lowmem_load.errors import LowMemLoadError
+from lowmem_load.integrations.startup_hook import switched_on
+
+NOT_FOUND, NOT_EXECUTABLE, INTERRUPTED = 127, 126, 128 + signal.SIGINT
+"""Exit codes of `run`, and after Ctrl-C, as in shells."""
+
+app = typer.Typer(
+    name="lowmem-load",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help text: rich is slow to import
+)
+
+
+@app.callback()
+def lowmem_load() -> None:
+    """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions.
+
+    Exit codes: 0 done, and the answer is yes; 1 the answer is no (does not fit, differs, found a problem); 2 unusable
+    arguments or ds_config; 3 unusable checkpoint; 4 not supported; 5 another error; 130 interrupted. `run` has the
+    exit code of its command.
+    """
+
+
+# Options after the command's name belong to that command.
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="Command to run, with its arguments.", show_default=False)
+    ],
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if a load cannot be streamed, instead of leaving it to stock.")
+    ] = False,
+) -> None:
+    """Run a launcher or a script with lowmem_load switched on.
+
+    Every process that it starts is switched on too.
+
+    This is like `lowmem_load.install()` at the top of the training script: models load straight into partitions while
+    ZeRO-3 is active in transformers. Nothing else changes.
+
+    lowmem-load run -- llamafactory-cli train config.yaml
+    """
+    # Replace this process, so that signals and the exit code are the command's own.
+    try:
+        os.execvpe(command[0], command, switched_on(os.environ, strict=strict))
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        typer.echo(f"lowmem-load run: {command[0]}: {error.strerror}", err=True)
+        raise typer.Exit(NOT_FOUND if is_missing else NOT_EXECUTABLE) from None
+
+
+for command in (inspect, plan, doctor, bench, verify, consolidate, report):
+    app.command()(command)
 
 
 def main() -> None:
@@ -23,8 +84,6 @@ def main() -> None:
     if before is signal.default_int_handler:  # else a shell has it ignored, for a background job
         signal.signal(signal.SIGINT, interrupted)
     try:
-        from lowmem_load.cli.main import app
-
         app(prog_name="lowmem-load")
     except BaseException as error:  # noqa: BLE001 - Python's own exit code 1 means "no" here
         # An interrupt may arrive as another error: transformers' imports convert it, and it ends the ranks of bench.
@@ -36,9 +95,6 @@ def main() -> None:
 def _exit_code(error: BaseException) -> str | int | None:
     if isinstance(error, SystemExit):
         return error.code
-    from lowmem_load.cli.common import FAILED, exit_code
-    from lowmem_load.errors import LowMemLoadError
-
     if isinstance(error, LowMemLoadError):
         print(f"lowmem-load: {error}", file=sys.stderr)  # noqa: T201
         return exit_code(error)

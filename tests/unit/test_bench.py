@@ -15,7 +15,7 @@ from benchmarks.memory import MemorySampler
 from lowmem_load.cli import bench
 from lowmem_load.cli.bench import FLOOR, STOCK, STREAMED, GroupError, Row, compare, equal_weights, run_ranks
 from lowmem_load.cli.bench_worker import read_floor
-from lowmem_load.cli.main import app
+from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError
 from tests.builders import tiny_llama
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lowmem_load import consolidate
-from lowmem_load.cli import main
+from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.resume import consolidate as module
 from tests import builders
@@ -63,7 +63,7 @@ def test_the_folder_is_what_save_pretrained_writes(
     for path in expected.glob("*.safetensors"):
         assert path.read_bytes() == (made / path.name).read_bytes()
     if world_size == 1:
-        main.app(["consolidate", str(tmp_path / "saved"), str(tmp_path / "by-command")], standalone_mode=False)
+        app(["consolidate", str(tmp_path / "saved"), str(tmp_path / "by-command")], standalone_mode=False)
         assert tensors_in(tmp_path / "by-command").keys() == tensors_in(made).keys()
     index = "model.safetensors.index.json"
     assert json.loads((made / index).read_text()) == json.loads((expected / index).read_text())

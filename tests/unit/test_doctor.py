@@ -11,7 +11,7 @@ import pytest
 
 from lowmem_load.cli import doctor
 from lowmem_load.cli.doctor import NOTE, OK, PROBLEM, Finding
-from lowmem_load.cli.main import app
+from lowmem_load.cli.start import app
 from lowmem_load.distributed.environment import LAUNCHER_NAMES
 from lowmem_load.io import mounts
 

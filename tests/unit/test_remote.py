@@ -29,7 +29,7 @@ DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "trai
 
 SCRIPT = """
 import sys
-from lowmem_load.cli.main import app
+from lowmem_load.cli.start import app
 for name in ("org/safe", "org/bin"):
     app(["inspect", name, "--json"], standalone_mode=False)
 app(["plan", "org/safe", "--ds-config", sys.argv[1], "--world-size", "3", "--json"], standalone_mode=False)

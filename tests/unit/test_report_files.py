@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.cli.main import app
+from lowmem_load.cli.start import app
 from lowmem_load.errors import ConfigError
 from lowmem_load.phases import Memory
 from lowmem_load.planning.load_plan import SlowPath
