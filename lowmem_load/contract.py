@@ -1,8 +1,7 @@
-"""What a seam needs of another package beyond its public names, checked before any of it is used.
+"""Checks the private names of another package before a seam uses them.
 
-A release that lacks some of it is refused with the names of all that is missing, not with an AttributeError in the
-middle of a load, or worse, with an attribute that is set and that nobody reads any more. One that is newer than those
-that were tested is warned of, once, and used if it lacks nothing.
+A release that lacks some is refused with the names of all that is missing. A release newer than the tested ones is used
+if it lacks nothing, with one warning.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import inspect
 import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -24,15 +22,8 @@ from lowmem_load.errors import IncompatibleVersionError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Releases:
-    """The releases of a package that a seam was tested with.
-
-    Attributes:
-        package: as it is imported, and as pip knows it.
-        oldest: what is older is refused.
-        newest: what is newer is warned of.
-    """
+class Releases(NamedTuple):
+    """The releases of a package, named as pip and `import` do, that a seam was tested with."""
 
     package: str
     oldest: str
@@ -55,14 +46,12 @@ def require(
     *,
     arguments: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Raise unless the release is not too old and every name is there.
+    """Raise IncompatibleVersionError, which names all that is missing, unless a release can be used.
 
-    Owners are spelled "package.module" or "package.module:Class"; the modules are imported.
-
-    Names may be dotted; `arguments` has the parameters by name that each function must take.
-
-    Raises:
-        IncompatibleVersionError: names the package, its version, all that is missing, and the release to install.
+    Args:
+        supported: the releases.
+        names: that must be there, perhaps dotted, by owner: "package.module" or "package.module:Class".
+        arguments: that each function must take by name, by function.
     """
     _check_release(supported)
     missing: list[str] = []
@@ -76,12 +65,8 @@ def require(
 
 
 def require_attributes(supported: Releases, owner: object, names: Sequence[str]) -> None:
-    """Raise unless `owner` has every attribute (one or more): for those that `__init__` sets, which no class shows.
-
-    Raises:
-        IncompatibleVersionError: as `require`.
-    """
-    if not _has(owner, *names):  # asked for every parameter: for all at once
+    """Raise IncompatibleVersionError unless an object has all attributes: those that `__init__` sets, say."""
+    if not _has(owner, *names):  # in one call, because every parameter is checked
         _refuse(supported, _lacking_attributes(type(owner).__qualname__, owner, names))
 
 
@@ -110,7 +95,6 @@ def _lacking_arguments(label: str, function: Any, names: Iterable[str]) -> list[
 
 @functools.cache
 def _check_release(supported: Releases) -> None:
-    """Raise IncompatibleVersionError if the installed release is too old; warn if it is newer than what was tested."""
     found = _installed(supported)
     if Version(found).release < Version(supported.oldest).release:
         raise IncompatibleVersionError(

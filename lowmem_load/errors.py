@@ -13,9 +13,6 @@
     `-- RankError                 one or more ranks failed; raised on every rank  (RuntimeError)
 
 Each also derives from the builtin named on its line, so that `except ValueError` keeps working.
-
-And two warnings. `LoadOrderWarning`: a model that goes to ZeRO-3 was loaded before its configuration was there.
-`NotStreamedWarning`: `install` leaves a load to stock ZeRO-3.
 """
 
 from __future__ import annotations
@@ -37,11 +34,11 @@ class CheckpointError(LowMemLoadError, ValueError):
 
 
 class HeaderError(CheckpointError):
-    """A safetensors header is malformed: the file cannot be trusted, nothing of it is read."""
+    """A safetensors header is malformed, so nothing of the file is read."""
 
 
 class ModelBuildError(CheckpointError):
-    """The code of a model fails when it is built, without memory, from its configuration; its error is the cause."""
+    """A model's own code fails when it is built, without memory, from its configuration. Its error is the cause."""
 
 
 class TruncatedFileError(CheckpointError):
@@ -61,16 +58,16 @@ class IncompatibleVersionError(LowMemLoadError, ImportError):
 
 
 class LoadOrderWarning(UserWarning):
-    """A model that is trained under ZeRO-3 was loaded whole on every rank, since its ds_config was not active then.
+    """A model that is trained under ZeRO-3 was loaded whole on every rank, because no ds_config was active then.
 
     `warnings.simplefilter("error", LoadOrderWarning)` makes it an error.
     """
 
 
 class NotStreamedWarning(UserWarning):
-    """Under `install` a load is left to transformers and stock ZeRO-3, because it cannot be streamed.
+    """Under `install`, transformers and stock ZeRO-3 do a load that cannot be streamed.
 
-    `install(strict=True)` makes it the error that it tells of.
+    `install(strict=True)` raises the error that says why instead.
     """
 
 
@@ -88,10 +85,10 @@ class RankError(LowMemLoadError, RuntimeError):
 
 
 def spelled(error: BaseException, max_chars: int) -> str:
-    """Return class and text of an error, perhaps of somebody else's class, cut to `max_chars` characters."""
+    """Return class and text of any error, cut to `max_chars` characters."""
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  of its own __str__, which must not take the place of the error
+    except Exception:  # noqa: BLE001  its __str__ may raise; that must not hide the error
         return f"{type(error).__name__} (its text cannot be had)"
     return text if len(text) <= max_chars else f"{text[:max_chars]} ..."
 
@@ -105,5 +102,5 @@ def outside_level() -> int:
 
 
 def listed(names: Sequence[str], shown: int = 8) -> str:
-    """Return names one after the other; of more than `shown` the first, and how many there are."""
+    """Return names as text; if there are more than `shown`, the first ones and the count."""
     return ", ".join(names[:shown]) + (f", ... ({len(names)} in all)" if len(names) > shown else "")

@@ -1,4 +1,4 @@
-"""Short digests of text, by which ranks compare what must be equal among them: plans, configurations, arguments."""
+"""Digests by which ranks compare plans, configurations and arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases of a load or a save: their seconds, the most host memory that was seen, and the progress bar. Reads /proc."""
+"""Phases of a load or a save: their seconds, the peak of host memory (from /proc), and the progress bar."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 STATM = Path("/proc/self/statm")
-"""Says the same as /proc/self/status in half the time: pages that are resident, and which of them are of files or
-shared memory, second and third (Linux `Documentation/filesystems/proc.rst`)."""
+"""Has the resident pages second, those of files and shared memory third (Linux `Documentation/filesystems/proc.rst`).
+Read in half the time of /proc/self/status."""
 
 DELAY_S = 3.0
-"""Seconds before the progress bar appears where it was not asked for: what is short stays quiet."""
+"""Seconds before the progress bar appears where it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident host memory of this process, bytes. Anonymous is what counts; file-backed can be reclaimed."""
+    """Resident host memory of this process, bytes. The kernel can reclaim what is file-backed."""
 
     anonymous_bytes: int
     file_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Both together: what the kernel counts as resident."""
+        """Both together."""
         return self.anonymous_bytes + self.file_bytes
 
 
@@ -46,7 +46,7 @@ def host_memory() -> Memory:
 
 @dataclass(slots=True, kw_only=True)
 class Phases:
-    """What a report says of phases. The report is made before the first of them.
+    """What a report says of phases. Make the report before the first of them.
 
     Attributes:
         seconds: wall seconds by phase, in order.
@@ -76,12 +76,12 @@ class Phases:
 
 @contextlib.contextmanager
 def progress_bar(total: int, description: str, asked: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that is told of bytes that are done.
+    """Yield a function to call with the bytes that were done since its last call.
 
-    `asked` True shows the bar, False does not, None shows a long one where stderr is a terminal; rank 0 alone shows it.
+    Only rank 0 shows a bar: with `asked` True always, with None in long loads where stderr is a terminal.
     """
     if rank != 0 or not (sys.stderr.isatty() if asked is None else asked):
-        yield _unseen
+        yield lambda _: None
         return
     with tqdm(
         total=total,
@@ -93,6 +93,3 @@ def progress_bar(total: int, description: str, asked: bool | None, rank: int) ->
         delay=0 if asked else DELAY_S,
     ) as bar:
         yield bar.update
-
-
-def _unseen(_: int) -> None: ...

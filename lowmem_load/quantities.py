@@ -1,4 +1,4 @@
-"""Sizes, counts and seconds as text, and back. Imports nothing heavy: the command line starts with it."""
+"""Sizes, counts and seconds as text, and back. Imports nothing heavy, because the command line starts with it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ _UNITS = {
     "b": 1,
 }
 MAX_NBYTES = 1 << 63
-"""Below which sizes are: what a file or a memory can have."""
+"""Limit of a size: the bytes that a file or a memory can have."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)(?:/s)?\s*\Z")
 
 
 def parse_size(text: str, what: str) -> int:
-    """Return the bytes that a text such as "80GiB", "2 GB" or "512M" says (M is 10**6, Mi 2**20).
-
-    A number without a unit is one of bytes; a rate may end in "/s". The error names it as `what` says.
+    """Return the bytes that a text such as "80GiB", "2 GB", "512M" (10**6) or, for a rate, "1GB/s" stands for.
 
     Raises:
-        ConfigError: it is no positive size.
+        ConfigError: it is no positive size. The message begins with `what`.
     """
     found = _SIZE.match(text)
     unit = _UNITS.get(found[2].lower()) if found else None
@@ -44,7 +42,7 @@ def size(nbytes: float) -> str:
 
 
 def share(done: int, total: int) -> str:
-    """Return how far something is, of bytes: "1.5 of 20.0 MiB"."""
+    """Return bytes that are done, of all, as text: "1.5 of 20.0 MiB"."""
     return f"{done / (1 << 20):.1f} of {total / (1 << 20):.1f} MiB"
 
 

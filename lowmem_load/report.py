@@ -1,15 +1,16 @@
-"""What a load did: bytes, reads, seconds, memory, keys."""
+"""What a load did: bytes, reads, seconds, memory, keys, and known differences from stock ZeRO-3."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from packaging.version import Version
 
-from lowmem_load.differences import known_differences
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import REPLICATED, SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
@@ -19,8 +20,55 @@ MAX_NAMES = 5
 """Names that the text of a report gives of each list."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class Difference(NamedTuple):
+    """A difference from stock that `make compat` measured: a row of docs/compatibility.md.
+
+    Attributes:
+        package, first, last: the releases that have it, both ends included.
+        models: of tests/compat/compare.py that show it.
+        topic: of theirs: "buffers", "saved names".
+        concerns: how the name of a parameter or buffer ends, without which a model cannot have it.
+        text: one sentence.
+    """
+
+    package: str
+    first: str
+    last: str
+    models: tuple[str, ...]
+    topic: str
+    concerns: str
+    text: str
+
+    def applies_to(self, version: str) -> bool:
+        """Return whether a release of the package has it."""
+        return Version(self.first) <= Version(Version(version).public) <= Version(self.last)
+
+
+KNOWN = (
+    Difference(
+        package="transformers",
+        first="5.15.0",
+        last="5.22.2",
+        models=("Llama", "Qwen2", "Mixtral"),
+        topic="buffers",
+        concerns="rotary_emb.inv_freq",
+        text="stock ZeRO-3 computes rotary_emb.inv_freq in the dtype of the weights, an ordinary load and this one in "
+        "float32, so losses may differ from stock's",
+    ),
+    Difference(
+        package="transformers",
+        first="5.6.0",
+        last="5.23.0",
+        models=("BERT",),
+        topic="saved names",
+        concerns="LayerNorm.weight",
+        text="what stock ZeRO-3 loaded may be saved as LayerNorm.gamma and beta, what an ordinary load or this one did "
+        "as weight and bias",
+    ),
+)
+
+
+class DeviceMemory(NamedTuple):
     """Accelerator memory of this process's tensors, bytes: now, and the most since it started or reset its peaks."""
 
     allocated_bytes: int
@@ -36,9 +84,9 @@ def device_memory() -> DeviceMemory:
     return DeviceMemory(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Overlap:
-    """How long a load read for its device, how long it copied to it, and how long it did both at once. Seconds."""
+    """Seconds in which a load read for its device, copied to it, and did both at once."""
 
     read_s: float
     copy_s: float
@@ -61,36 +109,34 @@ def _union_s(spans: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(slots=True)
 class LoadReport(Phases):
-    """What one load did on this rank.
+    """What one load did on this rank. `print` shows all of it.
 
     Attributes:
         name: what was loaded.
         rank, world_size: of the partition group.
-        ds_config: the configuration that the model was partitioned for, with each "auto" that loading reads resolved.
+        ds_config: what the model was partitioned for, with each "auto" that loading reads resolved.
             `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto". Empty for `load_into`.
         dtype: storage dtype of floating-point parameters, as torch prints it.
         num_parameters: distinct parameters; tied ones count once.
         num_elements: elements of all of them, unpadded.
         num_quantized: parameters whose packed values are held; their elements are counted as they are stored.
         partition_bytes: bytes of the partitions on this rank, padding included; 0 under stages 0 to 2.
-        whole_bytes: bytes that every rank holds whole: of all parameters under stages 0 to 2, of those that `partition`
-            leaves out, and of the scales of quantized ones.
+        whole_bytes: bytes that every rank holds whole: all parameters under stages 0 to 2, those that `partition`
+            leaves out, and the scales of quantized ones.
         file_bytes: bytes of the files of the checkpoint, headers included; 0 for a model built from its configuration.
-        needed_bytes: bytes of shard files whose values ended up in the partitions and buffers of this rank.
-        read_bytes: bytes read from shard files, headers excluded.
+        needed_bytes: bytes of the files whose values this rank holds now.
+        read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
         shared: the reads that the ranks of a node did once for all of them; None where this rank read alone.
         seconds, peak_memory: see `Phases`; the phases are describe, plan, compare, verify and read.
-        peak_device_bytes: accelerator memory of this process's tensors at the peak, above what it was before the load;
-            0 on the CPU. Exact where the peak is a new one of the process, else the most seen after a parameter was
-            made.
-        overlap: of reads and copies, where memory of a device was filled.
+        peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
+            Exact where the peak is a new one of the process, else the most seen after a parameter was made.
+        overlap: of reads and copies, where the load filled memory of a device.
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
             them.
         slow_paths: parameters and buffers that took a slower path.
-        notes: a sentence for each surprise: parameters that nothing initialised, parameters stored in another dtype
-            than in an ordinary load, reads that could not be shared, reads that were tried again, and known
-            differences from stock ZeRO-3.
+        notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
+            ordinary load gives, reads that could not be shared, repeated reads, known differences from stock ZeRO-3.
     """
 
     name: str
@@ -118,7 +164,7 @@ class LoadReport(Phases):
     def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
         """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes."""
         is_sharded = any(target.kind == SHARDED for target in plan.targets)
-        self.ds_config = {} if is_sharded else ds_config  # `load_into` has one of its own, which is not the user's
+        self.ds_config = {} if is_sharded else ds_config  # that of `load_into` is not the user's
         self.num_parameters = len(plan.targets)
         self.num_elements = sum(target.numel for target in plan.targets)
         self.num_quantized = plan.num_quantized
@@ -128,17 +174,14 @@ class LoadReport(Phases):
         self.file_bytes = sum(file.nbytes for file in plan.files)
         self.needed_bytes = plan.needed_bytes
         self.loading_info = {
-            "missing_keys": list(plan.missing_keys),
-            "unexpected_keys": list(plan.unexpected_keys),
-            "mismatched_keys": list(plan.mismatched_keys),
+            key: list(getattr(plan, key)) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
         }
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
             self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {_some(recast)}")
         if any(target.kind not in (REPLICATED, SHARDED) for target in plan.targets):
-            parameters = [name for target in plan.targets for name in target.names]
-            buffers = [name for buffer in plan.buffers for name in buffer.names]
-            self.notes += known_differences([*parameters, *buffers])
+            all_names = [*(target.names for target in plan.targets), *(buffer.names for buffer in plan.buffers)]
+            self.notes += known_differences(name for names in all_names for name in names)
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory in use now, where that is more."""
@@ -149,7 +192,7 @@ class LoadReport(Phases):
         Phases.sample_memory(self)  # with slots, super() would need the class that they were added to
 
     def summary(self) -> str:
-        """Return one line: what this rank read, what it holds, the memory it took, the model, and the notes."""
+        """Return the most of it as one line."""
         rows, topics = self._rows(), ("read", "holds", "host memory", "model", "notes")
         said = (f"{topic} {rows[topic]}" for topic in topics if topic in rows)
         return f"{self._title()}: {'; '.join(said)}"
@@ -161,21 +204,17 @@ class LoadReport(Phases):
         return f"{self.name}: rank {self.rank} of {self.world_size}"
 
     def _rows(self) -> dict[str, str]:
-        """Return the text of each topic that has one."""
         of_dtype = f", {self.dtype.removeprefix('torch.')}" if self.dtype else ""
         quantized = f"; {self.num_quantized} parameters are quantized" if self.num_quantized else ""
-        all_bytes = self.partition_bytes * self.world_size
-        partitioned = f"{size(self.partition_bytes)} of {size(all_bytes)} partitioned"
-        if not self.ds_config:
-            partitioned = f"{size(self.partition_bytes)} of shards"
+        of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
+        held = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
+        held |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
-        whole = f"{size(self.whole_bytes)} whole on every rank"
-        held = partitioned * bool(self.partition_bytes), whole * bool(self.whole_bytes)
         listed = {**self.loading_info, "slow_paths": [path.name for path in self.slow_paths]}
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
-            "holds": ", ".join(filter(None, held)),
+            "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
             "read": from_files,
             "shared reads": self._sharing_text(),
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
@@ -200,8 +239,18 @@ class LoadReport(Phases):
         return f"{peak} above the start at the peak; read {read}, copied {copy}, both at once {both}"
 
 
+def known_differences(names: Iterable[str]) -> list[str]:
+    """Return a sentence for each difference that the installed releases have in a model with these names."""
+    present = tuple(names)
+    return [
+        f"{difference.text} ({difference.package} {difference.first} to {difference.last}; docs/compatibility.md)"
+        for difference in KNOWN
+        if difference.applies_to(importlib.import_module(difference.package).__version__)
+        and any(name.endswith(difference.concerns) for name in present)
+    ]
+
+
 def _some(names: Sequence[str]) -> str:
-    """Return how many names there are, and the first of them."""
     return f"{len(names)}: {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
 
 

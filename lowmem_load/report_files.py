@@ -1,4 +1,4 @@
-"""Reports as JSON files: each rank writes its own where the environment asks for it; those of many ranks are joined."""
+"""Reports as JSON files: each rank writes its own where the environment says; `join` makes one table of them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.report import LoadReport
 
 REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
-"""Variable of the environment: a folder, made if it is not there, that every rank writes its reports into."""
+"""Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
 
 FORMAT = 2
-"""Of the files; raised when what they hold changes its meaning."""
+"""Version of the files; raised when their meaning changes."""
 
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("load", "rank", "world_size", "read_bytes", "num_reads"), int),
     **dict.fromkeys(("name", "host"), str),
     **dict.fromkeys(("seconds", "peak_memory"), dict),
 }
-"""What joining takes of a report."""
+"""What `join` reads of a report."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,7 @@ _numbers = itertools.count(1)
 
 
 def write_report(report: LoadReport) -> Path | None:
-    """Write a report where the environment says; return the file, None without one.
-
-    The name holds the number of the load in this process, the model and the rank. A file that cannot be written is
-    warned of: the load itself is done.
-    """
+    """Write a report where the environment says; return the file. One that cannot be written is only logged."""
     folder, number = os.environ.get(REPORT_DIR), next(_numbers)
     if not folder:
         return None
@@ -57,17 +53,13 @@ def write_report(report: LoadReport) -> Path | None:
 
 
 def as_dict(report: LoadReport, number: int) -> dict[str, Any]:
-    """Return a report as what JSON has, with the number of the load in its process and the host."""
+    """Return a report as a dict, with the number of the load in its process and the host."""
     fields = {name: value for name, value in asdict(report).items() if not name.startswith("_")}
     return {"format": FORMAT, "load": number, "host": platform.node(), **fields}
 
 
 def read_reports(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return what reports say, given files or folders of them.
-
-    Raises:
-        ConfigError: a file is not there, or is no report that this release can read; or there is none.
-    """
+    """Return the reports in files and folders; raise ConfigError where there are none, or one cannot be read."""
     files = [file for each in paths for file in (sorted(each.glob("*.json")) if each.is_dir() else [each])]
     if not files:
         raise ConfigError(f"no reports: set {REPORT_DIR} for a job, and name that folder")
@@ -89,14 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank.
-
-    Attributes:
-        rank, host: whose report it is.
-        seconds: by phase.
-        read_bytes, num_reads: see `LoadReport`.
-        peak_bytes: host memory at the peak, above the start.
-    """
+    """The figures of one rank, as in `LoadReport`; `peak_bytes` of host memory, above the start."""
 
     rank: int
     host: str
@@ -108,13 +93,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """One load, of all ranks whose reports are there.
+    """One load, with the ranks whose reports are there, slowest reader first: in other phases ranks wait for others.
 
     Attributes:
-        name, load: what was loaded, and the number of the load in its processes.
-        world_size: of the load.
-        ranks: those that read for the longest time first: in other phases ranks wait for each other.
-        missing_ranks: whose reports are not there.
+        load: its number in the processes.
     """
 
     name: str
@@ -125,11 +107,7 @@ class Joined:
 
 
 def join(reports: Iterable[Mapping[str, Any]]) -> list[Joined]:
-    """Return the loads that reports are of, in order. Loads of other numbers of ranks are of other jobs.
-
-    Raises:
-        ConfigError: two reports are of the same rank of a load.
-    """
+    """Return the loads that reports are of, in order; raise ConfigError for two of the same rank and load."""
     loads: dict[tuple[int, str, int], dict[int, Rank]] = {}
     for report in reports:
         which = report["load"], report["name"], report["world_size"]

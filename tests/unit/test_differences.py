@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowmem_load import differences
-from lowmem_load.differences import KNOWN, Difference, known_differences
+from lowmem_load import report
+from lowmem_load.report import KNOWN, Difference, known_differences
 from tests.compat.results import read_results
 
 COMPARED = [result for result in read_results() if "Llama" in result["comparison"]]
@@ -58,7 +58,7 @@ def test_losses_differ_from_stock_only_beside_another_difference() -> None:
 
 def test_what_applies_to_the_installed_release_and_the_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     some = Difference("torch", "1.0", "2.0", ("Llama",), "buffers", "emb.inv_freq", "they differ")
-    monkeypatch.setattr(differences, "KNOWN", (some,))
+    monkeypatch.setattr(report, "KNOWN", (some,))
     monkeypatch.setattr(torch, "__version__", "1.5+cpu")
     assert known_differences(["a.weight", "rotary_emb.inv_freq"]) == [
         "they differ (torch 1.0 to 2.0; docs/compatibility.md)"
