@@ -1,7 +1,7 @@
-"""Resolves every "auto" of a ds_config. The caller's object is never changed.
+"""Resolves every "auto" of a ds_config, in a copy.
 
-"auto" is Hugging Face's placeholder. DeepSpeed drops it without a word and takes its own default (deepspeed 0.19.8
-runtime/config_utils.py:56), so an "auto" that cannot be resolved is refused here.
+DeepSpeed replaces an "auto" silently by its own default (deepspeed 0.19.8 runtime/config_utils.py:56), so one that
+cannot be resolved is refused here.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
 }
 
 _RESOLVED_PATHS = frozenset({"gradient_clipping"} | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS})
-"""Keys that `resolve_auto` has a value for, besides batch sizes and precision."""
+"""Keys that `resolve_auto` resolves, besides batch sizes and precision."""
 
 _TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
-"""Sections that Trainer completes once it knows the number of steps."""
+"""Trainer completes these once it knows the number of steps."""
 
 _DEEPSPEED_AUTO_KEYS = ("data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "expert_parallel.")
-"""Keys for which "auto" is a value of DeepSpeed's own, and its default.
+"""Keys for which DeepSpeed itself defines "auto".
 
 Source: deepspeed 0.19.8 runtime/constants.py:391, runtime/zenflow/zenflow_config.py:18-26,
 module_inject/auto_ep_config.py:61-82.
@@ -50,21 +50,12 @@ def resolve_auto(
 ) -> dict[str, Any]:
     """Return a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
 
-    Batch sizes satisfy train = micro * steps * world_size, where world_size is divided by sequence_parallel_size as
-    DeepSpeed does. Known sizes decide the open ones; if nothing decides, 8 per rank and 1 step are taken. A config
-    without train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1.
-    Other absent keys stay absent.
-
-    "auto" stays in "optimizer" and "scheduler", for the training loop, and in keys for which DeepSpeed defines it.
-
-    Args:
-        ds_config: read only.
-        world_size: ranks that train together.
-        hidden_size: see `hidden_size_of`.
-        precision: see `with_precision`.
+    Known batch sizes decide the open ones; if nothing decides, they are 8 per rank and 1 step. A config without
+    train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1. Other
+    absent keys stay absent. "auto" stays in "optimizer" and "scheduler", and in keys for which DeepSpeed defines it.
 
     Raises:
-        ConfigError: one error with all keys that cannot be resolved or contradict each other, and what to write.
+        ConfigError: names all keys that cannot be resolved or contradict each other, and what to write.
     """
     resolved = with_precision(plain_copy(ds_config), precision)
     if resolved.get("gradient_clipping") == AUTO:
@@ -80,12 +71,11 @@ def resolve_auto(
 
 
 def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of an active ds_config with only what loading reads; `resolve_auto` accepts it.
+    """Return a deep copy of a ds_config that a training loop has yet to complete, without what only the loop can say.
 
-    A training loop has yet to complete an active ds_config. What only the loop can say does not concern a load: batch
-    sizes become 1 per rank, "optimizer" and "scheduler" are dropped. So is every "auto" that `resolve_auto` has no
-    value for, as DeepSpeed drops it. That includes bf16.enabled and fp16.enabled: Trainer and accelerate fill them in
-    before a model is loaded, and without these stock ZeRO-3 reads them as false.
+    Batch sizes become 1 per rank. "optimizer", "scheduler" and every "auto" that `resolve_auto` cannot resolve are
+    dropped, as DeepSpeed does. So bf16.enabled and fp16.enabled read as false unless Trainer or accelerate has filled
+    them in before the load, as with stock ZeRO-3.
     """
     without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
     kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}
@@ -96,7 +86,6 @@ def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remove(config: dict[str, Any], path: str) -> None:
-    """Remove the key with a dotted path; an "auto" inside a list stays, and `resolve_auto` names it."""
     *parents, key = path.split(".")
     section: Any = config
     for parent in parents:
@@ -106,10 +95,7 @@ def _remove(config: dict[str, Any], path: str) -> None:
 
 
 def hidden_size_of(model_config: Any) -> int | None:
-    """Return the hidden size by which Trainer resolves bucket sizes; None if the model config has none.
-
-    Tries hidden_size, then max(hidden_sizes): of the config, of text_config, and of get_text_config().
-    """
+    """Return the hidden size by which Trainer resolves bucket sizes; None if the model config has none."""
     text_config = None
     with contextlib.suppress(AttributeError, ValueError):  # transformers cannot choose between several text configs
         text_config = model_config.get_text_config()
@@ -125,10 +111,7 @@ def hidden_size_of(model_config: Any) -> int | None:
 
 
 def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
-    """Return (train, micro, steps) with open sizes taken from the known ones, rounded down, or from the defaults.
-
-    Source: deepspeed 0.19.8 runtime/config.py:607, which must give the same for keys that stay absent.
-    """
+    # Source: deepspeed 0.19.8 runtime/config.py:607, which must give the same for keys that stay absent.
     if train is None:
         micro = _DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
         steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
@@ -140,7 +123,7 @@ def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | Non
 
 
 def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
-    """Resolve the batch sizes in place; return what is wrong with them, by key."""
+    """Resolve the batch sizes in place; return the problems by key."""
     if config.get(_TRAIN) is None and config.get(_MICRO) is None:
         config[_MICRO] = 1
     problems = {
@@ -168,7 +151,7 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
 
 
 def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:
-    """Resolve the keys that depend on the hidden size in place; return what is wrong with them, by dotted key."""
+    """Resolve the keys that depend on the hidden size in place; return the problems by dotted key."""
     section = config.get("zero_optimization")
     if not isinstance(section, dict):
         return {}
@@ -185,21 +168,15 @@ def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> d
     return problems
 
 
-def _auto_paths(config: Mapping[str, Any]) -> Iterator[str]:
+def _auto_paths(value: Any, path: str = "") -> Iterator[str]:
     """Yield the dotted key of each "auto" that neither the training loop nor DeepSpeed resolves."""
-    # An open batch size has its own message already, under the key that contradicts it.
-    skipped = _TRAINING_LOOP_SECTIONS + _BATCH_KEYS
-    for key, value in config.items():
-        if key not in skipped:
-            yield from (path for path in _auto_paths_below(key, value) if not path.startswith(_DEEPSPEED_AUTO_KEYS))
-
-
-def _auto_paths_below(path: str, value: Any) -> Iterator[str]:
+    if path in _TRAINING_LOOP_SECTIONS or path in _BATCH_KEYS:  # an open batch size has a message of its own
+        return
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _auto_paths_below(f"{path}.{key}", item)
+            yield from _auto_paths(item, f"{path}.{key}" if path else key)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _auto_paths_below(f"{path}[{index}]", item)
-    elif isinstance(value, str) and value == AUTO:
+            yield from _auto_paths(item, f"{path}[{index}]")
+    elif isinstance(value, str) and value == AUTO and not path.startswith(_DEEPSPEED_AUTO_KEYS):
         yield path

@@ -1,11 +1,7 @@
-"""Reads a ds_config and checks the values that a load uses. The caller's object is never changed.
-
-A ds_config is untrusted input: a hostile file must not hang the process or fill its memory.
-"""
+"""Reads a ds_config, which is untrusted input, into a copy, and checks the values that a load uses."""
 
 from __future__ import annotations
 
-import base64
 import copy
 import json
 import math
@@ -18,16 +14,16 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 from lowmem_load.errors import ConfigError
 
 AUTO: Literal["auto"] = "auto"
-"""The placeholder of a value that Hugging Face's training loop fills in."""
+"""Hugging Face's placeholder of a value that the training loop fills in."""
 
 MAX_FILE_NBYTES = 4 << 20
-"""Bytes of a ds_config file: a thousand times a long one, parsed in less than a second and 100 MB."""
+"""Limit of a ds_config file: parsed in less than a second and 100 MB. Long ones have 4 KB."""
 
 MAX_DEPTH, MAX_VALUES = 64, 1 << 20
-"""Limits of nesting and of all values. DeepSpeed's own sections nest 5 deep; a dict within itself has no end."""
+"""Limits of nesting and of all values. DeepSpeed's own sections nest 5 deep."""
 
 MAX_INT_BITS = 1024
-"""Bits of an integer: as large as a float can be. Python refuses to print one of more than 4300 digits."""
+"""Limit of an integer. Python refuses to print one of more than 4300 digits."""
 
 _PLAIN = (str, bool, int, float, type(None))
 
@@ -36,17 +32,19 @@ def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | objec
     """Return a deep copy of a ds_config as plain dicts and lists.
 
     Args:
-        ds_config: a mapping; the path of a JSON file; a string holding JSON or url-safe base64 of JSON, as accelerate
-            takes it; or an object with such a mapping as its `config` attribute (HfDeepSpeedConfig).
+        ds_config: a mapping, the path of a JSON file, JSON text, or an object with a mapping as its `config`
+            attribute (HfDeepSpeedConfig).
 
     Raises:
-        ConfigError: it is none of these, the file cannot be read, the text is not a JSON object or repeats a key, or a
-            value is beyond one of the limits above.
+        ConfigError: it is none of these, or cannot be read, repeats a key, or is beyond one of the limits above.
     """
     if isinstance(ds_config, Mapping):
         return plain_copy(ds_config)
     if isinstance(ds_config, (str, os.PathLike)):
-        return plain_copy(_read_text(ds_config))
+        is_text = isinstance(ds_config, str) and ds_config.lstrip().startswith("{")
+        path = f"ds_config file {os.fspath(ds_config)}"
+        text, source = (str(ds_config), "ds_config string") if is_text else (_read_file(ds_config, path), path)
+        return plain_copy(_parse_json(text, source))
     config = getattr(ds_config, "config", None)
     if isinstance(config, Mapping):
         return plain_copy(config)
@@ -57,11 +55,7 @@ def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | objec
 
 
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage, 0 to 3, that a ds_config asks for.
-
-    Raises:
-        ConfigError: zero_optimization or its stage is absent or malformed.
-    """
+    """Return the ZeRO stage, 0 to 3, that a ds_config asks for; raise ConfigError where it is absent or malformed."""
     example = 'write "zero_optimization": {"stage": 3}'
     if "zero_optimization" not in ds_config:
         raise ConfigError(f"ds_config has no zero_optimization: {example}")
@@ -82,10 +76,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def comparable(value: Any) -> Any:
-    """Return a configuration in a form that is equal on all ranks.
-
-    A path becomes an empty string, since each node may have its own; an object becomes the name of its class.
-    """
+    """Return a configuration without what may differ between ranks: paths, and objects beyond their class."""
     if isinstance(value, Mapping):
         return {key: comparable(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
     if isinstance(value, list | tuple):
@@ -96,11 +87,7 @@ def comparable(value: Any) -> Any:
 
 
 def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy in which every mapping is a dict, also those that deepcopy refuses.
-
-    Raises:
-        ConfigError: see `read_ds_config`.
-    """
+    """Return a deep copy in which every mapping is a dict, also those that deepcopy refuses."""
     num_values = 0
 
     def items(section: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -143,44 +130,22 @@ def _check_number(value: object, where: str) -> None:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def _read_text(source: str | os.PathLike[str]) -> dict[str, Any]:
-    path = os.fspath(source)
-    if os.path.exists(path):
-        return _parse_json(_read_file(path), f"ds_config file {path}")
-    if isinstance(source, str):
-        if source.lstrip().startswith("{"):
-            return _parse_json(source, "ds_config string")
-        decoded = _decode_base64(source)
-        if decoded is not None:
-            return _parse_json(decoded, "ds_config base64 string")
-    raise ConfigError(f"ds_config file {path}: no such file; pass the path of a JSON file, or a dict")
-
-
-def _read_file(path: str) -> str:
-    if not os.path.isfile(path):  # to open a FIFO would wait for a writer
-        raise ConfigError(f"ds_config file {path}: is not a regular file; pass the path of a JSON file")
+def _read_file(path: str | os.PathLike[str], label: str) -> str:
+    if not os.path.exists(path):
+        raise ConfigError(f"{label}: no such file; pass the path of a JSON file, or a dict")
+    if not os.path.isfile(path):  # opening a FIFO would wait for a writer
+        raise ConfigError(f"{label}: is not a regular file; pass the path of a JSON file")
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_NBYTES + 1)
     except OSError as error:
-        raise ConfigError(f"ds_config file {path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{label}: cannot be read ({error.strerror})") from error
     if len(content) > MAX_FILE_NBYTES:
-        raise ConfigError(f"ds_config file {path}: has more than {MAX_FILE_NBYTES} bytes; is it another file?")
+        raise ConfigError(f"{label}: has more than {MAX_FILE_NBYTES} bytes; is it another file?")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"ds_config file {path}: not UTF-8 text at byte {error.start}; save it as UTF-8 JSON"
-        ) from error
-
-
-def _decode_base64(text: str) -> str | None:
-    """Return the JSON object that the string encodes; None if it is something else, such as a path."""
-    try:
-        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
-    except ValueError:
-        return None
-    return decoded if decoded.lstrip().startswith("{") else None
+        raise ConfigError(f"{label}: not UTF-8 text at byte {error.start}; save it as UTF-8 JSON") from error
 
 
 def _parse_json(text: str, source: str) -> dict[str, Any]:
@@ -219,16 +184,14 @@ _MISSING = object()
 
 
 class _Kind(NamedTuple):
-    """What a key may hold: in words, with an example, and as a test. "auto" is handled by `config/auto.py`."""
+    """What a key may hold: in words, and as a test."""
 
     expected: str
     fits: Callable[[Any], bool]
 
 
 def _whole(least: int, most: int = MAX_NUMEL) -> _Kind:
-    """Return the kind of a count. One of elements may be a float, such as 1e9."""
-
-    def fits(value: Any) -> bool:
+    def fits(value: Any) -> bool:  # a count of elements may be a float, such as 1e9
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer() and most == MAX_NUMEL)
         return is_whole and not isinstance(value, bool) and least <= value <= most
 
@@ -285,7 +248,7 @@ KINDS: Mapping[str, _Kind] = {
     "zero_optimization.zero_quantized_weights": _FLAG,
     "zero_optimization.zero_quantized_nontrainable_weights": _FLAG,
 }
-"""What a load reads, by dotted key; a section stands before its keys. DeepSpeed judges all other keys.
+"""What a load reads, by dotted key, sections before their keys. DeepSpeed judges all other keys.
 
 Source: deepspeed 0.19.8 runtime/zero/config.py and offload_config.py; runtime/config.py:562 for keep_in_fp32_modules;
 runtime/swap_tensor/aio_config.py. bf16 and fp16: `config/precision.py`; batch sizes: `config/auto.py`.
@@ -293,13 +256,8 @@ runtime/swap_tensor/aio_config.py. bf16 and fp16: `config/precision.py`; batch s
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Raise for values that no load can use. "auto" passes: it is resolved, or refused, later.
-
-    DeepSpeed checks some of them only after it has allocated memory, and others never.
-
-    Raises:
-        ConfigError: one error with all such keys, what they hold and what was expected.
-    """
+    """Raise ConfigError, which names them all, for values that no load can use. "auto" passes until `resolve_auto`."""
+    # DeepSpeed checks some of them only after it has allocated memory, and others never.
     problems = []
     for path, kind in KINDS.items():
         value: Any = config

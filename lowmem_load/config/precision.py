@@ -1,7 +1,4 @@
-"""Decides between bf16, fp16 and fp32 from a ds_config and, where there are any, the training arguments.
-
-docs/precision.md lists the rules cell by cell; a test compares every cell with these functions.
-"""
+"""Decides between bf16, fp16 and fp32 from a ds_config and training arguments. docs/precision.md lists every case."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _BF16_OLD = "bfloat16"
 
 
 class Precision(enum.Enum):
-    """The type of the parameters; the value is the name of the torch dtype."""
+    """The type of the parameters, by the name of the torch dtype."""
 
     BF16 = "bfloat16"
     FP16 = "float16"
@@ -37,28 +34,23 @@ def precision_of(
     """Return the precision that a ds_config and the training arguments agree on.
 
     A training argument replaces a ds_config value that is absent or "auto". A value that is still open is the opposite
-    of the other one. If both are open, the answer is bf16. As in DeepSpeed, a section "bfloat16" is read where "bf16"
-    is absent.
+    of the other one. If both are open, the answer is bf16.
 
     Args:
         ds_config: read only.
         absent: how to read a section that is absent or has no "enabled", if no training argument replaces it.
-            "disabled" is what DeepSpeed does with the same dict; "auto" is for a caller that writes the answer back
-            with `with_precision`.
+            "disabled" is DeepSpeed's way; "auto" is for a caller that writes the answer back by `with_precision`.
         trainer_bf16: TrainingArguments.bf16; None if there are no training arguments.
         trainer_fp16: TrainingArguments.fp16; likewise.
 
     Raises:
-        ConfigError: a section is not an object, a value is not a flag, ds_config and training arguments contradict
-            each other, or bf16 and fp16 are both on.
+        ConfigError: a value is malformed, ds_config and training arguments contradict each other, or both are on.
     """
     contradictions = []
     on: dict[str, bool | None] = {}
     origin = {}
-    for name, section, trainer in (
-        (_BF16, _bf16_section_name(ds_config), trainer_bf16),
-        (_FP16, _FP16, trainer_fp16),
-    ):
+    sections = ((_BF16, _bf16_section_name(ds_config), trainer_bf16), (_FP16, _FP16, trainer_fp16))
+    for name, section, trainer in sections:
         if not (trainer is None or isinstance(trainer, bool)):
             raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
         enabled = _enabled(ds_config, section)
@@ -87,11 +79,7 @@ def precision_of(
 def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
     """Return a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans.
 
-    All other keys of the two sections stay. A section under the old name "bfloat16" becomes "bf16", because Hugging
-    Face reads only that. Where both exist, the old one is dropped: DeepSpeed does not read it then.
-
-    Raises:
-        ConfigError: one of the sections is not an object.
+    A section under the old name "bfloat16" becomes "bf16", because Hugging Face reads only that.
     """
     resolved = copy.deepcopy(dict(ds_config))
     bf16 = _section(resolved, _bf16_section_name(resolved))
@@ -120,7 +108,6 @@ def _section(ds_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _enabled(ds_config: Mapping[str, Any], name: str) -> bool | Literal["auto"] | None:
-    """Return the "enabled" of a section; None where the section or the key is absent."""
     section = _section(ds_config, name)
     if "enabled" not in section:
         return None

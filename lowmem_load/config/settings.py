@@ -1,4 +1,4 @@
-"""The settings of one load, made once from the caller's ds_config and arguments."""
+"""The settings of one load, from the caller's ds_config and arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowmem_load.fingerprint import fingerprint
 
 Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Partition: TypeAlias = "Choice | Sequence[Choice]"
-"""A module name or glob over names, a module class, a predicate on (name, module), or several of these.
+"""A module name or glob, a module class, a predicate on (name, module), or several of these.
 
 Names and predicates choose among the modules below the model; only its class chooses the model itself."""
 
@@ -27,13 +27,13 @@ class Settings:
     """The settings of a load, made by `read_settings`.
 
     Attributes:
-        ds_config: a plain copy of the caller's. After `for_model` it has no "auto" that loading reads.
+        ds_config: a plain copy. After `for_model` it has no "auto" that loading reads.
         stage: of ZeRO, 0 to 3.
         precision: of DeepSpeed under this ds_config.
         world_size: ranks that load together. A parameter is partitioned among `shard_size` of them.
-        partition: what to partition, as the caller gave it; None for the whole model.
+        partition: what to partition; None for the whole model.
         must_match: whether every entry of `partition` must choose a module.
-        is_resolved: whether `for_model` has been called.
+        is_resolved: whether `for_model` was called.
     """
 
     ds_config: Mapping[str, Any]
@@ -45,24 +45,18 @@ class Settings:
     is_resolved: bool = False
 
     def for_model(self, model_config: Any) -> Settings:
-        """Return these settings with every "auto" resolved for a model; themselves if they are resolved already.
-
-        Raises:
-            ConfigError: see `resolve_auto`.
-        """
+        """Return these settings with every "auto" resolved for a model. See `resolve_auto`."""
         if self.is_resolved:
             return self
+        hidden_size = hidden_size_of(model_config)
         resolved = resolve_auto(
-            self.ds_config,
-            world_size=self.world_size,
-            hidden_size=hidden_size_of(model_config),
-            precision=self.precision,
+            self.ds_config, world_size=self.world_size, hidden_size=hidden_size, precision=self.precision
         )
         return replace(self, ds_config=resolved, is_resolved=True)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of parameters in DeepSpeed: bfloat16, float16 or float32."""
+        """The dtype of parameters in DeepSpeed."""
         dtype: torch.dtype = getattr(torch, self.precision.value)
         return dtype
 
@@ -86,7 +80,7 @@ class Settings:
 
     @property
     def fingerprint(self) -> str:
-        """A hash that is equal on ranks with the same settings. Paths in the ds_config may differ."""
+        """A hash that ranks with the same settings share. Paths in the ds_config may differ."""
         return fingerprint([str(comparable(self.ds_config)), str(self.precision), str(self.partition is None)])
 
 
@@ -101,20 +95,10 @@ def read_settings(
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Settings:
-    """Read a ds_config and check it.
+    """Read a ds_config and check it; raise ConfigError if it or the partition cannot be used.
 
-    Args:
-        ds_config: see `read_ds_config`.
-        world_size: ranks that load together.
-        partition: what to partition; None for the whole model.
-        must_match: whether every entry of `partition` must choose a module.
-        is_active: whether a training loop has yet to complete the ds_config; see `for_loading`.
-        absent: see `precision_of`, as for the training arguments.
-        trainer_bf16: TrainingArguments.bf16, if there are any.
-        trainer_fp16: TrainingArguments.fp16, if there are any.
-
-    Raises:
-        ConfigError: the ds_config or the partition cannot be used.
+    With `is_active`, a training loop has yet to complete the ds_config: see `for_loading`. For the other arguments, see
+    `Settings`, `read_ds_config` and `precision_of`.
     """
     config = read_ds_config(ds_config)
     check_kinds(config)
@@ -130,11 +114,7 @@ def read_settings(
 
 
 def choices_of(partition: Partition) -> list[Choice]:
-    """Return a partition argument as a list.
-
-    Raises:
-        ConfigError: an entry is none of what `Partition` allows.
-    """
+    """Return a partition argument as a list; raise ConfigError for an entry that `Partition` does not allow."""
     entries = list(partition) if isinstance(partition, Sequence) and not isinstance(partition, str) else [partition]
     for entry in entries:
         module_class = isinstance(entry, type) and issubclass(entry, nn.Module)
