@@ -28,7 +28,7 @@ from benchmarks.results import (
     write_docs,
 )
 from benchmarks.worker import RankResult, Spec
-from lowmem_load.cli.bench_memory import available_bytes
+from lowmem_load.cli.bench_worker import available_bytes
 
 RANK_OVERHEAD_BYTES = 2**30
 """Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from lowmem_load.cli.bench_memory import PeakMemory
+from lowmem_load.cli.bench_worker import PeakMemory
 from lowmem_load.phases import Memory, host_memory
 
 SAMPLE_INTERVAL_S = 0.005

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.launch import run_processes
 from benchmarks.results import MIB, markdown
-from lowmem_load.cli.bench_memory import high_water
+from lowmem_load.cli.bench_worker import high_water
 from lowmem_load.phases import host_memory
 
 LLAMAFACTORY = "llamafactory_style/train"

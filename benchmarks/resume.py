@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import MIB, show_table
-from lowmem_load.cli.bench_memory import PeakMemory
+from lowmem_load.cli.bench_worker import PeakMemory
 from tests.ranks import run_ranks
 
 MATRIX = ("2:1", "2:4", "4:3", "3:2")

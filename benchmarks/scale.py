@@ -122,7 +122,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     import transformers
 
     import lowmem_load
-    from lowmem_load.cli.bench_memory import PeakMemory
+    from lowmem_load.cli.bench_worker import PeakMemory
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
     keywords: dict[str, Any] = keywords_of(row.model)

@@ -17,13 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
-from lowmem_load.cli.bench_memory import available_bytes, drop, warm
+from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, available_bytes, drop, warm
 from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.errors import LowMemLoadError
 from lowmem_load.quantities import size
-
-STOCK, STREAMED, FLOOR = "stock", "lowmem_load", "floor"
-"""The methods. The floor reads each rank's share of the files' bytes and makes no model."""
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 
@@ -44,8 +41,7 @@ class Row:
         method: `STOCK`, `STREAMED` or `FLOOR`.
         seconds: median of the runs, each timed by its slowest rank.
         all_seconds: of each run.
-        peak_bytes: the highest peak of host memory of all ranks and runs; see `bench_worker.measure`.
-        device_peak_bytes: the same for accelerator memory.
+        peak_bytes, device_peak_bytes: the highest of all ranks and runs; see `bench_worker.measure`.
         digest: of the loaded model.
         skipped: the reason for not running the method; "" if it ran.
     """
@@ -95,7 +91,7 @@ def bench(
             on_gpu=gpu,
             log=lambda line: typer.echo(line, err=True),
         )
-    is_equal = equal_weights(rows)
+    is_equal = len({row.digest for row in rows if row.digest}) <= 1
     verdict = "All ended with the same weights." if is_equal else "The weights differ; see the digests of --json."
     columns = ("method", "slowest rank", "peak of host memory", "of device memory")
     title = f"{folder}, {ranks} ranks"
@@ -125,16 +121,7 @@ def compare(
     on_gpu: bool,
     log: Callable[[str], object] = str,
 ) -> list[Row]:
-    """Run every method and return a row for each.
-
-    Args:
-        folder: the checkpoint.
-        ds_config: a configuration of stage 3.
-        ranks: processes to start on this machine.
-        repeats: runs of each method.
-        is_cold: drop the files from the page cache before each run, instead of reading them into it.
-        on_gpu: see `run_ranks`.
-        log: called with a line of text before each run.
+    """Run every method and return a row for each. `log` gets a line of text before each run.
 
     Raises:
         CheckpointError: the folder holds no weights.
@@ -180,23 +167,12 @@ def _row(method: str, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Row:
     )
 
 
-def equal_weights(rows: Sequence[Row]) -> bool:
-    """Return whether all methods that load a model loaded the same one."""
-    return len({row.digest for row in rows if row.digest}) <= 1
-
-
 def run_ranks(
     module: str, spec: Mapping[str, Any], out: Path, world_size: int, *, on_gpu: bool, cwd: Path | None = None
 ) -> list[str]:
     """Run `python -m module OUT/spec.json` in `world_size` processes; return the OUT/rank<N>.json that they write.
 
-    Args:
-        module: the module to run.
-        spec: its input, written as JSON.
-        out: folder for results and logs; created if absent.
-        world_size: number of ranks, all on this machine.
-        on_gpu: let DeepSpeed look for an accelerator.
-        cwd: working directory of the processes.
+    With `on_gpu`, DeepSpeed looks for an accelerator; `cwd` is the working directory of the processes.
 
     Raises:
         GroupError: names the rank that failed.
@@ -207,7 +183,10 @@ def run_ranks(
         result.unlink(missing_ok=True)
     spec_path = out / "spec.json"
     spec_path.write_text(json.dumps(spec))
-    command, port = [sys.executable, "-m", module, str(spec_path)], _free_port()
+    command = [sys.executable, "-m", module, str(spec_path)]
+    with socket.socket() as server:  # finds a free port
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
@@ -256,10 +235,3 @@ def _environment(rank: int, world_size: int, port: int, on_gpu: bool) -> dict[st
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **({} if on_gpu else {"DS_ACCELERATOR": "cpu"}),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port

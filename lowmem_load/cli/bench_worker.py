@@ -1,50 +1,88 @@
-"""One rank of one load: `python -m lowmem_load.cli.bench_worker SPEC`, with RANK and so on as a launcher sets them."""
+"""One rank of one load: `python -m lowmem_load.cli.bench_worker SPEC` under a launcher's variables; and its memory."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lowmem_load.api.load_model import load_model
-from lowmem_load.cli.bench import FLOOR, STOCK, STREAMED
-from lowmem_load.cli.bench_memory import PeakMemory
-from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.fingerprint import fingerprint
-from lowmem_load.hf import names
-from lowmem_load.hf.active import deepspeed_config
-from lowmem_load.io.source import LocalFile
-from lowmem_load.report import device_memory
-from lowmem_load.saving.model_digest import model_digest
+STOCK, STREAMED, FLOOR = "stock", "lowmem_load", "floor"
+"""The methods. The floor reads each rank's share of the files' bytes and makes no model."""
 
 CHUNK_BYTES = 64 << 20
 """Bytes of one read of the floor."""
 
-
-def load_stock(spec: Mapping[str, Any]) -> Any:
-    """Load by transformers' own ZeRO-3 path."""
-    cls = names.model_class(None, names.model_config(spec["folder"], {}), False)
-    with deepspeed_config(spec["ds_config"]):
-        return cls.from_pretrained(spec["folder"], **{names.DTYPE_KEYWORD: "auto"})
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def load_streamed(spec: Mapping[str, Any]) -> Any:
-    """Load by lowmem_load."""
-    return load_model(spec["folder"], spec["ds_config"])
+def high_water() -> int:
+    """Return this process' peak resident memory in bytes, since its start or since the last `PeakMemory` began."""
+    return int((PROC / "self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def read_floor(spec: Mapping[str, Any]) -> list[torch.Tensor]:
+class PeakMemory:
+    """Context manager that measures the peak resident memory of the block: `peak_bytes` above its start."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = self._start_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+        if trim is not None:
+            trim(0)  # the block would reuse freed memory, and it would not be counted
+        (PROC / "self/clear_refs").write_text("5")  # 5: reset the high-water mark (man 5 proc)
+        self._start_bytes = high_water()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak_bytes = high_water() - self._start_bytes
+
+
+def available_bytes() -> int | None:
+    """Return the memory free for new processes, within our cgroup's limit; None if the system does not say (macOS)."""
+    try:
+        fields = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
+def warm(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Read every file once, so that the page cache holds it."""
+    memory = bytearray(8 << 20)
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(memory):
+                pass
+
+
+def drop(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Ask the kernel to drop every file from the page cache. This is a hint and needs no privileges."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_floor(files: Iterable[str]) -> list[Any]:
     """Read this rank's share of the bytes of all files into fresh memory, in one thread."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    memory = []
-    for path in spec["files"]:
+    import torch
+
+    from lowmem_load.io.source import LocalFile
+
+    rank, world_size, memory = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
+    for path in files:
         with closing(LocalFile(path)) as file:
             start, end = file.nbytes * rank // world_size, file.nbytes * (rank + 1) // world_size
             for at in range(start, end, CHUNK_BYTES):
@@ -53,28 +91,44 @@ def read_floor(spec: Mapping[str, Any]) -> list[torch.Tensor]:
     return memory
 
 
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    STOCK: load_stock,
-    STREAMED: load_streamed,
-    FLOOR: read_floor,
-}
+def _method(spec: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return the load to measure. Imports all that it needs, before the clock starts."""
+    import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed
+    from lowmem_load.api.load_model import load_model
+    from lowmem_load.hf import names
+    from lowmem_load.hf.active import deepspeed_config
+
+    cls = names.model_class(None, names.model_config(spec["folder"], {}), False)
+
+    def load_stock() -> Any:
+        with deepspeed_config(spec["ds_config"]):
+            return cls.from_pretrained(spec["folder"], **{names.DTYPE_KEYWORD: "auto"})
+
+    methods: dict[str, Callable[[], Any]] = {
+        STOCK: load_stock,
+        STREAMED: lambda: load_model(spec["folder"], spec["ds_config"]),
+        FLOOR: lambda: read_floor(spec["files"]),
+    }
+    return methods[spec["method"]]
 
 
-def measure(spec: Mapping[str, Any], ranks: DistributedInterface) -> dict[str, Any]:
+def measure(spec: Mapping[str, Any], ranks: Any) -> dict[str, Any]:
     """Load and measure it, then compute the digest of the model. Collective.
 
     Returns:
         Seconds of the load; peaks above its start, of resident host memory (mapped files count) and of accelerator
         memory (0 on the CPU); the digest of the model, "" for the floor.
     """
-    import lowmem_load.ds.partition  # noqa: F401  import DeepSpeed before the clock starts, for every method
+    from lowmem_load.fingerprint import fingerprint
+    from lowmem_load.report import device_memory
+    from lowmem_load.saving.model_digest import model_digest
 
-    names.model_class(None, names.model_config(spec["folder"], {}), False)
+    load = _method(spec)
     ranks.barrier()
     device_before = device_memory().allocated_bytes
     with PeakMemory() as memory:
         start = time.perf_counter()
-        loaded = METHODS[spec["method"]](spec)
+        loaded = load()
         seconds = time.perf_counter() - start
     device_peak_bytes = max(0, device_memory().peak_bytes - device_before)
     digest = "" if spec["method"] == FLOOR else fingerprint(map(str, sorted(model_digest(loaded).items())))
@@ -89,6 +143,8 @@ def measure(spec: Mapping[str, Any], ranks: DistributedInterface) -> dict[str, A
 
 def main() -> None:
     """Read the spec named on the command line, run it, write this rank's result."""
+    from lowmem_load.distributed.process_group import DistributedInterface
+
     spec, ranks = json.loads(Path(sys.argv[1]).read_text()), DistributedInterface()
     result = measure(spec, ranks)
     Path(spec["out"], f"rank{ranks.rank}.json").write_text(json.dumps(result))

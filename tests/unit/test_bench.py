@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.memory import MemorySampler
 from lowmem_load.cli import bench
-from lowmem_load.cli.bench import FLOOR, STOCK, STREAMED, GroupError, Row, compare, equal_weights, run_ranks
-from lowmem_load.cli.bench_worker import read_floor
+from lowmem_load.cli.bench import GroupError, Row, compare, run_ranks
+from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, read_floor
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError
 from tests.builders import tiny_llama
@@ -68,11 +68,6 @@ def test_methods_that_need_too_much_memory_are_skipped(
     assert [spec["method"] for spec in ran] == [STREAMED, FLOOR]
 
 
-def test_digests_of_weights_are_compared() -> None:
-    assert equal_weights([Row("a", digest="d"), Row("b", digest="d"), Row("floor")])
-    assert not equal_weights([Row("a", digest="d"), Row("b", digest="e")])
-
-
 def test_the_floor_reads_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(range(251)))
     (tmp_path / "b").write_bytes(b"xyz")
@@ -81,7 +76,7 @@ def test_the_floor_reads_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pyt
     read = {}
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
-        read[rank] = torch.cat(read_floor({"files": [str(tmp_path / "a"), str(tmp_path / "b")]}))
+        read[rank] = torch.cat(read_floor([str(tmp_path / "a"), str(tmp_path / "b")]))
     parts = [bytes(part.tolist()) for part in read.values()]
     assert parts == [bytes(range(83)) + b"x", bytes(range(83, 167)) + b"y", bytes(range(167, 251)) + b"z"]
 
@@ -106,6 +101,12 @@ def test_the_command_shows_what_it_measured(
     app(["bench", str(tiny_llama(tmp_path)), "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)
     assert found["equal_weights"] and [row["method"] for row in found["rows"]] == [STOCK, STREAMED, FLOOR]
+
+
+def test_different_weights_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row("a", digest="d"), Row("b", digest="e"), Row("floor")]
+    monkeypatch.setattr(bench, "compare", lambda *_, **__: rows)
+    assert app(["bench", "folder"], standalone_mode=False) == 1
 
 
 def test_peaks_are_above_the_memory_at_the_start() -> None:
