@@ -1,19 +1,15 @@
-"""`initialize` of partial ZeRO-3, and `deepspeed.initialize` that calls it.
-
-It checks model, ds_config and optimizer on all ranks, then makes the engine. Programs that make their engine with
-`deepspeed.initialize`, as Trainer and accelerate do, get one inside `partial_zero3`.
-"""
+"""`initialize` of partial ZeRO-3, and `partial_zero3`, inside which `deepspeed.initialize` calls it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.config.ds_config import AUTO, comparable, read_ds_config
+from lowmem_load.config.ds_config import AUTO, comparable
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import scheduler_class
@@ -22,7 +18,7 @@ from lowmem_load.ds.parameters import full_numel, group_size_of, is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.partial_engine import PartialEngine
-from lowmem_load.partial.replicated import Average, SplitOptimizer, check_average, options_of
+from lowmem_load.partial.replicated import Average, SplitOptimizer, options_of
 from lowmem_load.targets.partition_choice import check_ties, choose, chosen_parameters, partitioned_modules
 
 
@@ -63,7 +59,8 @@ def initialize(
     """
     distributed = DistributedInterface()
     with distributed.step("preparing partial ZeRO-3") as step:
-        check_average(average)
+        if average not in ("all", "used"):
+            raise ConfigError(f"average is 'all' or 'used', got {average!r}")
         settings = _settings(ds_config, model, distributed.world_size)
         config = settings.ds_config
         chosen, plain = _chosen(model, partition)
@@ -75,7 +72,8 @@ def initialize(
     engine: PartialEngine | None = None
     try:
         with distributed.step("making the engine of partial ZeRO-3"):
-            engine = PartialEngine(model, chosen, settings, split, cast=plain, average=average)
+            engine = PartialEngine(model, chosen, settings, split, average)
+            engine.train_replicated(settings.dtype if plain else None)
             engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
     except BaseException:
         if engine is not None:
@@ -98,7 +96,7 @@ def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:
 
 
 def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn.Module], bool]:
-    """Return the chosen modules by name, and whether no parameter of the model is partitioned yet."""
+    """Return the chosen modules, and whether no parameter of the model is partitioned yet."""
     already = partitioned_modules(model, is_partitioned)
     chosen = already if partition is None else choose(model, partition)
     if not chosen:
@@ -172,26 +170,21 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
 
 # -- deepspeed.initialize, called by others ---------------------------------------------------------------------------
 
-_FOLLOWED = {
-    "args",
-    "model",
-    "optimizer",
-    "model_parameters",
-    "lr_scheduler",
-    "config",
-    "config_params",
+_FOLLOWED = (
+    *("args", "model", "optimizer", "model_parameters", "lr_scheduler", "config", "config_params"),
     "dist_init_required",  # `initialize` uses the process group that is there, and makes one where there is none
-}
+)
 
 
 @contextlib.contextmanager
 def partial_zero3(partition: Partition | None = None, *, average: Average = "all") -> Iterator[None]:
     """Inside, `deepspeed.initialize` makes a `PartialEngine` for a partly partitioned model, whoever calls it.
 
-    For example, `with partial_zero3(): trainer.train()`. It uses `model`, `optimizer`, `model_parameters` (parameters,
-    or groups of them), `lr_scheduler` and the ds_config, also that of `args`, and refuses any other argument with an
-    `UnsupportedError`. A model that is fully partitioned gets DeepSpeed's own engine; so does a model without
-    partitions, if no `partition` is given. On exit everything is as it was.
+    For example, `with partial_zero3(): trainer.train()`. It uses `model`, `optimizer`, `model_parameters`,
+    `lr_scheduler` and the ds_config, also that of `args`, and refuses any other argument with an `UnsupportedError`.
+    Groups of parameters need an optimizer, or a function that makes one. A model that is fully partitioned gets
+    DeepSpeed's own engine; so does a model without partitions, if no `partition` is given. On exit everything is as it
+    was.
 
     Args:
         partition: as for `lowmem_load.initialize`: for models that were not loaded with one.
@@ -228,12 +221,7 @@ def _is_for_us(model: nn.Module, partition: Partition | None) -> bool:
 
 
 def _followed(given: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the ds_config, and the optimizer as `lowmem_load.initialize` takes it.
-
-    Raises:
-        ConfigError: arguments contradict each other.
-        UnsupportedError: there are arguments that cannot be followed.
-    """
+    """Return the ds_config, and the optimizer as `lowmem_load.initialize` takes it."""
     args = given.get("args")
     refused = [name for name in given if name not in _FOLLOWED]
     refused += [f"args.{name}" for name in ("deepscale_config", "device_rank") if getattr(args, name, None) is not None]
@@ -247,65 +235,14 @@ def _followed(given: Mapping[str, Any]) -> tuple[Any, Any]:
     if len(configs) != 1:
         raise ConfigError(f"deepspeed.initialize was given {len(configs)} ds_configs; give one, as config")
     optimizer, parameters = given.get("optimizer"), given.get("model_parameters")
-    if parameters is None:
+    if parameters is None or isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed ignores them beside an optimizer
         return configs[0], optimizer
-    return _over(_groups(parameters), given["model"], optimizer, configs[0])
-
-
-def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return `model_parameters`, which may be a generator, as groups."""
-    entries = list(parameters)
-    if not entries or not isinstance(entries[0], Mapping):
-        entries = [{"params": entries}]
-    return [
-        {**group, "params": [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])}
-        for group in entries
-    ]
-
-
-def _over(groups: list[dict[str, Any]], model: nn.Module, optimizer: Any, ds_config: Any) -> tuple[Any, Any]:
-    """Return the ds_config and an optimizer over these groups."""
-    trainable = {id(p) for p in model.parameters() if p.requires_grad}
-    held = {id(p) for group in groups for p in group["params"]} & trainable
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if held != {id(p) for group in optimizer.param_groups for p in group["params"]} & trainable:
-            raise ConfigError("model_parameters are not the optimizer's parameters; leave out model_parameters")
-        return ds_config, optimizer
-    plain = len(groups) == 1 and groups[0].keys() == {"params"}
+    held = list(parameters)
     if optimizer is not None:
-        return ds_config, lambda _: optimizer(groups[0]["params"] if plain else groups)
-    if plain and held == trainable:
-        return ds_config, None  # the ds_config's optimizer has these parameters in any case
-    config = read_ds_config(ds_config)
-    # By default DeepSpeed refuses to step an optimizer of torch in host memory.
-    return {"zero_force_ds_cpu_optimizer": False, **config}, _maker(groups, config.get("optimizer"))
-
-
-def _maker(groups: list[dict[str, Any]], section: Any) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Return a function that makes the optimizer of the ds_config's section over these groups; None without a section.
-
-    The optimizer is torch's: DeepSpeed makes its own inside an engine, which has only part of the groups.
-    """
-    if not section:
-        return None
-
-    def make(_: Any) -> torch.optim.Optimizer:
-        name, params = str(section.get("type")), dict(section.get("params") or {})
-        if name.lower() in ("adam", "adamw"):
-            if not params.pop("torch_adam", False):
-                params.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has another
-            params.pop("fp32_optimizer_states", None)
-            adam_w_mode = params.pop("adam_w_mode", True)
-            name = "AdamW" if name.lower() == "adamw" or adam_w_mode else "Adam"
-        cls = getattr(torch.optim, name, None)
-        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise UnsupportedError(
-                f"model_parameters with the ds_config's optimizer {name}: torch has no such optimizer; pass an "
-                "optimizer over these groups"
-            )
-        try:
-            return cls(groups, **params)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"ds_config optimizer.params or model_parameters: {error}") from error
-
-    return make
+        return configs[0], lambda _: optimizer(held)
+    if not {id(p) for p in given["model"].parameters() if p.requires_grad} <= set(map(id, held)):
+        raise UnsupportedError(
+            "model_parameters are groups, or not all that require a gradient: partial ZeRO-3 trains all parameters "
+            "alike by the ds_config's optimizer; pass an optimizer over these groups instead"
+        )
+    return configs[0], None

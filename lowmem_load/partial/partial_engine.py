@@ -1,7 +1,6 @@
-"""The engine of partial ZeRO-3: trains chosen modules under ZeRO-3 and replicates the rest on all ranks.
+"""The engine of partial ZeRO-3, for models of which a rank does not run all parts in every step.
 
-It is for models of which a rank does not run all parts in every step, such as encoders of several modalities before one
-language model. ZeRO-3's collectives would not match across ranks there. Here they cover only what all ranks run.
+ZeRO-3's collectives would not match across ranks there. Here they cover only what all ranks run.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.partial.partial_checkpoint import Outside, find_checkpoint, load_replicated, save_replicated
+from lowmem_load.partial.partial_checkpoint import find_checkpoint, load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
     Average,
     PartialOptimizer,
     ReplicatedPart,
     SplitOptimizer,
-    broadcast,
     follow,
     options_of,
 )
@@ -49,51 +47,35 @@ class PartialEngine(nn.Module):
         chosen: dict[str, nn.Module],
         settings: Settings,
         split: SplitOptimizer | None,
-        *,
-        cast: bool,
         average: Average,
     ) -> None:
         super().__init__()
-        self.module = model
+        self.module, self._split = model, split
+        self.lr_scheduler: Any = None
         derive = None if split is None else functools.partial(_derived, split)
         with DistributedInterface().step("making the ZeRO-3 engine"):
-            part = PartitionedPart(model, chosen, settings.ds_config, derive)
+            self._part = PartitionedPart(model, chosen, settings.ds_config, derive)
         mark(chosen.values())
-        self._part, self._split = part, split
-        self.lr_scheduler: Any = None
-        try:
-            self._add_replicated(chosen, settings.dtype if cast else None, average)
-        except BaseException:
-            part.destroy()
-            raise
+        self._replicated = ReplicatedPart(model, chosen, average)
 
-    def _add_replicated(
-        self,
-        chosen: Mapping[str, nn.Module],
-        dtype: torch.dtype | None,
-        average: Average,
-    ) -> None:
-        """Prepare the replicated part for training, cast to `dtype` if one is given."""
-        part, split = self._part, self._split
-        self._outside = Outside(self.module, chosen)
-        distributed = DistributedInterface()
+    def train_replicated(self, dtype: torch.dtype | None) -> None:
+        """Prepare the replicated part for training, cast to `dtype` if one is given. Collective."""
+        part, split, replicated = self._part, self._split, self._replicated
+        device, distributed = part.engine.device, DistributedInterface()
         with distributed.step("moving the replicated part"):  # before the broadcast, which cannot report a failure
-            self._outside.move_to(part.engine.device, dtype)
+            replicated.move_to(device, dtype)
         with distributed.step("broadcasting the replicated part"):
-            broadcast([*self._outside.parameters.values(), *self._outside.buffers.values()])
-        trained = {name: p for name, p in self._outside.parameters.items() if p.requires_grad}
+            replicated.broadcast()
+        trained = {name: p for name, p in replicated.parameters.items() if p.requires_grad}
         if split is not None:
             held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
             trained = {name: p for name, p in trained.items() if id(p) in held}
-        self._replicated = ReplicatedPart(trained, part.engine.device, average=average)
+        replicated.train(trained, device)
         if trained and split is not None:
-            masters = {id(p): self._replicated.masters[name] for name, p in trained.items()}
-            self._replicated.optimizer = split.derive(masters)
+            replicated.optimizer = split.derive({id(p): replicated.masters[name] for name, p in trained.items()})
         elif trained:
-            self._replicated.optimizer = optimizer_over(
-                part.engine, part.optimizer_params, list(self._replicated.masters.values())
-            )
-        self.optimizer = PartialOptimizer(part, self._replicated, self._leader)
+            replicated.optimizer = optimizer_over(part.engine, part.optimizer_params, [*replicated.masters.values()])
+        self.optimizer = PartialOptimizer(part, replicated, self._leader)
 
     @property
     def zero3(self) -> Any:
@@ -125,7 +107,7 @@ class PartialEngine(nn.Module):
         Raises:
             ConfigError: a parameter that was frozen when the engine was made is to be trained now.
         """
-        thawed = [name for name, parameter in self._outside.frozen.items() if parameter.requires_grad]
+        thawed = [name for name, parameter in self._replicated.frozen.items() if parameter.requires_grad]
         if thawed:
             raise ConfigError(
                 f"{listed(thawed)} did not require a gradient when this engine was made, so the engine does not train "
@@ -148,7 +130,7 @@ class PartialEngine(nn.Module):
         if self._split is not None:
             self._split.sync()
         factor = self._part.step(self._replicated.reduce(self.zero3.gradient_accumulation_steps()))
-        for parameter in self._outside.parameters.values():
+        for parameter in self._replicated.parameters.values():
             parameter.grad = None  # of parameters that no optimizer holds
         if factor is None:
             self._replicated.clear()
@@ -207,7 +189,12 @@ class PartialEngine(nn.Module):
         writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
         with distributed.step("saving", name=str(save_dir)):
             if writes:  # before DeepSpeed names this checkpoint the latest
-                save_replicated(os.path.join(save_dir, tag), self._replicated_state(exclude_frozen_parameters))
+                state = {
+                    **self._replicated.state(exclude_frozen=exclude_frozen_parameters),
+                    "groups": [options_of(group) for group in self._leader.param_groups],
+                    "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+                }
+                save_replicated(os.path.join(save_dir, tag), state)
         return bool(
             self.zero3.save_checkpoint(
                 save_dir,
@@ -269,7 +256,10 @@ class PartialEngine(nn.Module):
             step.digest = {"checkpoint": "none" if folder is None else os.path.basename(folder)}
             state = None if folder is None else load_replicated(folder)
             if state is not None:
-                self._check_state(state, strict=load_module_strict, optimizer=load_optimizer_states)
+                self._replicated.check(state, strict=load_module_strict, optimizer=load_optimizer_states)
+                found, expected = len(state["groups"]), len(self._leader.param_groups)
+                if load_optimizer_states and found != expected:
+                    raise ConfigError(f"the checkpoint's optimizer has {found} parameter groups, this one {expected}")
         if state is None:
             return None, None
         path, client_state = load_zero3(
@@ -281,13 +271,10 @@ class PartialEngine(nn.Module):
             load_module_only=load_module_only,
         )
         with distributed.step("loading", name=str(load_dir)):
-            self._outside.load(state)
+            self._replicated.load(state, optimizer=load_optimizer_states)
             if load_optimizer_states:
-                self._replicated.load_state_dict(state["whole"])
                 for group, options in zip(self._leader.param_groups, state["groups"], strict=True):
                     group.update(options)
-            else:
-                self._replicated.refresh_masters()
             if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
                 self.lr_scheduler.load_state_dict(state["schedule"])
         return path, client_state
@@ -298,14 +285,16 @@ class PartialEngine(nn.Module):
         if gathered is None:
             return None
         gathered_as = {
-            id(p): name for name, p in self.module.named_parameters() if name not in self._outside.parameters
+            id(p): name for name, p in self.module.named_parameters() if name not in self._replicated.parameters
         }
         everything = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             source = gathered_as.get(id(value), name)  # a tied parameter has several names
             if source in gathered:
                 everything[name] = gathered[source]
-            elif id(value) not in gathered_as and (not exclude_frozen_parameters or name not in self._outside.frozen):
+            elif id(value) not in gathered_as and (
+                not exclude_frozen_parameters or name not in self._replicated.frozen
+            ):
                 everything[name] = value.detach().to("cpu", copy=True)
         return everything
 
@@ -329,25 +318,6 @@ class PartialEngine(nn.Module):
     def module_state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the ZeRO-3 engine would return its part only, with empty tensors."""
         raise UnsupportedError("module_state_dict has empty parameters under ZeRO-3; call consolidated_state_dict()")
-
-    def _replicated_state(self, exclude_frozen: bool) -> dict[str, Any]:
-        return {
-            **self._outside.state(exclude_frozen=exclude_frozen),
-            "whole": self._replicated.state_dict(),
-            "groups": [options_of(group) for group in self._leader.param_groups],
-            "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-        }
-
-    def _check_state(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
-        """Raise ConfigError if the replicated part of a checkpoint does not fit."""
-        self._outside.check(state, strict=strict)
-        if optimizer:
-            self._replicated.check_state(state["whole"])
-            if len(state["groups"]) != len(self._leader.param_groups):
-                raise ConfigError(
-                    f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one "
-                    f"{len(self._leader.param_groups)}"
-                )
 
 
 def _derived(split: SplitOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

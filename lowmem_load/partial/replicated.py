@@ -1,4 +1,4 @@
-"""The replicated part of a model: its gradients, their one all-reduce per step, and its optimizer.
+"""The replicated part of a model: its tensors, gradients and optimizer.
 
 [Note: one reduction] When autograd has accumulated a gradient, it is added to one flat float32 buffer, which is zero
 for unused parameters. At the accumulation boundary one all-reduce sums the buffer over the ranks, whatever each rank
@@ -8,7 +8,7 @@ has run. Behind the gradients the buffer has, per parameter, the number of micro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,31 +18,24 @@ from torch import nn
 
 from lowmem_load.ds.engine import PartitionedPart
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.targets.partition_choice import chosen_parameters
 
 Average: TypeAlias = Literal["all", "used"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_average(average: str) -> None:
-    """Raise ConfigError unless it is an `Average`."""
-    if average not in ("all", "used"):
-        raise ConfigError(f"average is 'all' or 'used', got {average!r}")
-
-
 @dataclass(slots=True)
 class _Slot:
-    """A trainable parameter.
+    """A trained parameter.
 
     Attributes:
-        name: in the model.
         parameter: the model's own.
         master: what the optimizer updates: the parameter itself if it is float32, else a float32 copy.
         gradient: a view of the flat buffer in the parameter's shape.
         used: whether the current micro-batch has used the parameter.
     """
 
-    name: str
     parameter: nn.Parameter
     master: nn.Parameter
     gradient: torch.Tensor
@@ -50,59 +43,73 @@ class _Slot:
 
 
 class ReplicatedPart:
-    """Trains parameters that every rank holds in full, with equal values on all ranks.
+    """The tensors that every rank holds in full, outside of `chosen` modules. For `average` see `initialize`.
 
-    The parameters are distinct, and all on `device`. For `average` see `lowmem_load.initialize`.
+    Memory: a float32 gradient per trained element, and a float32 master copy of parameters in lower precision.
 
-    Memory: a float32 gradient per element, and a float32 master copy of parameters in lower precision.
-
-    Raises:
-        ConfigError: a parameter has a dtype that cannot be trained.
+    Attributes:
+        parameters: by name.
+        buffers: by name.
+        frozen: parameters of the full model that required no gradient when this was made, by name.
+        optimizer: of the masters; None if no parameter is trained.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        device: torch.device,
-        *,
-        average: Average,
-    ) -> None:
+    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], average: Average) -> None:
+        inside = chosen_parameters(chosen)
+        chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
+        self.parameters = {name: p for name, p in model.named_parameters() if id(p) not in inside}
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._model, self._average = model, average
+        self._slots: dict[str, _Slot] = {}
+        self._hooks: list[Any] = []
+        self._used_counts: list[int] = []
+        self._flat = self._gradients = self._counts = torch.empty(0)
+
+    def move_to(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Move all tensors to a device; cast the parameters if a dtype is given."""
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
+        for name in self.buffers:
+            owner, _, last = name.rpartition(".")
+            module = self._model.get_submodule(owner)
+            setattr(module, last, getattr(module, last).to(device))
+            self.buffers[name] = getattr(module, last)
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Give every rank the values of rank 0. Collective."""
+        for tensor in (*self.parameters.values(), *self.buffers.values()):
+            values = tensor.detach().contiguous()
+            comm.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
+            tensor.detach().copy_(values)
+
+    def train(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        """Take over the gradients of these parameters, which are distinct and on `device`."""
         wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
         if wrong:
             raise ConfigError(f"{listed(wrong)}: replicated parameters are trained in float32, bfloat16 or float16")
-        self._average = average
-        self._num_elements = sum(parameter.numel() for parameter in parameters.values())
-        self._flat = torch.zeros(self._num_elements + len(parameters), device=device)
-        self._gradients, self._counts = self._flat[: self._num_elements], self._flat[self._num_elements :]
-        pieces = torch.split(self._gradients, [parameter.numel() for parameter in parameters.values()])
-        self._slots = [
-            _Slot(name, parameter, _master_of(parameter), piece.view(parameter.shape))
-            for (name, parameter), piece in zip(parameters.items(), pieces, strict=True)
-        ]
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(_collector(slot))  # type: ignore[no-untyped-call]
-            for slot in self._slots
-        ]
-        self._used_counts: list[int] = []
-        self.optimizer: torch.optim.Optimizer | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trained parameters."""
-        return [slot.name for slot in self._slots]
+        numels = [parameter.numel() for parameter in parameters.values()]
+        self._flat = torch.zeros(sum(numels) + len(numels), device=device)
+        self._gradients, self._counts = torch.split(self._flat, [sum(numels), len(numels)])
+        for (name, p), piece in zip(parameters.items(), torch.split(self._gradients, numels), strict=True):
+            master = p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
+            self._slots[name] = slot = _Slot(p, master, piece.view(p.shape))
+            self._hooks.append(p.register_post_accumulate_grad_hook(_collector(slot)))  # type: ignore[no-untyped-call]
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
         """The tensors that an optimizer updates, by name of the parameter."""
-        return {slot.name: slot.master for slot in self._slots}
+        return {name: slot.master for name, slot in self._slots.items()}
 
     def end_micro_batch(self) -> None:
         """Count the parameters that backward passes have used since the last call. Local."""
-        used = [number for number, slot in enumerate(self._slots) if slot.used]
+        used = [number for number, slot in enumerate(self._slots.values()) if slot.used]
         if used:
             self._counts[used] += 1
-        for number in used:
-            self._slots[number].used = False
+        for slot in self._slots.values():
+            slot.used = False
 
     def reduce(self, micro_batches: int) -> float:
         """Average the gradients over the ranks; return their norm, infinite or nan on overflow. Collective: all ranks.
@@ -118,20 +125,19 @@ class ReplicatedPart:
         self._used_counts = [int(count) for count in self._counts.tolist()]
         self._gradients.div_(ranks)
         if self._average == "used":
-            for slot, count in zip(self._slots, self._used_counts, strict=True):
+            for slot, count in zip(self._slots.values(), self._used_counts, strict=True):
                 slot.gradient.mul_(ranks * micro_batches / max(count, 1))
         return float(torch.linalg.vector_norm(self._gradients))
 
     def step(self, factor: float) -> None:
         """Update the parameters with the reduced gradients times `factor`, then clear the gradients. Local."""
-        if not self._slots:
+        if self.optimizer is None:
             return
-        assert self.optimizer is not None
         self._gradients.mul_(factor)
-        for slot, count in zip(self._slots, self._used_counts, strict=True):
+        for slot, count in zip(self._slots.values(), self._used_counts, strict=True):
             slot.master.grad = slot.gradient if count else None
         self.optimizer.step()
-        for slot in self._slots:
+        for slot in self._slots.values():
             slot.master.grad = None
         self._publish()
         self.clear()
@@ -139,59 +145,80 @@ class ReplicatedPart:
     def clear(self) -> None:
         """Clear all gradients of the current step. Local."""
         self._flat.zero_()
-        for slot in self._slots:
+        for slot in self._slots.values():
             slot.used = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return masters and optimizer state, sharing their memory."""
-        return {
-            "masters": {slot.name: slot.master.detach() for slot in self._slots},
-            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            ConfigError: it is of other parameters.
-        """
-        self.check_state(state)
-        with torch.no_grad():
-            for slot in self._slots:
-                slot.master.copy_(state["masters"][slot.name])
-        self._publish()
-        if self.optimizer is not None and state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        self.clear()
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError unless `load_state_dict` can load `state`."""
-        different = sorted(set(state["masters"]) ^ set(self.names))
-        if different:
-            raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
-
-    def refresh_masters(self) -> None:
-        """Copy the values of the parameters, which were changed from outside, to the masters."""
-        with torch.no_grad():
-            for slot in self._slots:
-                slot.master.copy_(slot.parameter)
 
     def destroy(self) -> None:
         """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters and optimizer state, sharing their memory."""
+        return {
+            "masters": {name: master.detach() for name, master in self.masters.items()},
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+        }
+
+    def state(self, *, exclude_frozen: bool) -> dict[str, Any]:
+        """Return what a checkpoint holds of this part."""
+        return {
+            "buffers": {name: buffer.detach() for name, buffer in self._persistent()["buffers"].items()},
+            "parameters": {
+                name: p.detach() for name, p in self.parameters.items() if p.requires_grad or not exclude_frozen
+            },
+            "frozen": list(self.frozen),
+            "excluded": [name for name, p in self.parameters.items() if exclude_frozen and not p.requires_grad],
+            "whole": self.state_dict(),
+        }
+
+    def check(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
+        """Raise ConfigError if a tensor of a checkpoint's `state` does not fit or, if strict, if names differ."""
+        for kind, held in self._persistent().items():
+            differ = sorted(set(state[kind]) ^ (set(held) - set(state["excluded"]))) if strict else []
+            shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
+            if differ or shapes:
+                raise ConfigError(
+                    f"the checkpoint's replicated part has other {kind} than the model: {listed(differ + shapes)}"
+                )
+        frozen = [name for name in self.frozen if name not in state["frozen"] and name not in self.parameters]
+        if frozen:
+            raise ConfigError(
+                f"{listed(frozen)} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
+                "cannot load; freeze it after loading, or go by way of save_16bit_model"
+            )
+        different = sorted(set(state["whole"]["masters"]) ^ set(self._slots)) if optimizer else []
+        if different:
+            raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any], *, optimizer: bool) -> None:
+        """Load a checkpoint's `state`, which fits; the masters follow the parameters unless `optimizer`."""
+        for kind, held in self._persistent().items():
+            for name, value in state[kind].items():
+                if name in held:
+                    held[name].copy_(value)
+        for name, slot in self._slots.items():
+            slot.master.copy_(state["whole"]["masters"][name] if optimizer else slot.parameter)
+        if optimizer:
+            self._publish()
+            if self.optimizer is not None and state["whole"]["optimizer"] is not None:
+                self.optimizer.load_state_dict(state["whole"]["optimizer"])
+            self.clear()
+
+    def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors that checkpoints hold, by kind and name."""
+        names = self._model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.buffers.items() if name in names}
+        return {"parameters": dict(self.parameters), "buffers": buffers}
+
     @torch.no_grad()
     def _publish(self) -> None:
-        pairs = [(slot.parameter, slot.master) for slot in self._slots if slot.master is not slot.parameter]
-        if pairs:
-            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
-
-
-def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == torch.float32:
-        return parameter
-    return nn.Parameter(parameter.detach().float().clone())
+        slots = [slot for slot in self._slots.values() if slot.master is not slot.parameter]
+        if slots:
+            torch._foreach_copy_([slot.parameter for slot in slots], [slot.master for slot in slots])
 
 
 def _collector(slot: _Slot) -> Callable[[torch.Tensor], None]:
@@ -203,15 +230,6 @@ def _collector(slot: _Slot) -> Callable[[torch.Tensor], None]:
             slot.used = True
 
     return collect
-
-
-@torch.no_grad()
-def broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Give every rank the values of rank 0. Collective: all ranks, with the same shapes in the same order."""
-    for tensor in tensors:
-        values = tensor.detach().contiguous()
-        comm.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
-        tensor.detach().copy_(values)
 
 
 # -- the optimizer of the engine --------------------------------------------------------------------------------------
@@ -250,11 +268,7 @@ class PartialOptimizer:
 class SplitOptimizer:
     """A user's optimizer, from which one is derived for the partitioned and one for the replicated part.
 
-    The user's own object updates nothing: schedulers write its groups, and learning rates are read there. A derived
-    optimizer has the same class, and those of the groups that hold its parameters.
-
-    Raises:
-        UnsupportedError: the optimizer has state already, which could belong to either part.
+    The user's own object updates nothing: schedulers write its groups, and learning rates are read there.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -267,10 +281,7 @@ class SplitOptimizer:
         self._derived: list[tuple[torch.optim.Optimizer, list[int]]] = []
 
     def derive(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
-        """Return an optimizer over some parameters; None if the user's optimizer holds none of them.
-
-        `stands_for` maps the `id` of a model's parameter to the tensor that the derived optimizer updates.
-        """
+        """Return an optimizer over tensors that stand for parameters, given by their ids; None if it holds none."""
         cls, held = type(self.optimizer), self.optimizer.__dict__
         made = object.__new__(cls)
         # An lr scheduler that counts calls sets "step"; like the hooks, it concerns the user's object only.

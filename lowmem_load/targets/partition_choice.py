@@ -7,7 +7,7 @@ parameter that a chosen and another module share cannot be both partitioned and 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ def check_ties(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
         )
 
 
-def chosen_parameters(chosen: dict[str, nn.Module]) -> set[int]:
+def chosen_parameters(chosen: Mapping[str, nn.Module]) -> set[int]:
     """Return the ids of all parameters of the chosen modules."""
     return {id(parameter) for module in chosen.values() for parameter in module.parameters()}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.partial.replicated import ReplicatedPart, SplitOptimizer, check_average, follow
+from lowmem_load.partial.replicated import ReplicatedPart, SplitOptimizer, follow
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,10 @@ def lone_process() -> Iterator[None]:
     interface.destroy()
 
 
-def part_of(model: nn.Module, **options: Any) -> ReplicatedPart:
-    settings: dict[str, Any] = {"average": "all", **options}
-    return ReplicatedPart(dict(model.named_parameters()), torch.device("cpu"), **settings)
+def part_of(model: nn.Module, average: Any = "all") -> ReplicatedPart:
+    part = ReplicatedPart(model, {}, average)
+    part.train(part.parameters, torch.device("cpu"))
+    return part
 
 
 def two_layers(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -104,21 +105,20 @@ def test_state_goes_into_another_part() -> None:
         model["a"](torch.ones(1, 3)).sum().backward()
         part.reduce(1)
         part.step(1.0)
-    other.load_state_dict(copy.deepcopy(part.state_dict()))  # from a file they are copies, too
+    state = copy.deepcopy(part.state(exclude_frozen=False))  # from a file they are copies, too
+    other.check(state, strict=True, optimizer=True)
+    other.load(state, optimizer=True)
     for each, whole in ((model, part), (other_model, other)):
         each["a"](torch.ones(1, 3)).square().sum().backward()
         whole.reduce(1)
         whole.step(0.5)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True))
-    state = part.state_dict()
-    state["masters"].pop("b.bias")
+    state["whole"]["masters"].pop("b.bias")
     with pytest.raises(ConfigError, match=r"other parameters: b\.bias"):
-        other.load_state_dict(state)
+        other.check(state, strict=True, optimizer=True)
 
 
-def test_options_and_dtypes_are_checked() -> None:
-    with pytest.raises(ConfigError, match="'some'"):
-        check_average("some")
+def test_dtypes_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"a\.weight \(torch\.float64\)"):
         part_of(two_layers(torch.float64))
 
