@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowmem_load.api.plan_model import describe_checkpoint
 from lowmem_load.errors import CheckpointError, LowMemLoadError, UnsupportedError
@@ -19,8 +20,6 @@ from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.io.hub_checkpoint import OpenCheckpoint
-from lowmem_load.io.source import Opener
-from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning.expression import (
     IN_MEMORY,
     Computed,
@@ -45,24 +44,6 @@ CHOICES = (
 """A single file of weights and the index of several, in the order in which `from_pretrained` looks for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a file.
-
-    Attributes:
-        name, file: of the tensor and of its file.
-        dtype: as torch prints it, without "torch."; "unknown to this torch" if torch lacks it.
-        shape: in elements.
-        nbytes: of the data; 0 for an unknown dtype.
-    """
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 @dataclass(slots=True)
 class Conversion:
     """What loading does to some parameters: in words, their number, their bytes in the model, and an example."""
@@ -83,12 +64,11 @@ class Inspection:
         quantization: the method in config.json; None without one.
         base_of_adapter: the base model of an adapter; None for other checkpoints.
         files: bytes of each weight file.
-        tensors: stored in these files.
+        tensors: dtype, shape and bytes of each stored tensor; "unknown to this torch" if torch lacks the dtype.
         num_elements: of all distinct parameters of the model; 0 if it was not described.
         tied: names of each parameter that has several.
         missing_keys, unexpected_keys, mismatched_keys: as transformers reports them.
         conversions: what loading does to the parameters, most bytes first.
-        read_to_describe: see `LoadPlan`.
         not_described: the reason if the model could not be described; else None.
     """
 
@@ -100,51 +80,57 @@ class Inspection:
     quantization: str | None = None
     base_of_adapter: str | None = None
     files: dict[str, int] = field(default_factory=dict)
-    tensors: list[StoredTensor] = field(default_factory=list)
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = field(default_factory=dict)
     num_elements: int = 0
     tied: Sequence[Sequence[str]] = ()
     missing_keys: Sequence[str] = ()
     unexpected_keys: Sequence[str] = ()
     mismatched_keys: Sequence[str] = ()
     conversions: Sequence[Conversion] = ()
-    read_to_describe: Sequence[tuple[str, int]] = ()
     not_described: str | None = None
 
     @property
     def by_dtype(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of the stored tensors of each dtype."""
         found: dict[str, tuple[int, int]] = {}
-        for tensor in self.tensors:
-            number, nbytes = found.get(tensor.dtype, (0, 0))
-            found[tensor.dtype] = number + 1, nbytes + tensor.nbytes
+        for dtype, _, nbytes in self.tensors.values():
+            number, total = found.get(dtype, (0, 0))
+            found[dtype] = number + 1, total + nbytes
         return found
 
 
-def inspect_checkpoint(
-    checkpoint: OpenCheckpoint, subfolder: str = "", auto_class: str | None = None, *, trust_remote_code: bool = False
-) -> Inspection:
+def inspect_checkpoint(checkpoint: OpenCheckpoint, auto_class: str | None = None, **keywords: Any) -> Inspection:
     """Return what a checkpoint holds. Reads headers, and the values that transformers needs to describe the model.
 
-    Raises:
-        CheckpointError: the checkpoint has no weights, or a file is malformed.
+    `keywords` are those of `from_pretrained`.
     """
-    found = Inspection(checkpoint.name, checkpoint.revision)
+    found, subfolder = Inspection(checkpoint.name, checkpoint.revision), keywords.get("subfolder", "")
     for path in weight_files(checkpoint.folder, subfolder):
-        found.files[os.path.basename(path)], tensors = stored_tensors(path, checkpoint.open_source)
-        found.tensors += tensors
+        with closing(checkpoint.open_source(path)) as source:
+            described = (Safetensors() if path.endswith(".safetensors") else TorchZip()).describe(source)
+            found.files[os.path.basename(path)] = described.nbytes
+            found.tensors |= {name: _stored(name, described.expression) for name in described.names}
     adapter = os.path.join(checkpoint.folder, subfolder, "adapter_config.json")
     if os.path.isfile(adapter):
         found.base_of_adapter = base_of_adapter(adapter)
         found.not_described = "it is an adapter: what its weights become depends on the base model"
     else:
         try:
-            _describe(found, checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code)
+            _describe(found, checkpoint, auto_class, keywords)
         except LowMemLoadError as error:
             found.not_described = str(error)
     return found
 
 
-def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | None, **keywords: Any) -> None:
+def _stored(name: str, expression: Callable[[str], Expression]) -> tuple[str, tuple[int, ...], int]:
+    try:
+        found = expression(name)
+    except UnsupportedError:
+        return "unknown to this torch", (), 0
+    return _spelled(found.dtype), tuple(found.shape), math.prod(found.shape) * found.dtype.itemsize
+
+
+def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | None, keywords: dict[str, Any]) -> None:
     config = names.model_config(checkpoint.folder, keywords)
     found.architectures, found.model_type = list(config.architectures or ()), str(config.model_type)
     dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
@@ -157,25 +143,19 @@ def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | N
     described = describe_checkpoint(
         checkpoint.folder, dtype, open_source=checkpoint.open_source, auto_class=auto_class, **keywords
     )
-    found.read_to_describe = described.read_to_describe
     found.missing_keys = sorted(described.info["missing_keys"])
     found.unexpected_keys = sorted(described.info["unexpected_keys"])
     found.mismatched_keys = [str(key) for key in described.info["mismatched_keys"]]
-    _take_parameters(found, described)
-
-
-def _take_parameters(found: Inspection, described: Described) -> None:
-    parameters = {id(parameter): parameter for parameter in described.model.parameters()}
-    all_names: dict[int, list[str]] = {key: [] for key in parameters}
+    parameters: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in described.model.named_parameters(remove_duplicate=False):
-        all_names[id(parameter)].append(name)
-    found.num_elements = sum(parameter.numel() for parameter in parameters.values())
-    found.tied = [each for each in all_names.values() if len(each) > 1]
+        parameters.setdefault(id(parameter), (parameter, []))[1].append(name)
+    found.num_elements = sum(parameter.numel() for parameter, _ in parameters.values())
+    found.tied = [all_names for _, all_names in parameters.values() if len(all_names) > 1]
     ways: dict[str, Conversion] = {}
-    for key, parameter in parameters.items():
-        kind, tensors = conversion_of(all_names[key], parameter)
+    for parameter, all_names in parameters.values():
+        kind, tensors = conversion_of(all_names, parameter)
         made_of = ", ".join(tensors[:2]) + (f" and {len(tensors) - 2} more" if len(tensors) > 2 else "")
-        example = f"{all_names[key][0]} <- {made_of or 'nothing in the files'}"
+        example = f"{all_names[0]} <- {made_of or 'nothing in the files'}"
         way = ways.setdefault(kind, Conversion(kind, 0, 0, example))
         way.num_parameters += 1
         way.nbytes += parameter.numel() * parameter.dtype.itemsize
@@ -184,27 +164,34 @@ def _take_parameters(found: Inspection, described: Described) -> None:
 
 def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[str, list[str]]:
     """Return what loading does to a described parameter, in words, and the names of its source tensors."""
-    nodes = _nodes(_expression(parameter))
+    nodes = _nodes(parameter)
     sources = [node for node in nodes if isinstance(node, Source)]
-    operations = dict.fromkeys(_operation(node) for node in nodes if isinstance(node, Computed | Elementwise))
-    origins = dict.fromkeys(node.origin for node in nodes if isinstance(node, Held))
-    parts = [origin for origin in origins if origin != IN_MEMORY or not sources]
-    parts += _choice(all_names, parameter, sources)
-    parts += operations or _moves(nodes, parameter, sources)
+    parts = [node.origin for node in nodes if isinstance(node, Held) and (node.origin != IN_MEMORY or not sources)]
+    if len(sources) > 1:
+        parts.append(f"made of {len(sources)} tensors")
+    elif sources and math.prod(sources[0].shape) > parameter.numel():
+        parts.append("cut out of a larger one")
+    elif sources and sources[0].name not in all_names:
+        parts.append("renamed")
+    computed = [node for node in nodes if isinstance(node, Computed | Elementwise)]
+    for node in computed:
+        parts.append(f"{node.operation} on {'ranges' if isinstance(node, Elementwise) else 'whole tensors'}")
+    if not computed and any(isinstance(node, Permute | Pick) for node in nodes):
+        parts.append("rearranged")
+    if not computed:
+        others = [source.dtype for source in sources if source.dtype != parameter.dtype]
+        parts += [f"cast from {_spelled(dtype)} to {_spelled(parameter.dtype)}" for dtype in others]
     if isinstance(parameter, QuantizedTensor):
         parts.append("packed")
-    return ", ".join(parts) or "as it lies", list(dict.fromkeys(source.name for source in sources))
+    return ", ".join(dict.fromkeys(parts)) or "as it lies", list(dict.fromkeys(source.name for source in sources))
 
 
-def _expression(parameter: torch.Tensor) -> Expression:
+def _nodes(parameter: torch.Tensor) -> list[Expression]:
+    """Return the distinct nodes of a parameter's expression."""
+    found: list[Expression] = [held(parameter)]
     if isinstance(parameter, SymbolicTensor):
-        return parameter.initialised or parameter.expression
-    return held(parameter)
-
-
-def _nodes(expression: Expression) -> list[Expression]:
-    """Return the distinct nodes of an expression."""
-    found, seen = [expression], {id(expression)}
+        found = [parameter.initialised or parameter.expression]
+    seen = {id(found[0])}
     for node in found:  # the list grows meanwhile
         for child in children(node):
             if id(child) not in seen:
@@ -213,37 +200,12 @@ def _nodes(expression: Expression) -> list[Expression]:
     return found
 
 
-def _operation(leaf: Computed | Elementwise) -> str:
-    return f"{leaf.operation} on {'ranges' if isinstance(leaf, Elementwise) else 'whole tensors'}"
-
-
-def _choice(all_names: Sequence[str], parameter: torch.Tensor, sources: Sequence[Source]) -> Iterator[str]:
-    if len(sources) > 1:
-        yield f"made of {len(sources)} tensors"
-    elif sources and math.prod(sources[0].shape) > parameter.numel():
-        yield "cut out of a larger one"
-    elif sources and sources[0].name not in all_names:
-        yield "renamed"
-
-
-def _moves(nodes: Sequence[Expression], parameter: torch.Tensor, sources: Sequence[Source]) -> Iterator[str]:
-    if any(isinstance(node, Permute | Pick) for node in nodes):
-        yield "rearranged"
-    for dtype in dict.fromkeys(source.dtype for source in sources):
-        if dtype != parameter.dtype:
-            yield f"cast from {_spelled(dtype)} to {_spelled(parameter.dtype)}"
-
-
 def _spelled(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
-    """Return the paths of the weight files that `from_pretrained` would choose.
-
-    Raises:
-        CheckpointError: the folder has no weight files.
-    """
+    """Return the paths of the weight files that `from_pretrained` would choose; raise CheckpointError without any."""
     where = os.path.join(folder, subfolder)
     there = set(os.listdir(where)) if os.path.isdir(where) else set()
     for single, index in CHOICES:
@@ -257,24 +219,3 @@ def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
     if not loose:
         raise CheckpointError(f"{where}: holds no weights: no safetensors files, no pytorch_model*.bin")
     return [os.path.join(where, file) for file in loose]
-
-
-def stored_tensors(path: str, open_source: Opener) -> tuple[int, list[StoredTensor]]:
-    """Return the bytes of a weight file, and its tensors.
-
-    Raises:
-        CheckpointError: the file is malformed.
-    """
-    with closing(open_source(path)) as source:
-        described = (Safetensors() if path.endswith(".safetensors") else TorchZip()).describe(source)
-        file = os.path.basename(path)
-        return described.nbytes, [_tensor(name, file, described.expression) for name in described.names]
-
-
-def _tensor(name: str, file: str, expression: Callable[[str], Expression]) -> StoredTensor:
-    try:
-        found = expression(name)
-    except UnsupportedError:
-        return StoredTensor(name, file, "unknown to this torch", (), 0)
-    nbytes = math.prod(found.shape) * found.dtype.itemsize
-    return StoredTensor(name, file, str(found.dtype).removeprefix("torch."), tuple(found.shape), nbytes)

@@ -59,7 +59,7 @@ def inspect(
         from lowmem_load.io.hub_checkpoint import open_checkpoint
 
         with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
-            found = inspect_checkpoint(checkpoint, subfolder, auto_class, trust_remote_code=trust_remote_code)
+            found = inspect_checkpoint(checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code)
     rows = [(each.kind, f"{each.num_parameters:,}", size(each.nbytes), each.example) for each in found.conversions]
     columns = ("done on load", "parameters", "size", "example")
     answer(
@@ -86,7 +86,6 @@ def _contents(found: Inspection) -> dict[str, str]:
         "missing": _first_names(found.missing_keys),
         "unexpected": _first_names(found.unexpected_keys),
         "of other shape": _first_names(found.mismatched_keys),
-        "values read to describe": ", ".join(f"{reason} {size(nbytes)}" for reason, nbytes in found.read_to_describe),
         "not described": found.not_described or "",
     }
 

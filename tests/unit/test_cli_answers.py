@@ -207,7 +207,7 @@ def test_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -
 def test_inspect_shows_architecture_and_conversions(answer: Answer, tmp_path: Path) -> None:
     code, found = answer("inspect", tiny_mixtral(tmp_path), "--json")
     assert (code, found["architectures"], found["not_described"]) == (0, ["MixtralForCausalLM"], None)
-    assert sum(each["nbytes"] for each in found["tensors"]) == found["by_dtype"]["bfloat16"][1]
+    assert sum(nbytes for _, _, nbytes in found["tensors"].values()) == found["by_dtype"]["bfloat16"][1]
     text = answer("inspect", tiny_mixtral(tmp_path))[1]
     assert "MixtralForCausalLM (mixtral)" in text and "made of 8 tensors" in text
     assert "model.embed_tokens.weight = lm_head.weight" in answer("inspect", tiny_qwen2_tied(tmp_path))[1]
