@@ -25,9 +25,7 @@ from lowmem_load.resume.zero_checkpoint import Checkpoint, differences_of, find_
 from lowmem_load.resume.zero_layout import FP32, SavedParameter
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.file_layout import FileLayout, lay_out_saved
-from lowmem_load.saving.save_plan import Write, held_writes, plan_writes, total_bytes
-from lowmem_load.saving.save_report import SaveReport
-from lowmem_load.saving.writer import Writer
+from lowmem_load.saving.writer import SaveReport, Write, Writer, held_writes, plan_writes, total_bytes
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
 """Files beside a configuration that are copied into the folder: what Trainer writes for the tokenizer."""

@@ -40,11 +40,10 @@ class FileLayout:
     """The layout of one file of weights.
 
     Attributes:
-        name: its path in the folder, with "/".
-        header: its first bytes.
+        name: its path in the folder, with "/". torch puts the stem into its files.
+        header, others: all bytes that are not a tensor's data: the first ones, and the others by offset.
         nbytes: of the whole file.
         starts: first byte of each tensor's data, absolute in the file, by name.
-        others: all other bytes that are not a tensor's data, by the offset of the first one.
     """
 
     name: str
@@ -55,26 +54,26 @@ class FileLayout:
 
 
 def lay_out_saved(file: SavedFile, scratch: Path) -> FileLayout:
-    """Return the layout of a file of a save. `scratch` is a folder for temporary files.
-
-    Raises:
-        UnsupportedError: safetensors does not have a tensor's dtype.
-    """
+    """Return the layout of a file of a save. `scratch` is a folder for temporary files."""
     if file.is_zip:
         return lay_out_zip(file.name, file.tensors, scratch)
     return lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
 
 
 def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
-    """Return the layout of a safetensors file of these tensors. Raises as `lay_out_saved`."""
+    """Return the layout of a safetensors file; raise UnsupportedError if it cannot hold the dtype of a tensor."""
     for key, (dtype, _) in tensors.items():
         if dtype not in _CODES:
             raise UnsupportedError(f"{name}: {key} is of {dtype}, which a safetensors file cannot hold")
-    ordered = sorted(tensors, key=lambda key: (-_width(tensors[key][0]), -_rank(tensors[key][0]), key.encode()))
+
+    def place(key: str) -> tuple[int, int, bytes]:
+        code = _CODES[tensors[key][0]]
+        return -BITS[code], -_ORDER[code], key.encode()
+
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     end = 0
-    for key in ordered:
+    for key in sorted(tensors, key=place):
         dtype, shape = tensors[key]
         offsets[key], end = end, end + math.prod(shape) * dtype.itemsize
         entries[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offsets[key], end]}
@@ -85,9 +84,7 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
 
 
 def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> FileLayout:
-    """Return the layout of the file that `torch.save` writes of an `OrderedDict` of these tensors.
-
-    `name` is a path with "/"; torch puts its stem into the file. Two names of one expression are one tensor.
+    """Return the layout of what `torch.save` writes of an `OrderedDict`. Two names of one expression are one tensor.
 
     Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
     """
@@ -123,11 +120,3 @@ def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> 
 def digest_of(files: Iterable[FileLayout]) -> str:
     """Return a fingerprint of everything that decides what lies where: names, sizes, headers."""
     return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.others.items())}" for file in files)
-
-
-def _width(dtype: torch.dtype) -> int:
-    return BITS[_CODES[dtype]]
-
-
-def _rank(dtype: torch.dtype) -> int:
-    return _ORDER[_CODES[dtype]]

@@ -44,13 +44,11 @@ _AT_CWD = -100  # AT_FDCWD of linux/fcntl.h
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The folder that files are written to before they take their places.
-
-    Ranks may reach one disk under different paths, so each rank makes its own.
+    """The folder that files are written to first, as this rank knows it: nodes may have the disk under other paths.
 
     Attributes:
         target: folder that the files are meant for, without symbolic links.
-        token: random text of this save. It is in the name of the staging folder and in the probe file.
+        token: random text of this save, in the name of the staging folder and in the probe file.
         is_inside: whether the staging folder lies in the target, because that cannot be renamed.
     """
 
@@ -60,7 +58,7 @@ class Staging:
 
     @property
     def path(self) -> Path:
-        """Path of the staging folder."""
+        """The staging folder."""
         return self.folder(_SAVING + self.token)
 
     def folder(self, state: str) -> Path:
@@ -69,12 +67,7 @@ class Staging:
 
 
 class Target(NamedTuple):
-    """The folder of a save, as a rank knows it. Ranks send it to each other.
-
-    Attributes:
-        path: without symbolic links.
-        is_mount: whether it is a mount point, which cannot be renamed.
-    """
+    """The folder of a save, without symbolic links, and whether it is a mount point, which cannot be renamed."""
 
     path: str
     is_mount: bool
@@ -91,18 +84,12 @@ def find_target(folder: str | os.PathLike[str]) -> Target:
 def make_staging(targets: Sequence[Target], files: Sequence[FileLayout]) -> Staging:
     """Make a staging folder with files, and remove what earlier saves to the target left when they were killed.
 
-    The files have their full length, and everything but the tensors' data, which is zero until ranks write it.
-
-    The staging folder lies inside a target that cannot be renamed. Ranks may know the target under different names:
-    then it may be a mount point that not all of them recognise, so the staging folder lies inside it as well.
-
-    Args:
-        targets: of all ranks; the first is that of this rank.
-        files: of weights.
+    The files have their full length, and everything but the tensors' data. The staging folder lies inside a target that
+    cannot be renamed. Ranks may know the target under different names: then it may be a mount point that not all of
+    them recognise, so the staging folder lies inside it as well. `targets` are those of all ranks, this one's first.
 
     Raises:
         ConfigError: the folder cannot be made, or the disk is too small.
-        CheckpointError: a file cannot be made.
     """
     target = Path(targets[0].path)
     is_alike = len({os.path.basename(each.path) for each in targets}) == 1 and not any(
@@ -161,9 +148,6 @@ def commit(staging: Staging, weights: Sequence[str]) -> None:
     """Let the staging folder take the place of its target. See [Note: all at once].
 
     Its files are complete and on the disk. `weights` are the paths in it of the files of weights.
-
-    Raises:
-        ConfigError: the target was replaced or removed meanwhile, or cannot be renamed.
     """
     try:
         for below, _, _ in os.walk(staging.path):
@@ -207,10 +191,7 @@ def _make_file(path: Path, file: FileLayout) -> None:
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
-    """Give a file its full length and, where the file system can, blocks on the disk.
-
-    Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
-    """
+    # Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
     # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
     number = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if nbytes else 0
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -220,7 +201,7 @@ def _allocate(descriptor: int, nbytes: int) -> None:
 
 
 def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library. Return 0 or the error number, which is ENOSYS if there is no such function."""
+    """Call a function of the C library; return 0 or the error number."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is None:
         return errno.ENOSYS
@@ -228,7 +209,7 @@ def _call(name: str, *arguments: Any) -> int:
 
 
 def _finish_what_is_left(staging: Staging) -> None:
-    """Finish earlier saves to the target that were killed. Leave folders that may be the only copy of something."""
+    """Finish earlier saves that were killed. Leave folders that may be the only copy of something."""
     target, place = staging.target, staging.path.parent
     for removed in place.glob(f"{glob.escape(staging.folder(_REMOVED).name)}*"):
         shutil.rmtree(removed, ignore_errors=True)
@@ -256,11 +237,7 @@ def _can_be_renamed(folder: Path) -> bool:
 
 
 def _take_place(staging: Staging) -> Path | None:
-    """Rename the staging folder to its target; return the new path of the former folder, if there was one.
-
-    Raises:
-        OSError: the target cannot be renamed. Nothing has changed.
-    """
+    """Rename the staging folder to its target; return the new path of the former folder, if any. All or nothing."""
     if not staging.target.exists() or not any(staging.target.iterdir()):
         os.rename(staging.path, staging.target)
         return None
@@ -278,7 +255,6 @@ def _take_place(staging: Staging) -> Path | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders at once; return False if the system cannot."""
     number = _call("renameat2", _AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE)
     if number not in (0, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         raise OSError(number, os.strerror(number), str(other))
@@ -314,7 +290,6 @@ def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
 
 
 def _opens(name: str) -> bool:
-    """Return whether loaders look for a file of this name first."""
     return "safetensors" in name and re.search(r"-\d{5}-of-\d{5}", name) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,8 @@ class LocalShard:
     Attributes:
         source: the whole tensor in the plan: its first name, its shape, and the dtype of its memory.
         tensor: the parameter or buffer.
-        mine: elements that this rank writes, in the order in which memory holds them. The ranges of all ranks are
-            disjoint, and together the whole tensor. Only a DTensor has more than one.
-        is_partitioned: whether it is a ZeRO-3 parameter.
-        is_master: whether the optimizer's fp32 values of it are written.
+        mine: elements that this rank writes, in the order of its memory. Only a DTensor has more than one range.
+        is_partitioned, is_master: whether it is a ZeRO-3 parameter, and whether its fp32 values are written.
     """
 
     source: Source
@@ -40,13 +39,13 @@ class LocalShard:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[list[Piece]]:
-        """Yield the pieces of memory that hold the elements this rank writes, and perhaps others around them.
-
-        Memory: that of a replicated parameter that is not contiguous, of an optimizer's values on another device, or
-            of a partition on nvme, which is read into one of the swapper's buffers for the block; else none.
-        """
+        """Yield the pieces of memory that hold the elements this rank writes, and perhaps others around them."""
         if is_dtensor(self.tensor):
-            yield list(self._pieces_of_shard())
+            from lowmem_load.dtensor.shards import local_shard
+
+            _, memory = local_shard(self.source.name, self.tensor, needs_memory=True)
+            ends = itertools.accumulate(part.numel for part in self.mine)
+            yield [(memory[end - part.numel : end], part.start) for part, end in zip(self.mine, ends, strict=True)]
             return
         if not self.is_partitioned:
             yield [(self.tensor.detach().reshape(-1), 0)]
@@ -59,28 +58,13 @@ class LocalShard:
         with partition_in_memory(self.tensor, self.source.name) as partition:
             yield [(partition.detach(), self.mine[0].start)]
 
-    def _pieces_of_shard(self) -> Iterator[Piece]:
-        """Yield the memory of each range of a DTensor."""
-        from lowmem_load.dtensor.shards import local_shard
-
-        _, memory = local_shard(self.source.name, self.tensor, needs_memory=True)
-        position = 0
-        for part in self.mine:
-            yield memory[position : position + part.numel], part.start
-            position += part.numel
-
 
 def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:
     """Return each parameter and buffer of a model once.
 
     Every rank writes its partitions. Rank 0 writes what all ranks hold in full: their values may differ (buffers,
-    adapters that each rank initialised for itself), and a mixture would be no rank's model.
-
-    With `masters`, the optimizer's fp32 values of partitioned parameters are written where there are some.
-
-    Raises:
-        UnsupportedError: names a tensor that has no values on this rank.
-        ConfigError: names a parameter that a `GatheredParameters` block has gathered.
+    adapters that each rank initialised for itself), and a mixture would be no rank's model. With `masters`, the
+    optimizer's fp32 values of partitioned parameters are written where there are some.
     """
     _refuse_gathered(model)
     found: dict[int, LocalShard] = {}
@@ -100,7 +84,7 @@ def local_shard_of(name: str, tensor: torch.Tensor) -> LocalShard:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing torch's DTensor where there is none."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     return hasattr(tensor, "device_mesh")
 
 

@@ -17,7 +17,7 @@ import torch
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.merging import FEW_ROWS, Merge
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.saving.local_shards import LocalShard, is_dtensor
+from lowmem_load.saving.local_shards import LocalShard, Piece, is_dtensor
 
 BLOCK_BYTES = 8 << 20
 """Bytes of a block of rows in float32. Merging it takes a few times as much."""
@@ -43,15 +43,8 @@ def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[RowBlock]
         start = end
 
 
-def merged_pieces(
-    merge: Merge, shard: LocalShard, adapters: Mapping[int, torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield this rank's elements of a merged weight in pieces: flat memory, and the number of its first element.
-
-    `adapters` has the gathered parameters of the adapters, by `id`.
-    """
-    num_rows, width = shard.source.shape
-    device = next(iter(adapters.values())).device
+def merged_pieces(merge: Merge, shard: LocalShard, adapters: Mapping[int, torch.Tensor]) -> Iterator[Piece]:
+    """Yield this rank's elements of a merged weight in pieces, given the gathered parameters of adapters by `id`."""
     if is_dtensor(shard.tensor):
         raise UnsupportedError(
             f"{shard.source.name}: is a DTensor, whose adapters cannot be merged while it is saved; save the adapter, "
@@ -59,7 +52,8 @@ def merged_pieces(
         )
     if not shard.mine:
         return
-    (mine,) = shard.mine
+    (mine,), (num_rows, width) = shard.mine, shard.source.shape
+    device = next(iter(adapters.values())).device
     with shard.memory() as [(memory, first)]:
         for block in row_blocks(mine, num_rows, width):
             origin = block.lower * width
@@ -86,10 +80,7 @@ def digest_of_values(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
-    """Return the merged weights, gathered and flat, on ranks that write any of their elements. Collective.
-
-    Memory: about three times that of the weights; PEFT's own code decides.
-    """
+    """Return the merged weights, gathered and flat, on ranks that write any of their elements. Collective."""
     with _gathered([*merge.parameters, *merge.adapters()]):
         if not any(shard.mine for shard in shards):
             return []

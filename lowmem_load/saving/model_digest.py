@@ -6,15 +6,12 @@ element is one byte) or of 16 bits, in blocks b of 1024. There are 8 lanes. Each
 
     sum over b of u[b] * (sum over j of k[j] * m[b, j])   modulo 2**64
 
-with its own keys k of 27 bits and u of 64 bits. The inner sum stays below 2**53, so float64 holds it exactly in any
-order of addition. It is a product of matrices, which runs at the speed of BLAS.
+with its own keys k of 27 bits and u of 64 bits. The inner sum stays below 2**53, so float64 holds it exactly.
 
-Two tensors that differ have equal sums with a probability below 2**-200 over the choice of the keys. (In a block that
-differs, at most one value in 2**27 of some k[j] makes the inner sums equal; otherwise u[b] hides the difference with at
-most 2**-36. So it is below 2**-26 for each of 8 independent lanes.) This holds for every kind of damage: flipped bits,
-swapped stretches, a shift, bytes of another tensor. The keys are expanded from a constant by SHAKE-256 and Philox, and
-are public. Somebody who chooses the weights can make two tensors with equal sums, so the digest is a check against
-accidents. `verify_checkpoint` is a check against forgery.
+Two tensors that differ have equal sums with a probability below 2**-200: below 2**-26 for each of the independent
+lanes. (In a block that differs, at most one value in 2**27 of some k[j] makes the inner sums equal; otherwise u[b]
+hides the difference with at most 2**-36.) The keys are expanded from a constant and public: whoever chooses the weights
+can make two tensors with equal sums. So the digest is a check against accidents, `verify_checkpoint` against forgery.
 """
 
 from __future__ import annotations
@@ -50,14 +47,11 @@ def model_digest(model: nn.Module) -> dict[str, str]:
     with any offload, of one under stages 0 to 2, of one of DTensors, and of one that an ordinary `from_pretrained` made
     in a plain process.
     So two loads, or a load and what was saved of it, are equal if their digests are. Under an engine they are of the
-    parameters, not of the optimizer's copies; under hpZ of the partitions, not of the secondary ones.
+    parameters, not of the optimizer's copies. Every kind of accident shows.
 
-    Every kind of accident shows; [Note: sums of values] in `saving/model_digest.py` says how surely.
-
-    Collective: all ranks of the partition group, if parameters are partitioned: two steps. Call it between steps, not
-        inside `GatheredParameters`, whose changes reach the partitions when the block ends.
-    Memory: a few MiB. A replicated parameter that is not contiguous is copied; a partition on nvme is read into one of
-        the swapper's buffers.
+    Collective: all ranks of the partition group, if parameters are partitioned. Call it between steps, not inside
+        `GatheredParameters`, whose changes reach the partitions when the block ends.
+    Memory: a few MiB, and a copy of a replicated parameter that is not contiguous.
 
     Args:
         model: of transformers or any other, or an engine or DDP that holds one.
@@ -86,12 +80,9 @@ def model_digest(model: nn.Module) -> dict[str, str]:
 
 
 class _Part:
-    """A parameter or buffer.
+    """A parameter or buffer. `group` are the ranks that hold its partitions; None if this rank holds it in full.
 
-    Attributes:
-        names: all of its names.
-        group: of torch.distributed, whose ranks hold its partitions; None if this rank holds it in full.
-        sums: of each lane: first of this rank's elements, then of the whole tensor.
+    `sums` has the sum of each lane: first of this rank's elements, then of the whole tensor.
     """
 
     def __init__(self, names: list[str], tensor: torch.Tensor) -> None:
@@ -109,7 +100,6 @@ class _Part:
             self.group = all_ranks()
 
     def take(self, keys: Keys) -> None:
-        """Sum the elements of this rank."""
         if self.group is None:
             if self._tensor.is_meta or self._tensor.layout is not torch.strided:
                 state = "on the meta device" if self._tensor.is_meta else f"of layout {self._tensor.layout}"
@@ -127,7 +117,6 @@ class _Part:
             self.sums = sums_of(partition[: self._range.numel], self._range.start, keys)
 
     def hexdigest(self) -> str:
-        """Return the digest of names, shape, dtype and sums."""
         head = (*sorted(self.names), str(self._shape), str(self._tensor.dtype))
         lines = (*head, *(f"{lane:016x}" for lane in self.sums))
         return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
@@ -173,12 +162,7 @@ class Keys:
 
 
 def sums_of(values: torch.Tensor, start: int, keys: Keys) -> tuple[int, ...]:
-    """Return what some elements of a tensor add to its sum, for each lane.
-
-    Memory: 5 MiB, on the device of `values`.
-
-    `values` are flat and contiguous, of any dtype. The first of them is element `start` of the whole tensor.
-    """
+    """Return what flat elements, of which the first is element `start` of a tensor, add to the sum of each lane."""
     total = np.zeros(LANES, np.uint64)
     units = values.view(torch.int8 if values.itemsize == 1 else torch.int16)
     inner = keys.inner.to(units.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import tempfile
@@ -30,12 +31,11 @@ from lowmem_load.saving.file_layout import FileLayout, digest_of, lay_out_saved
 from lowmem_load.saving.local_shards import LocalShard, groups_of, local_shards
 from lowmem_load.saving.merge_lora import digest_of_values, gathered_adapters, gathered_and_merged, merged_pieces
 from lowmem_load.saving.model_digest import unwrapped
-from lowmem_load.saving.save_plan import Write, held_writes, plan_writes, total_bytes
-from lowmem_load.saving.save_report import SaveReport
-from lowmem_load.saving.writer import Writer
+from lowmem_load.saving.writer import SaveReport, Write, Writer, held_writes, plan_writes, total_bytes
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]
-"""See `save_described`."""
+"""Gets an empty folder of this rank's own, to which it writes all other files, and the source of each parameter and
+buffer, by `id`. Returns the files of weights, and the merges of adapters."""
 
 
 def save_model(
@@ -51,27 +51,22 @@ def save_model(
 ) -> SaveReport:
     """Write the folder that `save_pretrained` of the whole model would write. Each rank writes the bytes that it holds.
 
-    Every rank must call it, between steps. Do not call it inside `GatheredParameters`, whose changes reach the
-    partitions when the block ends. The files are ordinary Hugging Face files, with the same names, keys, shards and
-    bytes: transformers' conversions are turned back, tied and ignored weights are left out. Of a PEFT model the
-    adapters are written, or the base model with the adapters merged into it. Works under ZeRO-3 in every mode (offload
-    to cpu or nvme, hpZ, MiCS, partial ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed.
-
-    The folder appears all at once when all ranks are done. Until then, and after any failure, the former folder stays.
-    Files in it that a save does not write stay too.
+    Every rank must call it, between steps and outside of `GatheredParameters`. The files are ordinary Hugging Face
+    files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode (offload, hpZ, MiCS, partial
+    ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed. The folder appears all at once when all ranks are
+    done. Until then, and after any failure, the former folder stays. Files that a save does not write stay too.
 
     Args:
-        model: of transformers or PEFT, or an engine of DeepSpeed's or DDP that holds one.
+        model: of transformers or PEFT (whose adapters are written), or an engine of DeepSpeed's or DDP that holds one.
         folder: on a file system that all ranks share; nodes may have it under different paths. Made if it is not there.
         max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: that of the model. With
             torch.float32, the optimizer's fp32 values are written of parameters that a ZeRO-3 engine trains in 16
             bits; `SaveReport.num_masters` counts them. Under stages 0 to 2 the 16-bit values are cast.
-        merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model itself
-            does not change. PEFT's own code merges. A LoRA of linear layers and embeddings is merged row by row, for
-            which every rank gathers the adapters (`SaveReport.adapter_bytes`). Other adapters (DoRA, LoHa, IA3,
-            experts, biases) are gathered with their weight, one at a time (`SaveReport.gathered`). With a dtype, the
-            merged values are cast.
+        merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model does not
+            change. A LoRA of linear layers and embeddings is merged row by row, for which every rank gathers the
+            adapters (`SaveReport.adapter_bytes`). Other adapters are gathered with their weight, one at a time
+            (`SaveReport.gathered`). With a dtype, the merged values are cast.
         processors: tokenizers and processors, whose `save_pretrained` writes into the folder too.
         progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
         **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ...
@@ -79,37 +74,30 @@ def save_model(
     Returns:
         What was done on this rank.
 
-    Collective: all ranks that hold partitions of the model, or all ranks. Only adapters that are merged cross the
-        network.
+    Collective: all ranks that hold partitions of the model, or all ranks. Only merged adapters cross the network.
     Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; a few times that to merge rows.
 
     Raises:
-        ConfigError: the folder cannot be used, is not shared by all ranks, or is too small; an argument is wrong; or a
-            parameter is gathered by an open `GatheredParameters`.
+        ConfigError: the folder or an argument cannot be used, or `GatheredParameters` is open.
         UnsupportedError: names a tensor that cannot be saved without gathering it, and why.
         CheckpointError: the system refuses a write: the disk is full.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    model = unwrapped(model)
+    model, uses_masters = unwrapped(model), dtype == torch.float32 and not merge_adapters
+    options = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
+    describe = functools.partial(_describe, model, merge_adapters, options)
+    given = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
+    given |= save_pretrained_kwargs
+    return save_described(model, folder, describe, given, masters=uses_masters, also=processors, progress=progress)
 
-    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[saver.SavedFile], list[Merge]]:
-        options: Any = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
-        if not merge_adapters:
-            return saver.describe_save(model, scratch, sources, **options), []
-        with merging.unloaded(model) as (whole, merges):
-            return saver.describe_save(whole, scratch, sources, **options), merges
 
-    arguments = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
-    uses_masters = dtype == torch.float32 and not merge_adapters
-    return save_described(
-        model,
-        folder,
-        describe,
-        {**arguments, **save_pretrained_kwargs},
-        masters=uses_masters,
-        also=processors,
-        progress=progress,
-    )
+def _describe(
+    model: nn.Module, merge_adapters: bool, options: Mapping[str, Any], scratch: Path, sources: Mapping[int, Source]
+) -> tuple[list[saver.SavedFile], list[Merge]]:
+    if not merge_adapters:
+        return saver.describe_save(model, scratch, sources, **options), []
+    with merging.unloaded(model) as (whole, merges):
+        return saver.describe_save(whole, scratch, sources, **options), merges
 
 
 def save_described(
@@ -124,15 +112,8 @@ def save_described(
 ) -> SaveReport:
     """Write the files that `describe` returns. See `save_model`. Collective.
 
-    Args:
-        model: whose parameters and buffers are written.
-        folder: of the save.
-        describe: gets an empty folder of this rank's own, to which it writes all other files, and the source of each
-            parameter and buffer, by `id`. It returns the files of weights, and the merges.
-        arguments: all else that the files depend on. They must be equal on all ranks.
-        masters: see `local_shards`.
-        also: processors of `save_model`.
-        progress: see `save_model`.
+    `arguments` are all else that the files depend on: they must be equal on all ranks. `masters`: see `local_shards`.
+    `also` are the processors of `save_model`.
     """
     with load_lock():
         ranks = ranks_of(model)
@@ -147,7 +128,12 @@ def save_described(
                 planned = save.plan(model, describe, scratch, masters)
                 step.digest = _compared(arguments, planned.files)
                 step.payload = planned.own_bytes, *target
-            save.prove(planned, [num_bytes for num_bytes, *_ in step.payloads])
+            each = [num_bytes for num_bytes, *_ in step.payloads]
+            if sum(each) != planned.all_bytes:  # see [Note: the plan read backwards]
+                raise PlanError(
+                    f"{save.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
+                    f"(by rank: {', '.join(map(str, each))}); were all ranks of the model called?"
+                )
             with save.staging(planned, [folders.Target(*known) for _, *known in step.payloads]) as staging:
                 save.write(planned, staging, progress)
                 with ranks.step("renaming", name=save.folder), report.phase("rename"):
@@ -160,11 +146,7 @@ def save_described(
 
 
 def ranks_of(model: nn.Module) -> RankGroup:
-    """Return the ranks that save a model together. Makes a group of one rank where there is no group.
-
-    Raises:
-        UnsupportedError: several groups of ranks hold partitions of the model.
-    """
+    """Return the ranks that save a model together. Makes a group of one rank where there is no group."""
     groups = groups_of(model)
     if len(groups) > 1:
         raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
@@ -173,15 +155,7 @@ def ranks_of(model: nn.Module) -> RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A planned save.
-
-    Attributes:
-        files: of weights.
-        shards: what this rank holds, by name.
-        writes: of this rank, by parameter.
-        all_bytes: that all ranks write together.
-        merges: of adapters.
-    """
+    """A planned save: what this rank holds and writes, by parameter, and what all ranks write together."""
 
     files: list[FileLayout]
     shards: dict[str, LocalShard]
@@ -191,19 +165,11 @@ class _Planned:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that this rank writes."""
         return total_bytes(itertools.chain.from_iterable(self.writes.values()))
-
-    def shards_of(self, merge: Merge) -> list[LocalShard]:
-        """Return those of the weights that are merged together."""
-        found = {id(shard.tensor): shard for shard in self.shards.values()}
-        return [found[id(parameter)] for parameter in merge.parameters]
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """One save, on this rank."""
-
     ranks: RankGroup
     folder: str
     report: SaveReport
@@ -219,20 +185,8 @@ class _Save:
         self.report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
         return _Planned(files, {shard.source.name: shard for shard in shards}, mine, total_bytes(writes), merges)
 
-    def prove(self, planned: _Planned, each: Sequence[int]) -> None:
-        """Raise unless the ranks write each byte once. See [Note: the plan read backwards].
-
-        `each` has the bytes that each rank writes, by rank.
-        """
-        if sum(each) != planned.all_bytes:
-            raise PlanError(
-                f"{self.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
-                f"(by rank: {', '.join(map(str, each))}); were all ranks of the model called?"
-            )
-
     @contextlib.contextmanager
     def staging(self, planned: _Planned, targets: Sequence[folders.Target]) -> Iterator[folders.Staging]:
-        """Yield the folder that files are written to first. Rank 0 makes it, and removes it after a failure."""
         made: folders.Staging | None = None
         try:
             with self.ranks.step("making the folder", name=self.folder) as step:
@@ -279,11 +233,12 @@ class _Save:
         report.note_writes(writer)
 
     def _write_gathered(self, planned: _Planned, writer: Writer, todo: dict[str, list[Write]]) -> None:
-        """Write the weights that must be gathered to be merged, one after the other, and remove them from `todo`."""
+        """Write the weights that must be gathered to be merged, and remove them from `todo`."""
+        found = {id(shard.tensor): shard for shard in planned.shards.values()}
         for merge in planned.merges:
             if merge.by_rows:
                 continue
-            shards = planned.shards_of(merge)
+            shards = [found[id(parameter)] for parameter in merge.parameters]
             name = shards[0].source.name
             with self.ranks.step(f"merging {name}", name=self.folder), self.report.phase("merge"):
                 merged = gathered_and_merged(merge, shards)
@@ -295,7 +250,6 @@ class _Save:
             self.report.num_merged += len(shards)
 
     def _pieces_of(self, planned: _Planned) -> Callable[[LocalShard], Iterator[tuple[torch.Tensor, int]]]:
-        """Return a function that yields what this rank writes of a weight: flat memory, and its first element."""
         merges = {id(merge.parameters[0]): merge for merge in planned.merges if merge.by_rows}
         adapters: dict[int, torch.Tensor] = {}
         if merges:
@@ -317,7 +271,6 @@ class _Save:
 
 
 def _compared(arguments: Mapping[str, Any], files: Sequence[FileLayout]) -> dict[str, str]:
-    """Return what must be equal on all ranks."""
     names = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
     values = {key: repr(value) for key, value in arguments.items()}
     return {**values, "files": names, "headers of the files": digest_of(files)}

@@ -1,18 +1,32 @@
-"""Writes a rank's elements to their places in files. The only module that writes weights."""
+"""Which rank writes which bytes of the files of a save, and the only code that writes weights.
+
+[Note: the plan read backwards] A load asks which bytes of files fill a rank's partition. A save asks which bytes of
+files a rank's partition fills. `plan_copies` answers the first half for both: it describes every tensor of a file as
+copies from parameters. They are equal on all ranks, and are proved to cover each tensor once. A rank takes the part of
+each copy whose elements it holds. Ranks hold disjoint ranges that together are the parameter, so exactly one rank
+writes each byte. The ranks add up their bytes to check that.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.io.elements import source_elements
+from lowmem_load.phases import Phases
+from lowmem_load.planning.copies import Copy, plan_copies
+from lowmem_load.planning.expression import Expression, Source, leaves, numel
 from lowmem_load.planning.nest import Nest, offsets
-from lowmem_load.saving.save_plan import Write
+from lowmem_load.planning.proof import prove_coverage
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.quantities import size
+from lowmem_load.saving.file_layout import FileLayout
 
 STAGING_BYTES = 8 << 20
 """Bytes of the one buffer for elements that are cast, rearranged or on a device."""
@@ -21,19 +35,79 @@ DIRECT_BYTES = 64 << 20
 """Most bytes of one write straight from a partition, so that the progress bar moves."""
 
 
-class Writer:
-    """Writes into files that have their full length already. For one thread.
-
-    One file is open at a time: writes come in the order of files.
-
-    Args:
-        paths: of the files, in the order of their numbers in writes.
-        on_bytes: called after each write with the number of bytes.
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Elements of one parameter that go to one tensor of one file.
 
     Attributes:
-        num_writes, written_bytes: system calls that wrote, and bytes written.
-        staged_bytes: bytes that went through the buffer.
-        num_synced: files that have reached the disk.
+        file: number of the file.
+        tensor: its name in the file.
+        start: byte of the file at which the tensor starts.
+        dtype: of the tensor.
+        copy: from the whole parameter to the tensor.
+    """
+
+    file: int
+    tensor: str
+    start: int
+    dtype: torch.dtype
+    copy: Copy
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter or buffer."""
+        assert isinstance(self.copy.leaf, Source)  # plan_writes
+        return self.copy.leaf.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written."""
+        return self.copy.nest.numel * self.dtype.itemsize
+
+    def within(self, held: FlatRange) -> Iterator[Write]:
+        """Yield the parts of this write whose elements of the parameter lie in `held`."""
+        for nest in self.copy.nest.clipped(held.start, held.end, "source"):
+            yield replace(self, copy=replace(self.copy, nest=nest))
+
+
+def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) -> list[Write]:
+    """Return what all ranks write together, in the order of the files: file systems are fastest if offsets ascend."""
+    writes: list[Write] = []
+    for number, (layout, tensors) in enumerate(files):
+        for name, expression in sorted(tensors.items(), key=lambda item: layout.starts[item[0]]):
+            for leaf in leaves(expression):
+                if not isinstance(leaf, Source):
+                    what = getattr(leaf, "operation", None) or getattr(leaf, "origin", "a value in memory")
+                    raise UnsupportedError(
+                        f"{layout.name}: {name}: is made by {what}, which needs gathered parameters; save it with "
+                        "save_original_format=False, or with stage3_gather_16bit_weights_on_model_save"
+                    )
+            copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
+            prove_coverage(f"{layout.name}: {name}", [copy.nest for copy in copies], numel(expression))
+            writes += [Write(number, name, layout.starts[name], expression.dtype, copy) for copy in copies]
+    return writes
+
+
+def held_writes(writes: Iterable[Write], held: Mapping[str, Sequence[FlatRange]]) -> dict[str, list[Write]]:
+    """Return the parts of the writes that a rank does, by parameter, given the elements that it writes of each."""
+    mine: dict[str, list[Write]] = {}
+    for write in writes:
+        parts = [part for span in held[write.parameter] for part in write.within(span)]
+        if parts:
+            mine.setdefault(write.parameter, []).extend(parts)
+    return mine
+
+
+def total_bytes(writes: Iterable[Write]) -> int:
+    """Return how many bytes are written."""
+    return sum(write.nbytes for write in writes)
+
+
+class Writer:
+    """Writes into files that have their full length already, one open at a time. Raises CheckpointError.
+
+    `on_bytes` is called after each write with the number of bytes. The counts are those of `SaveReport`; `num_synced`
+    files have reached the disk.
     """
 
     def __init__(self, paths: Sequence[Path], on_bytes: Callable[[int], object]) -> None:
@@ -52,13 +126,7 @@ class Writer:
                 os.close(self._opened[1])
 
     def write(self, write: Write, memory: torch.Tensor, first: int) -> None:
-        """Write elements of a parameter.
-
-        `memory` is flat; its first element is element `first` of the parameter.
-
-        Raises:
-            CheckpointError: the system refuses, because the disk is full for example.
-        """
+        """Write elements of a parameter. `memory` is flat; its first element is element `first` of the parameter."""
         nest, itemsize = write.copy.nest.shifted(source=-first), write.dtype.itemsize
         is_same = {memory.dtype, *nest.casts} == {write.dtype}
         if nest.is_run and is_same and memory.device.type == "cpu":
@@ -68,22 +136,17 @@ class Writer:
         for part in nest.split(max(1, STAGING_BYTES // itemsize)):
             staged = self._stage(part, memory, write.dtype)
             self.staged_bytes += staged.numel() * itemsize
-            for offset, destination, numel in _runs(part):
-                self._put(write.file, staged[offset : offset + numel], write.start + destination * itemsize)
+            for first_staged, destination, run in _runs(part):
+                self._put(write.file, staged[first_staged : first_staged + run], write.start + destination * itemsize)
 
     def sync(self) -> None:
-        """Have all that was written reach the disk.
-
-        Raises:
-            CheckpointError: it does not.
-        """
+        """Have all that was written reach the disk."""
         for number in sorted(self._written):
             with self._named(number):
                 os.fsync(self._descriptor(number))
             self.num_synced += 1
 
     def _stage(self, part: Nest, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copy the elements of a part into the buffer, cast, in the order of its axes; return them, flat."""
         if self._staging is None:
             on_device = memory.device.type != "cpu" and torch.accelerator.is_available()
             self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_device)
@@ -124,10 +187,62 @@ class Writer:
 
 
 def _runs(part: Nest) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a part in the file: first staged element, first element in the tensor, number of elements."""
+    """Yield the runs of a part in its file: first staged element, first element in the tensor, number of elements."""
     run, inner = 1, len(part.axes)
     while inner and part.axes[inner - 1].destination == run:
         run *= part.axes[inner - 1].size
         inner -= 1
     for number, (_, shift) in enumerate(offsets(part.axes[:inner])):
         yield number * run, part.destination + shift, run
+
+
+@dataclass(slots=True)
+class SaveReport(Phases):
+    """What one save did on one rank.
+
+    Attributes:
+        folder: where the files are.
+        files: bytes of each file of weights, by its name.
+        rank, world_size: of the ranks that saved together.
+        written_bytes: bytes of weights that this rank wrote. All ranks together wrote the data of the files.
+        num_writes: system calls that wrote them.
+        staged_bytes: those of `written_bytes` that went through a buffer of 8 MiB, because they were cast, rearranged
+            or on a device. The others were written straight from the partitions.
+        num_masters: parameters of which the optimizer's fp32 values were written.
+        num_merged: weights that adapters were merged into; see `save_model`.
+        adapter_bytes: bytes of the adapters that this rank gathered to merge them row by row.
+        gathered: bytes, by name, of weights that were gathered one at a time to merge an adapter into them.
+        seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
+    """
+
+    folder: str
+    files: dict[str, int] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    written_bytes: int = 0
+    num_writes: int = 0
+    staged_bytes: int = 0
+    num_masters: int = 0
+    num_merged: int = 0
+    adapter_bytes: int = 0
+    gathered: dict[str, int] = field(default_factory=dict)
+
+    def note_writes(self, writer: Writer) -> None:
+        """Take over what a writer counted."""
+        self.written_bytes, self.num_writes = writer.written_bytes, writer.num_writes
+        self.staged_bytes = writer.staged_bytes
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.folder}: {len(self.files)} files of weights, {size(sum(self.files.values()))}; rank "
+            f"{self.rank} of {self.world_size}",
+            f"wrote {size(self.written_bytes)} in {self.num_writes} writes, {size(self.staged_bytes)} through a buffer",
+            f"peak {size(self.peak_memory.total_bytes)} above the start",
+            ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
+        ]
+        if self.num_masters:
+            lines.append(f"{self.num_masters} parameters as the optimizer's fp32 values")
+        if self.num_merged:
+            merged = f"{self.num_merged} weights merged with adapters of {size(self.adapter_bytes)}"
+            lines.append(f"{merged}, {len(self.gathered)} of them gathered")
+        return "\n  ".join(lines)

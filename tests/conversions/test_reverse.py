@@ -16,8 +16,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.saving.save_plan import held_writes, plan_writes, total_bytes
-from lowmem_load.saving.writer import Writer
+from lowmem_load.saving.writer import Writer, held_writes, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings
 from tests.conversions.mappings import DTYPES, Case, Chain
