@@ -58,7 +58,12 @@ class _Rank:
 
 
 def set_environment() -> None:
-    """Sets what torch, DeepSpeed and transformers read on import; call it before importing any of them."""
+    """Sets what torch, DeepSpeed and transformers read on import; call it before importing any of them.
+
+    Also has SIGINT raise KeyboardInterrupt, here and in what is started from here: a shell's background jobs ignore it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions"))
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
