@@ -78,6 +78,9 @@ libaio:
 	    2>/dev/null && for package in *.deb; do dpkg-deb -x $$package .; done; } \
 	  || echo "no libaio: offload to nvme cannot be tested here" >&2
 
+# Two processes share the tests, a file at a time. ARGS="-n 0" runs them in one.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 # What cannot be built is said, and tried again by the next make; what needs it fails then, or is skipped.
 $(TORCH_EXTENSIONS_DIR)/%.stamp: $(STAMP)
 	@mkdir -p $(@D) && cd $(ROOT) && if $(RUN) -m tests.build_extensions $*; then touch $@; fi
@@ -124,7 +127,7 @@ docs: $(DOCS)/installed.stamp
 
 test: export HF_HUB_OFFLINE := 1
 test: check $(EXTENSIONS)
-	cd $(ROOT) && $(RUN) -m pytest $(ARGS)
+	cd $(ROOT) && $(PYTEST) $(ARGS)
 
 test-fast: export HF_HUB_OFFLINE := 1
 test-fast: $(STAMP)
@@ -138,7 +141,7 @@ test-device: export HF_HUB_OFFLINE := 1
 test-device: export LOWMEM_TEST_DEVICE := sim
 test-device: export SIM_DEVICES := 8
 test-device: $(EXTENSIONS)
-	cd $(ROOT) && $(RUN) -m pytest $(ON_DEVICE) $(ARGS)
+	cd $(ROOT) && $(PYTEST) $(ON_DEVICE) $(ARGS)
 
 gpu-check: export HF_HUB_OFFLINE := 1
 gpu-check: $(STAMP)

@@ -13,10 +13,14 @@ pytest.register_assert_rewrite("tests.kits", "tests.multimodal", "tests.parity")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of modules that start ranks, for `make test-fast` to leave out."""
+    """Marks the tests of modules that start ranks, for `make test-fast` to leave out.
+
+    They come first: two processes that take a file at a time then end together, with the short files.
+    """
     for item in items:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker("ranks")
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)

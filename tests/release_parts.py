@@ -64,13 +64,6 @@ def read_frameworks(log: str) -> dict[str, int]:
     return count(len(cases) - len(failed), len(failed))
 
 
-def read_gpu_check(log: str) -> dict[str, int]:
-    """Return the counts of checks on all ranks."""
-    found = re.search(r"^(\d+) checks on each of (\d+) ranks, (\d+) failed", log, re.MULTILINE)
-    checks, ranks, failed = map(int, found.groups()) if found else (0, 0, 0)
-    return count(checks * ranks - failed, failed)
-
-
 def lines(passed: str, failed: str = "(?!)", skipped: str = "(?!)") -> Callable[[str], dict[str, int]]:
     """Return a reader that counts the different lines of a log that begin with the patterns."""
 
@@ -82,41 +75,69 @@ def lines(passed: str, failed: str = "(?!)", skipped: str = "(?!)") -> Callable[
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is run: a name, what it shows, the command, and how its counts are read from its log."""
+    """What is run: a name, what it shows, the command, and how its counts are read from its log.
+
+    Attributes:
+        minutes: on two idle cores, once what it downloads is there.
+        lane: 0 runs alone. A part of lane 1 and one of lane 2 run side by side.
+        downloads: GB, the first time.
+    """
 
     name: str
     shows: str
     command: str
     read: Callable[[str], Mapping[str, int]]
+    minutes: float
+    lane: int = 0
+    downloads: float = 0
+
+
+FRAMEWORKS = (
+    "trl-dpo-full",
+    "llama-factory-sft-lora",
+    "ms-swift-sft-full",
+    "axolotl-sft-full",
+    "openrlhf-sft-full-bf16",
+    "sentence-transformers-contrastive-full",
+    "lightning-sft-full",
+)
+"""A case of each framework; the others differ from these in the trainer's own code."""
 
 
 def parts() -> list[Part]:
-    """Return the table of parts: the short ones first."""
-    compat = "make compat ARGS='--again --environments {}'"
+    """Return the table of parts, in the order in which they start."""
+    compat = "make compat ARGS='--again --groups seams parity --environments {}'"
+    scale, zoo = "python -m benchmarks.scale --all --docs", "--world-sizes 2 --precision bf16 --methods lowmem --once"
+    bench, cases = "make bench ARGS='--repeats 3 --once stock --also-cold --docs'", " ".join(FRAMEWORKS)
+    matrix, others = "python -m benchmarks.resume matrix", "python -m pytest -n 2 --dist loadfile -m release"
     return [
-        Part("test", "formatting, lint, types and all tests", "make test", read_pytest),
-        Part("conversions", "every converter", "python -m pytest tests/conversions", read_pytest),
-        Part("device", "a simulated accelerator", "make test-device", read_pytest),
-        Part("gpu-check", "the check of GPUs, simulated", "make gpu-check ARGS=--simulated", read_gpu_check),
-        Part("save", "saves of 1 to 4 ranks", "python -m pytest tests/multi_rank/test_save.py", read_pytest),
-        Part("resume", "checkpoints on other ranks", "python -m benchmarks.resume matrix", lines(r'\{"saved_by"')),
+        Part("test", "formatting, lint, types and all tests", "make test", read_pytest, 9),
+        Part("more-tests", "other numbers of ranks, launchers, examples", others, read_pytest, 6),
+        Part("device", "a simulated accelerator", "make test-device", read_pytest, 5),
+        Part("main-table", "1.5 B parameters", bench, lines("done: ", "FAILED: ", "skipped: "), 12),
+        Part("scale", "the largest published models", scale, lines("done: ", "failed: "), 4),
+        Part("resume", "checkpoints on other ranks", matrix, lines(r'\{"saved_by"'), 4, lane=1),
+        Part("faults", "every fault at every moment", "make faults", read_faults, 12, lane=1),
+        Part("zoo", "all model types", f"make zoo ARGS='{zoo}'", read_zoo, 14, lane=1),
         Part(
-            "scale",
-            "the largest published models",
-            "python -m benchmarks.scale --all --docs",
-            lines("done: ", "failed: "),
+            "frameworks",
+            "frameworks, stock and streamed",
+            f"make frameworks ARGS='--only {cases}'",
+            read_frameworks,
+            minutes=14,
+            lane=1,
+            downloads=8,
         ),
-        Part(
-            "main-table",
-            "1.5 B parameters, all ways to load",
-            "make bench ARGS='--repeats 3 --once stock --also-cold --docs'",
-            lines("done: ", "FAILED: ", "skipped: "),
-        ),
-        Part("faults", "every fault at every moment", "make faults", read_faults),
-        Part("zoo", "all model types", "make zoo", read_zoo),
-        Part("frameworks", "frameworks, stock and streamed", "make frameworks", read_frameworks),
         *(
-            Part(f"compat/{each.name}", "a set of releases", compat.format(each.name), read_compat)
+            Part(
+                f"compat/{each.name}",
+                "a set of releases",
+                compat.format(each.name),
+                read_compat,
+                minutes=2,
+                lane=2,
+                downloads=3,
+            )
             for each in read_environments()
         ),
     ]

@@ -1,13 +1,14 @@
 """Runs everything that a release must pass on one commit: `make release [ARGS="--only zoo faults"]`.
 
 Each part is a process. Its log and its outcome are kept in .cache/release/<commit>, so parts may be run one by one: a
-part that has passed on this commit is not run again unless `--again` says so. After each part docs/evidence.md is
-written anew. Ends with status 1 if a part that was asked for has failed.
+part that has passed on this commit is not run again unless `--again` says so. Two parts run side by side where neither
+measures time. After each part docs/evidence.md is written anew. The status is 1 if a part has failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import json
 import os
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from tests.release_parts import Part, parts
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".cache" / "release"
 PAGE = ROOT / "docs" / "evidence.md"
-LIMIT_S = 6 * 3600.0
-"""Of one part: the longest takes about two hours on two idle cores."""
+LIMIT_S = 2 * 3600.0
+"""Of one part, downloads included."""
 TAIL_LINES = 25
 
 WRITTEN = (
@@ -58,38 +59,88 @@ class Outcome:
         return self.status == 0 and bool(self.counts) and not self.counts["failed"]
 
 
-def run(part: Part, folder: Path, limit_s: float = LIMIT_S) -> Outcome:
-    """Run a part, with its log in a folder."""
-    log = folder / f"{part.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    # make hands ARGS on to every make below it, where they are meant for this program.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
-    words = shlex.split(part.command)
-    command = [sys.executable, *words[1:]] if words[0] == "python" else words
-    start = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+class Run:
+    """A part that is running, with its log in a folder."""
+
+    def __init__(self, part: Part, folder: Path, limit_s: float = LIMIT_S) -> None:
+        self.part, self._limit_s = part, limit_s
+        self._log = folder / f"{part.name}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        # make hands ARGS on to every make below it, where they are meant for this program.
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))
+        }
+        words = shlex.split(part.command)
+        command = [sys.executable, *words[1:]] if words[0] == "python" else words
+        self._start = time.monotonic()
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def outcome(self) -> Outcome | None:
+        """Return what came of it, or None while it runs. It is ended at its limit."""
+        seconds = time.monotonic() - self._start
+        status = self._process.poll()
+        if status is None and seconds < self._limit_s:
+            return None
+        self.end()
+        text, machine = self._log.read_text(encoding="utf-8", errors="replace"), describe_machine()
+        found = Outcome(
+            status=124 if status is None else status,
+            counts=self.part.read(text),
+            minutes=round(seconds / 60, 1),
+            date=dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            machine=f"{machine.lines()[0]}; python {machine.python}, {machine.versions_text()}",
+            tail="",
         )
-        try:
-            status = process.wait(limit_s)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            status = 124
-    text = log.read_text(encoding="utf-8", errors="replace")
-    machine = describe_machine()
-    outcome = Outcome(
-        status=status,
-        counts=part.read(text),
-        minutes=round((time.monotonic() - start) / 60, 1),
-        date=dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        machine=f"{machine.lines()[0]}; python {machine.python}, {machine.versions_text()}",
-        tail="",
-    )
-    return outcome if outcome.has_passed else replace(outcome, tail="\n".join(text.splitlines()[-TAIL_LINES:]))
+        return found if found.has_passed else replace(found, tail="\n".join(text.splitlines()[-TAIL_LINES:]))
+
+    def end(self) -> None:
+        """Kill what still runs of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def run_all(chosen: Sequence[Part], folder: Path, limit_s: float = LIMIT_S) -> Iterator[tuple[Part, Outcome]]:
+    """Run parts in order, side by side where their lanes allow it; yield each outcome as it comes."""
+    waiting, running = list(chosen), list[Run]()
+    try:
+        while waiting or running:
+            for part in startable(waiting, [run.part for run in running]):
+                waiting.remove(part)
+                print(f"{part.name}: {part.command}", flush=True)
+                running.append(Run(part, folder, limit_s))
+            for run in list(running):
+                if (outcome := run.outcome()) is not None:
+                    running.remove(run)
+                    yield run.part, outcome
+            time.sleep(0.2)
+    finally:
+        for run in running:
+            run.end()
+
+
+def startable(waiting: Sequence[Part], running: Sequence[Part]) -> list[Part]:
+    """Return the parts that may start now: one that runs alone, or the next of each free lane."""
+    if not waiting or any(part.lane == 0 for part in running):
+        return []
+    if waiting[0].lane == 0:
+        return [] if running else [waiting[0]]
+    heads = {part.lane: part for part in reversed(waiting) if part.lane}
+    return [part for lane, part in sorted(heads.items()) if lane not in {each.lane for each in running}]
+
+
+def estimate(chosen: Sequence[Part]) -> str:
+    """Return what a run will take, as a table."""
+    lanes = [sum(part.minutes for part in chosen if part.lane == lane) for lane in range(3)]
+    lines = [f"{part.minutes:4g} minutes{', alone' * (part.lane == 0)}: {part.name}" for part in chosen]
+    total = f"{lanes[0] + lanes[1] + lanes[2]:g} minutes one by one on two idle cores, "
+    lines.append(total + f"{lanes[0] + max(lanes[1:]):g} or more with two side by side")
+    if downloads := sum(part.downloads for part in chosen):
+        lines.append(f"The first time {downloads:g} GB of downloads come on top.")
+    return "\n".join(lines)
 
 
 def keep_outcome(folder: Path, name: str, outcome: Outcome) -> None:
@@ -177,21 +228,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part for part in table if options.only is None or {part.name, part.name.partition("/")[0]} & set(options.only)
     ]
     names = [part.name for part in table]
-    status = 0
-    for part in chosen:
-        outcome = read_outcomes(folder, [part.name]).get(part.name)
-        if outcome is None or not outcome.has_passed or options.again:
-            print(f"{part.name}: {part.command}", flush=True)
-            outcome = run(part, folder)
-            if clean_commit() != commit:
-                sys.exit(f"make release: another commit was checked out while {part.name} ran: run it again")
-            keep_outcome(folder, part.name, outcome)
-        status |= not outcome.has_passed
+    kept = {} if options.again else read_outcomes(folder, names)
+    todo = [part for part in chosen if part.name not in kept or not kept[part.name].has_passed]
+    print(estimate(todo), flush=True)
+    for part, outcome in run_all(todo, folder):
+        if clean_commit() != commit:
+            sys.exit(f"make release: another commit was checked out while {part.name} ran: run it again")
+        keep_outcome(folder, part.name, outcome)
         verdict = "passed" if outcome.has_passed else "FAILED"
         counts = ", ".join(f"{number} {name}" for name, number in outcome.counts.items())
         print(f"{part.name}: {verdict}; {counts or 'no counts'}; {outcome.minutes:g} minutes", flush=True)
         PAGE.write_text(page(commit, table, read_outcomes(folder, names)), encoding="utf-8")
-    return status
+    done = read_outcomes(folder, [part.name for part in chosen])
+    return int(any(not outcome.has_passed for outcome in done.values()))
 
 
 if __name__ == "__main__":

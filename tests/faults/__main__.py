@@ -1,4 +1,7 @@
-"""Runs the matrix and prints it: `python -m tests.faults [words...]`, of rows whose names have all the words."""
+"""Runs the matrix and prints it: `python -m tests.faults [words...]`, of rows whose names have all the words.
+
+Each fault strikes at each moment once, on one rank of 2 or 3 in turn; with --all on the first and the last of both.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.faults import cases, subset
+from tests.faults.faults import cases, sample, subset
 from tests.faults.matrix import Matrix, line
 from tests.faults.shim import Unavailable
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only rows whose names have them all")
     parser.add_argument("--subset", action="store_true", help="the rows that CI runs")
+    parser.add_argument("--all", action="store_true", help="on the first and the last of 2 and of 3 ranks")
     parser.add_argument("--without-heartbeats", action="store_true", help="leave out what takes heartbeats among ranks")
     arguments = parser.parse_args()
     chosen = [
         case
-        for case in (subset() if arguments.subset else cases())
+        for case in (subset() if arguments.subset else cases() if arguments.all else sample())
         if all(word in case.name for word in arguments.words)
         and not (arguments.without_heartbeats and case.fault.needs_heartbeats)
     ]

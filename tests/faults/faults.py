@@ -368,19 +368,30 @@ def cases(world_sizes: tuple[int, ...] = (2, 3)) -> list[Case]:
     return sorted(rows, key=_order)
 
 
-def subset() -> list[Case]:
-    """Returns a row of every kind of fault and job, each at another moment, rank and world size.
-
-    Silence takes the longest, and is noticed in the same way whatever the job is: one row of each such fault. Errors of
-    one call that are to have one outcome are one kind (which are tried again is also tested without ranks).
-    """
-    by_fault: dict[str, list[Case]] = {}
+def sample() -> list[Case]:
+    """Returns each fault at each of its moments and jobs once, on ranks and numbers of ranks in turn."""
+    rows: dict[tuple[str, str, str], list[Case]] = {}
     for case in cases():
-        fault = case.fault
-        kind = f"{fault.calls} {fault.expect} {case.checkpoint}" if fault.action is Action.FAIL else fault.name
-        if fault.expect != "silent" or case.job == "load":
-            by_fault.setdefault(f"{kind} {case.job}", []).append(case)
-    chosen = [rows[number * 7 % len(rows)] for number, rows in enumerate(by_fault.values())]
+        rows.setdefault((case.fault.name, case.moment.phase, case.job), []).append(case)
+    return sorted((same[number % len(same)] for number, same in enumerate(rows.values())), key=_order)
+
+
+def subset() -> list[Case]:
+    """Returns a row of each kind of outcome, each at another moment, rank and number of ranks."""
+    few = {
+        "load": (
+            *(READ_FAULTS[3], READ_FAULTS[7], NO_MEMORY, SLOW, CRAWLING, CHANGES[0], CHANGES[3], CHANGES[7]),
+            *(INTERRUPT, DEATHS[0], STOP, HANG, HANG_UNMEASURED, FAILED_WRITE, DISK_FULL),
+        ),
+        "stream": (READ_FAULTS[1], USERS_ERROR),
+        "share": (READ_FAULTS[1], DEATHS[0]),
+        "train": (DEATHS[0],),
+    }
+    chosen, rows = list[Case](), cases()
+    for job, faults in few.items():
+        for fault in faults:
+            same = [row for row in rows if row.job == job and row.fault.name == fault.name]
+            chosen.append(same[len(chosen) * 7 % len(same)])
     return sorted(chosen, key=_order)
 
 

@@ -1,4 +1,4 @@
-"""A row of every fault; `make faults` runs them all."""
+"""A row of each kind of outcome; `make faults` runs every fault."""
 
 from __future__ import annotations
 

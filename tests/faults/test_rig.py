@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lowmem_load
-from tests.faults.faults import FIRST, PLANNING, READ_FAULTS, Case, Fault, cases, subset
+from tests.faults.faults import FIRST, PLANNING, READ_FAULTS, Case, Fault, cases, sample, subset
 from tests.faults.matrix import MARKS, Verdict, judge
 from tests.faults.shim import Action, Call, Control, Rule, Unavailable, build
 from tests.faults.worker import Answer
@@ -136,16 +136,19 @@ def _definitions(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.lstrip().startswith("def ")]
 
 
-def test_the_subset_has_every_kind_of_fault() -> None:
-    """Errors of one call with one outcome are one kind."""
-    names = {row.fault.name for row in subset()}
-    assert {row.fault.action for row in cases() if row.fault.name not in names} == {Action.FAIL}
-    taken, kinds = (
-        {(row.fault.calls, row.fault.expect, row.checkpoint) for row in rows if row.fault.action is Action.FAIL}
-        for rows in (subset(), cases())
-    )
-    assert taken == kinds
-    assert len({row.moment.phase for row in subset()}) > 12
+def test_the_sample_has_every_fault_at_every_moment_of_every_job() -> None:
+    def kinds(rows: list[Case]) -> list[tuple[str, str, str]]:
+        return sorted((row.fault.name, row.moment.phase, row.job) for row in rows)
+
+    assert kinds(sample()) == sorted(set(kinds(cases())))
+    assert {(row.rank, row.world_size) for row in sample()} == {(0, 2), (1, 2), (0, 3), (2, 3)}
+
+
+def test_the_subset_has_every_outcome_and_job() -> None:
+    for field in ("expect", "action"):
+        assert {getattr(row.fault, field) for row in subset()} >= {getattr(row.fault, field) for row in cases()}, field
+    assert {row.job for row in subset()} == {row.job for row in cases()}
+    assert len({row.moment.phase for row in subset()}) > 10
     assert {row.rank for row in subset()} == {0, 1, 2}
 
 

@@ -72,7 +72,7 @@ def adapters(checkpoints: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_adapters_equal_the_ordinary_load(adapters: Path, world_size: int) -> None:
     run_ranks(load_adapters, str(adapters), world_size=world_size, timeout_s=180)
 

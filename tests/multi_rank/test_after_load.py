@@ -140,9 +140,9 @@ def from_config() -> list[float]:
 
     DistributedInterface()
     config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
+        hidden_size=320,
+        intermediate_size=1280,
+        num_hidden_layers=10,
         num_attention_heads=8,
         vocab_size=8000,
         tie_word_embeddings=False,
@@ -154,14 +154,14 @@ def from_config() -> list[float]:
         model = AutoModelForCausalLM.from_config(config)
     report = load_report(model)
     grown = report.peak_memory.anonymous_bytes
-    # this rank's half (112 MiB), the largest parameter (16 MiB), and small change
-    assert grown < 4 * report.num_elements / 2 + (24 << 20)
+    # this rank's half (42 MiB), the largest parameter (10 MiB), and small change
+    assert grown < 4 * report.num_elements / 2 + (18 << 20)
     assert all(is_partitioned(parameter) for parameter in model.parameters())
     assert model.training
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         sums = [parameter.double().sum().item() for parameter in model.parameters()]
         assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    train(model, FP32, steps=2)
+    train(model, FP32, steps=1)
     return sums
 
 

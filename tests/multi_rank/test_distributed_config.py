@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 SIZES: dict[int, list[dict[str, Any]]] = {
     2: [{"fsdp_size": 2}, {"tp_size": 2}],
-    4: [{"fsdp_size": 4}, {"fsdp_size": 2, "dp_replicate_size": 2}, {"fsdp_size": 2, "tp_size": 2}],
+    4: [{"fsdp_size": 2, "dp_replicate_size": 2}, {"fsdp_size": 2, "tp_size": 2}],
 }
 EXPERTS = {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}
 

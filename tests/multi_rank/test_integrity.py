@@ -107,7 +107,15 @@ def ordinary(path: Path, dtype: torch.dtype) -> Any:
     return model_digest(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(1, marks=pytest.mark.release),
+        pytest.param(2, marks=pytest.mark.release),
+        3,
+        pytest.param(4, marks=pytest.mark.release),
+    ],
+)
 def test_the_digest_is_that_of_an_ordinary_load(checkpoints: Path, tmp_path: Path, world_size: int) -> None:
     llama = builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES)
     tied = builders.tiny_qwen2_tied(checkpoints, torch.float32, **builders.ODD_SIZES)

@@ -71,7 +71,9 @@ def load_alone_and_together(cases: dict[str, Any], transposed: str, others: list
     return load_together(transposed, others) if transposed else (0, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.release), 3, 4]
+)
 def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
     found = cases(checkpoints, minilm)
     transposes = Version(transformers.__version__).major >= 5  # on load; before, models hold experts as they lie

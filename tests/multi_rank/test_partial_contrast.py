@@ -41,6 +41,7 @@ def one_engine(path: str, way: str, mixed: bool) -> float:
         return max((p.detach() - expected[name]).abs().max().item() for name, p in model.named_parameters())
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("way", ["default", "persistence threshold", "leaf modules"])
 def test_one_engine_over_everything_fails_where_encoders_differ(way: str, checkpoints: Path) -> None:
     """It hangs, dies of collectives that do not match, or ends with other weights: that depends on chance.

@@ -153,7 +153,9 @@ def differing(left: Any, right: Any, path: str = "plan") -> Iterator[str]:
         yield f"{path}: {left!r} executed, {right!r} planned"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.release), 3]
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers in its old words
 def test_a_rank_executes_the_plan_that_any_process_makes(checkpoints: Path, tmp_path: Path, world_size: int) -> None:
     loads = cases(checkpoints, tmp_path, world_size)

@@ -291,7 +291,7 @@ def paths(checkpoints: Path) -> dict[str, str]:
     return {name: str(path) for name, path in made.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.release)])
 def test_folders_equal_those_of_the_whole_model(
     world_size: int, paths: dict[str, str], minilm: Path, tmp_path: Path
 ) -> None:

@@ -20,8 +20,9 @@ from tests.ranks import RankFailure, run_ranks
 
 TIMEOUT_S = 150
 
-# DPO with an adapter has no second model: for the load it is what SFT with an adapter is. The benchmark runs it too.
-COMPARED = [pipeline for pipeline in PIPELINES if pipeline != Pipeline("trl_dpo", ("--lora",))]
+FEW = (Pipeline("hf_trainer"), Pipeline("trl_dpo"))
+"""Trainer, and two models at once; the other examples are run by `test_resume...`, and all of them in a release."""
+COMPARED = [pytest.param(each, marks=() if each in FEW else pytest.mark.release) for each in PIPELINES]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def cause_of(error: RankFailure) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", COMPARED, ids=lambda pipeline: pipeline.name)
+@pytest.mark.parametrize("pipeline", COMPARED, ids=[each.name for each in PIPELINES])
 def test_streamed_is_as_stock_with_less_memory(
     pipeline: Pipeline, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +120,7 @@ def stock_fails_likewise(error: RankFailure, script: str, switches: list[str], m
 @pytest.mark.parametrize(
     ("script", "lora"),
     [
-        ("hf_trainer", False),
+        pytest.param("hf_trainer", False, marks=pytest.mark.release),
         ("hf_trainer", True),
         ("accelerate_loop", False),
         (LLAMAFACTORY, False),

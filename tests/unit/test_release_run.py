@@ -11,7 +11,17 @@ import pytest
 
 from tests import release_parts as parts_of
 from tests.release_parts import Part, parts
-from tests.release_run import Outcome, changed, clean_commit, keep_outcome, page, read_outcomes, run
+from tests.release_run import (
+    Outcome,
+    changed,
+    clean_commit,
+    estimate,
+    keep_outcome,
+    page,
+    read_outcomes,
+    run_all,
+    startable,
+)
 
 LOGS = {
     "test": (
@@ -19,8 +29,7 @@ LOGS = {
         "= 2 failed, 4079 passed, 11 skipped, 1 xfailed, 3 warnings, 1 error in 700.12s (0:11:40) =\n",
         (4079, 3, 12),
     ),
-    "conversions": ("............ [100%]\n== 120 passed in 40.10s ==\n", (120, 0, 0)),
-    "gpu-check": ("pinned 3 GB/s\n14 checks on each of 2 ranks, 1 failed\nties, rank 1: differ\n", (27, 1, 0)),
+    "device": ("............ [100%]\n== 120 passed in 40.10s ==\n", (120, 0, 0)),
     "resume": ('{"saved_by": 2, "way": "bf16"}\n{"saved_by": 2, "way": "fp32"}\nsaved\n', (2, 0, 0)),
     "scale": (
         "done: llama-3.1-405b  1,137  3/8\nfailed: kimi-k2-fp8  139,583  517/1024  failed: took more\n",
@@ -66,7 +75,28 @@ def test_every_set_of_releases_is_a_part() -> None:
 
 
 def make_part(code: str) -> Part:
-    return Part("group/one", "that it works", f'python -c "{code}"', parts_of.lines("good", "bad"))
+    return Part("group/one", "that it works", f'python -c "{code}"', parts_of.lines("good", "bad"), 1)
+
+
+def run(part: Part, folder: Path, limit_s: float = 60) -> Outcome:
+    [(ran, outcome)] = run_all([part], folder, limit_s)
+    assert ran is part
+    return outcome
+
+
+def test_all_parts_fit_into_one_sitting() -> None:
+    assert sum(part.minutes for part in parts()) <= 100
+    assert estimate(parts()).endswith("The first time 38 GB of downloads come on top.")
+
+
+def test_two_parts_run_side_by_side_where_neither_runs_alone() -> None:
+    alone, one, again, two = (replace(make_part(""), name=str(n), lane=lane) for n, lane in enumerate((0, 1, 1, 2)))
+    assert startable([alone, one, two], []) == [alone]
+    assert startable([one, two], [alone]) == []
+    assert startable([one, again, two], []) == [one, two]
+    assert startable([again, two], [one]) == [two]
+    assert startable([again], [two]) == [again]
+    assert startable([alone], [two]) == []
 
 
 def test_a_part_that_ends_well_and_counts_no_failure_has_passed(tmp_path: Path) -> None:

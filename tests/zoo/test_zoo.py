@@ -46,8 +46,7 @@ def test_two_ranks(cases: list[Case], kind: str) -> None:
     assert _failures(chosen, 2, "fp32") == {}
 
 
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "bf16"), (3, "fp32")])
-def test_more_ranks_and_the_other_precision(cases: list[Case], world_size: int, precision: str) -> None:
+def test_more_ranks_and_the_other_precision(cases: list[Case]) -> None:
     """Saved again as well: an ordinary load of that is the ordinary load of the original."""
     chosen = [case for case in cases if case.name.split("/")[0] in FEW]
-    assert _failures(chosen, world_size, precision, saves=True) == {}
+    assert _failures(chosen, 3, "bf16", saves=True) == {}

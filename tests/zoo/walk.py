@@ -211,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", nargs="*", choices=["fp32", "bf16"], default=["fp32"])
     parser.add_argument("--methods", nargs="*", choices=["lowmem", "stock", *meshes.LOADS], default=["lowmem"])
     parser.add_argument("--saves", action="store_true", help="save what was streamed, and load that ordinarily")
+    parser.add_argument("--once", action="store_true", help="only the class that was saved of each type")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
     parser.add_argument("--ci", action="store_true", help="only the types of test_zoo.py")
     parser.add_argument("--root", type=Path, default=CACHE, help="where the checkpoints are kept")
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     for method, world_size, precision in itertools.product(options.methods, options.world_sizes, options.precision):
         started = time.monotonic()
-        cases = cases_of(built, options.root, cross=method == "lowmem")
+        cases = cases_of(built, options.root, cross=method == "lowmem" and not options.once)
         saves = options.saves and method == "lowmem"
         outcomes = compare(cases, world_size=world_size, precision=precision, method=method, saves=saves)
         run = summary(outcomes)
