@@ -21,8 +21,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint
-from lowmem_load.resume.zero_checkpoint import Checkpoint, differences_of, find_folder
-from lowmem_load.resume.zero_layout import FP32, SavedParameter
+from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of, find_folder
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.file_layout import FileLayout, lay_out_saved
 from lowmem_load.saving.writer import SaveReport, Write, Writer, held_writes, plan_writes, total_bytes
@@ -46,13 +45,11 @@ def consolidate(
 ) -> SaveReport:
     """Make a Hugging Face folder of a checkpoint that DeepSpeed's `save_checkpoint` wrote under ZeRO.
 
-    Takes what `load_checkpoint` takes: stages 1, 2 and 3, also with the optimizer on nvme, and universal checkpoints.
-    Needs no process group, no GPU and no DeepSpeed. The weights are the optimizer's fp32 values; frozen parameters have
-    the values that were saved. The folder appears all at once when it is complete; see `save_model`.
+    Takes what `load_checkpoint` takes. Needs no process group, GPU or DeepSpeed. The weights are the optimizer's fp32
+    values; frozen parameters have the values that were saved. The folder appears all at once, as with `save_model`.
 
     Args:
-        checkpoint_folder: the folder that `save_checkpoint` was given, of an engine or a `PartialEngine`. It holds the
-            folders of the tags.
+        checkpoint_folder: the folder that `save_checkpoint` was given. It holds the folders of the tags.
         output_folder: made if it is not there.
         tag: of the checkpoint. None: the one that the file `latest` names (or `latest_universal`).
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: fp32.
@@ -101,7 +98,6 @@ def consolidate(
 
 
 def _tensors_of(checkpoint: Checkpoint) -> dict[str, SavedParameter]:
-    """Return each tensor of the model, by each of its names."""
     found = {**checkpoint.replicated, **checkpoint.of_module}
     return found | {name: found[other] for name, other in checkpoint.shared.items() if other in found}
 
@@ -114,7 +110,6 @@ def _describe(
     dtype: torch.dtype,
     max_shard_size: int | str,
 ) -> list[saver.SavedFile]:
-    """Return the files of weights, and write all other files to `scratch`."""
     sources = {name: Source("", name, 0, each.shape, each.dtype) for name, each in tensors.items()}
     if config is None or config is False:
         return saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
@@ -131,11 +126,7 @@ def _describe(
 
 
 def _matched(model: nn.Module, sources: Mapping[str, Source], config: str | os.PathLike[str]) -> dict[int, Source]:
-    """Return the source of each parameter and buffer of a model, by `id`.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-    """
+    """Return the source of each parameter and buffer of a model, by `id`."""
     state = model.state_dict(keep_vars=True)
     named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
     found = {name: source.shape for name, source in sources.items()}
@@ -173,7 +164,6 @@ def _write(
     report: SaveReport,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Write the folder, all at once."""
     staging = folders.make_staging([folders.find_target(report.folder)], files)
     try:
         with report.phase("write"), Writer([staging.path / file.name for file in files], on_bytes) as writer:

@@ -1,4 +1,4 @@
-"""load_checkpoint: open, plan, agree, read, agree. Where the elements lie: `zero_layout.py`."""
+"""load_checkpoint: open, plan, agree, read, agree. Where the elements lie: `zero_checkpoint.py`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from lowmem_load.phases import progress_bar
 from lowmem_load.quantities import share
 from lowmem_load.resume.open_checkpoint import open_checkpoint
 from lowmem_load.resume.resume_plan import Part, Plan, Wanted, make_plan
-from lowmem_load.resume.zero_checkpoint import Checkpoint, find_folder
-from lowmem_load.resume.zero_layout import FP32
+from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, find_folder
 from lowmem_load.saving.save import ranks_of
 
 if TYPE_CHECKING:
@@ -98,7 +97,6 @@ def _load_zero3(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Do what `load_checkpoint` does, for an engine of ZeRO-3. The last arguments are those of its own method."""
     from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable, wants_universal
 
     wanted = Wanted(
@@ -135,7 +133,6 @@ def _load_zero3(
 
 
 def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict[str, str]:
-    """Return what must be equal on all ranks."""
     files = sorted((os.path.basename(file.path), file.nbytes, file.digest) for file in checkpoint.files)
     parameters = [f"{one.name} {one.shape}" for group in state.sub_groups for one in group]
     return {
@@ -147,15 +144,14 @@ def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict
 
 
 def _times_of(checkpoint: Checkpoint) -> str:
-    """Return a fingerprint of when the files were changed: not in ns, which not all network file systems tell."""
+    # Not in ns, which not all network file systems tell.
     return fingerprint(str(os.stat(file.path).st_mtime_ns // 1000) for file in checkpoint.files)
 
 
 def _check_one_folder(found: Sequence[tuple[str, str]]) -> None:
-    """Raise ConfigError if ranks read different folders.
+    """Raise ConfigError if ranks read different folders. `found` has path and `_times_of` of each rank.
 
-    `found` has the path of the folder, and `_times_of` its files, of each rank. Nodes may have one disk under
-    different paths: then its files were changed at the same times. Under one path, nodes may have copies.
+    Nodes may have one disk under different paths: then its files were changed at the same times.
     """
     (path, times), *others = found
     for rank, (other, other_times) in enumerate(others, 1):

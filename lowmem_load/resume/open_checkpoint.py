@@ -21,9 +21,16 @@ from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape
-from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, at, find_folder
+from lowmem_load.resume.zero_checkpoint import (
+    COUNTERS,
+    Checkpoint,
+    SavedParameter,
+    at,
+    find_folder,
+    group_numels,
+    place_fragments,
+)
 from lowmem_load.resume.zero_files import UNIVERSAL_STATE, Files, trained_parameters, universal_parameters, zero_state
-from lowmem_load.resume.zero_layout import SavedParameter, group_numels, place_fragments
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _STATES_FOR_ALL = "mp_rank_00_model_states.pt"
@@ -33,10 +40,6 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
     """Return what a checkpoint holds. Everything that decides what lies where is checked.
 
     The executor reads small values, and keeps the files open.
-
-    Raises:
-        CheckpointError: a file is absent, truncated, malformed, or does not match the others.
-        UnsupportedError: it was saved with model, pipeline or expert parallelism, or without ZeRO.
     """
     model_paths, optim_paths, one_for_all = _paths(folder)
     files = Files(folder, executor)
@@ -78,10 +81,7 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
 
 
 def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
-    """Return how many ranks saved a checkpoint under ZeRO-3; None if it is another one, or that is unknown.
-
-    Every file of model states says it, so ranks that see different files find the same number.
-    """
+    """Return how many ranks saved a checkpoint under ZeRO-3; None for another one, or if that is unknown."""
     try:
         folder = find_folder(load_dir, tag)
         names = [] if folder is None else sorted(entry.name for entry in os.scandir(folder))
@@ -89,6 +89,7 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
         if folder is None or not states:
             return None
         with Executor() as executor:
+            # Every file of model states says it, so ranks that see different files find the same number.
             return _world_size(Files(folder, executor).open(os.path.join(folder, states[0])))
     except (CheckpointError, OSError):  # whoever loads it says what is wrong
         return None
@@ -137,7 +138,7 @@ def _paths(folder: str) -> tuple[list[str], list[str], bool]:
 
 
 def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dict[str, Shape] | None]:
-    """Return names and shapes of the groups' parameters, and of the frozen ones: equal in all files."""
+    """Return names and shapes of the groups' parameters, and of the frozen ones, if they were saved."""
     read = []
     for file in models:
         frozen = file.tree.get("frozen_param_shapes")
@@ -149,7 +150,6 @@ def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dic
 
 
 def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects], stage: int) -> None:
-    """Raise unless every file was saved at the same step, by as many ranks as there are files of each kind."""
     for file in models:
         # Compared as they are shown: containers could take for ever to compare.
         if any(shown(file.tree.get(key)) != shown(models[0].tree.get(key)) for key in COUNTERS):
@@ -177,7 +177,6 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
 
 
 def _fragments(files: Files, shapes: Mapping[str, Shape], models: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
-    """Return the frozen parameters under stage 3: each rank saved its partition."""
     found: dict[str, SavedParameter] = {}
     for name, shape in shapes.items():
         (size,) = group_numels([{name: shape}], len(models))
@@ -190,7 +189,6 @@ def _fragments(files: Files, shapes: Mapping[str, Shape], models: Sequence[Torch
 
 
 def _frozen_for_all(files: Files, file: TorchObjects, others: Iterable[str]) -> dict[str, SavedParameter]:
-    """Return the frozen parameters under stages 1 and 2: only the model states have them."""
     module = at(file.tree, "module", dict, file.path)
     known = {*others, *_buffer_names(file)}
     found = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
@@ -198,7 +196,6 @@ def _frozen_for_all(files: Files, file: TorchObjects, others: Iterable[str]) -> 
 
 
 def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
-    """Return the buffers that the module's state dict has."""
     module = at(file.tree, "module", dict, file.path)
     return {name: files.replicated(file, name, module[name]) for name in _buffer_names(file) if name in module}
 

@@ -13,8 +13,7 @@ from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
-from lowmem_load.resume.zero_checkpoint import Checkpoint, differences_of
-from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter
+from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, Pieces, SavedParameter, differences_of
 
 if TYPE_CHECKING:
     from lowmem_load.ds.engine_states import HeldParameter, Zero3State
@@ -34,12 +33,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of memory: this rank's elements of one parameter, or of a moment of it.
+    """A run of memory: this rank's elements of one parameter (`FP32`), or of a moment of it.
 
-    Attributes:
-        held: the parameter.
-        key: `FP32`, or that of a moment.
-        fill: how it is filled. None if the checkpoint lacks the parameter: its values stay, moments become zero.
+    Without a `fill` the checkpoint lacks the parameter: its values stay, moments become zero.
     """
 
     held: HeldParameter
@@ -52,16 +48,13 @@ class Plan:
     """What is read, and small values that were read already.
 
     Attributes:
-        sub_groups: parts of each sub-group of the engine's optimizer.
-        scalars: other values that the optimizer keeps, by sub-group.
+        sub_groups, scalars: parts, and other values of the optimizer, of each of its sub-groups.
         moments: keys of the moments.
-        frozen: parts of frozen parameters.
-        buffers: how each buffer is filled.
+        frozen, buffers: parts of frozen parameters, and how each buffer is filled.
         param_groups: hyperparameters of each of the optimizer's groups.
         scheduler: state of the lr scheduler; None if it is not loaded.
         client_state: of the user.
-        planner: of the fills.
-        total_bytes: that are read.
+        planner, total_bytes: of the fills.
     """
 
     sub_groups: Sequence[Sequence[Part]]
@@ -80,10 +73,6 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
     """Return what a rank reads, and check the checkpoint against the engine.
 
     The client state and the scheduler are those of `rank`.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, or holds objects.
-        ConfigError: the checkpoint is of another optimizer.
     """
     trained = [one for group in state.sub_groups for one in group]
     saved = _matched(checkpoint, [*trained, *state.frozen], state, wanted)
@@ -128,11 +117,7 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
 def _matched(
     checkpoint: Checkpoint, held: Sequence[HeldParameter], state: Zero3State, wanted: Wanted
 ) -> dict[str, SavedParameter]:
-    """Return the saved parameters that the engine has, by name.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-    """
+    """Return the saved parameters that the engine has, by name."""
     expected = {one.name: tuple(one.shape) for one in held}
     frozen = {one.name for one in state.frozen}
     optional = frozen if checkpoint.lacks_frozen else frozenset()
@@ -159,11 +144,7 @@ def _matched(
 def _scalars_of(
     number: int, group: Sequence[SavedParameter], state: Zero3State, param_groups: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Return the other values that the optimizer saved for the parameters that form a sub-group now.
-
-    Raises:
-        ConfigError: they were in different groups of the optimizer, or had made different numbers of steps.
-    """
+    """Return the other values that the optimizer saved for the parameters that form a sub-group now."""
     owner = {sub: index for index, each in enumerate(param_groups) for sub in each.get("params", ())}
     for one in group:
         if owner.get(one.group) != state.group_of(number):

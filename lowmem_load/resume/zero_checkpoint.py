@@ -1,10 +1,22 @@
-"""A ZeRO checkpoint of DeepSpeed: what lies where in its files.
+"""A ZeRO checkpoint of DeepSpeed, and where the elements of its parameters lie in the files.
 
 There are two kinds of folder: what `save_checkpoint` writes on N ranks, and what `ds_to_universal` makes of it. Both
 hold torch zips. Their directories and pickles are read, and no pickle is run (`formats/inert_pickle.py`).
 
-Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`;
-`checkpoint/ds_to_universal.py`, `main`.
+[Note: flat groups] Under stage 3 each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one
+for each of its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded
+to `ceil(numel / N)` elements. So element `i` of a parameter is element `offset + i % size` of rank `i // size`.
+`sub_group_size` counts elements of a rank, so the sub-groups depend on N too: parameters are found by the names and
+shapes that the file gives for each sub-group. Of each frozen parameter, each rank's file of model states has one padded
+fragment.
+
+[Note: chains] Stages 1 and 2 put the replicated parameters of each optimizer group one after the other, pad each of
+them and the end, and cut the result into N flat tensors of equal length. The fp32 values are saved without the padding
+at the end, so the last tensors may be shorter or empty. Moments are saved with it.
+
+Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint`, `_save_zero_checkpoint`, `_get_zero_param_shapes` and
+`_get_zero_frozen_param_attributes`; `runtime/zero/stage3.py`, `_create_fp16_sub_groups` and `_rigid_state_dict`;
+`runtime/zero/stage_1_and_2.py`, `__init__` and `state_dict`; `checkpoint/ds_to_universal.py`, `main`.
 """
 
 from __future__ import annotations
@@ -12,7 +24,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +34,9 @@ from lowmem_load.formats.inert_pickle import Foreign, Tensor
 from lowmem_load.formats.plain_objects import plain
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor, read_whole
-from lowmem_load.planning.expression import Shape
+from lowmem_load.planning.expression import Expression, Shape, Source, concat
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.resume.zero_layout import SavedParameter
+from lowmem_load.planning.ranges import FlatRange, partition_numel
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Entries of the model states that count steps."""
@@ -39,6 +51,123 @@ OF_DEEPSPEED = frozenset(
 
 _MAX_SCALAR_NUMEL = 1 << 20
 """Most elements of a tensor in a scheduler's or the user's own state, which is read at once."""
+
+
+FP32 = "fp32"
+"""Key of a parameter's values, beside the keys of the moments. Values of frozen parameters may have 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The `numel` elements of one parameter, or of one of its moments, in the flat tensors of all ranks.
+
+    Element `i` of the parameter is element `offset + (i + shift) % size` of the flat tensor of rank
+    `(i + shift) // size`. See [Note: flat groups], where `shift` is 0, and [Note: chains], where `offset` is 0.
+    """
+
+    flats: tuple[Source, ...]
+    numel: int
+    size: int
+    offset: int = 0
+    shift: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.flats[0].dtype
+
+    def part(self, wanted: FlatRange) -> Expression:
+        """Return the elements `wanted` of the parameter: a run of each file that holds some of them."""
+        start, end = self.shift + wanted.start, self.shift + wanted.end
+        runs: list[Source] = []
+        for rank in range(start // self.size, -(-end // self.size)) if wanted.numel else ():
+            first, last = max(start, rank * self.size), min(end, (rank + 1) * self.size)
+            flat, skipped = self.flats[rank], self.offset + first - rank * self.size
+            runs.append(replace(flat, start=flat.start + skipped * flat.dtype.itemsize, shape=(last - first,)))
+        return concat(runs, 0) if len(runs) > 1 else runs[0] if runs else replace(self.flats[0], shape=(0,))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """A parameter of a checkpoint.
+
+    Attributes:
+        name, shape: in the model that was saved.
+        pieces: of its values (`FP32`) and of each of the optimizer's moments.
+        group: number of its sub-group; None for a parameter that the optimizer did not have.
+        scalars: other values that the optimizer keeps for the sub-group: the number of steps.
+    """
+
+    name: str
+    shape: Shape
+    pieces: Mapping[str, Pieces]
+    group: int | None
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.pieces[FP32].dtype
+
+
+def group_numels(groups: Sequence[Mapping[str, Shape]], world_size: int) -> list[int]:
+    """Return how many elements each sub-group's flat tensor has on a rank, padding included."""
+    return [sum(partition_numel(math.prod(shape), world_size) for shape in group.values()) for group in groups]
+
+
+def place_groups(
+    groups: Sequence[Mapping[str, Shape]],
+    flats: Mapping[str, Sequence[Sequence[Source]]],
+    scalars: Sequence[Mapping[str, Any]],
+    paddings: Sequence[Sequence[int]] | None = None,
+) -> dict[str, SavedParameter]:
+    """Return the trained parameters by name.
+
+    `groups` are names and shapes of each group's parameters, `flats` the flat tensors by key, rank and group, `scalars`
+    other values of each group. `paddings` are the elements behind each parameter under stages 1 and 2, see
+    [Note: chains]; None under stage 3, see [Note: flat groups].
+    """
+    found: dict[str, SavedParameter] = {}
+    for number, group in enumerate(groups):
+        of_ranks = {key: tuple(ranks[number] for ranks in by_rank) for key, by_rank in flats.items()}
+        start = needed = 0
+        for position, (name, shape) in enumerate(group.items()):
+            numel = math.prod(shape)
+            if paddings is None:
+                size = partition_numel(numel, len(of_ranks[FP32]))
+                pieces = {key: Pieces(ranks, numel, size, offset=start) for key, ranks in of_ranks.items()}
+                start += size
+            else:
+                pieces = {key: Pieces(ranks, numel, ranks[0].shape[0], shift=start) for key, ranks in of_ranks.items()}
+                needed = start + numel
+                start = needed + paddings[number][position]
+            found[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
+        for ranks in of_ranks.values() if paddings is not None else ():
+            _check_chain(ranks, needed)
+    return found
+
+
+def _check_chain(flats: Sequence[Source], needed: int) -> None:
+    size = max(flat.shape[0] for flat in flats)
+    for rank, flat in enumerate(flats):
+        mine = min(max(0, needed - rank * size), size)
+        if flat.shape[0] < mine or needed > size * len(flats):
+            raise CheckpointError(
+                f"{flat.path}: {flat.name} has {flat.shape[0]} elements, but {needed} of {len(flats)} ranks with at "
+                f"most {size} each are expected, as the model states say"
+            )
+
+
+def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> SavedParameter:
+    """Return a frozen parameter: one padded fragment per rank, or one fragment that is the whole parameter."""
+    numel = math.prod(shape)
+    pieces = Pieces(tuple(fragments), numel, partition_numel(numel, len(fragments)))
+    return SavedParameter(name, tuple(shape), {FP32: pieces}, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +231,6 @@ class Checkpoint:
         """Return an entry of a rank's model states as Python objects; None if there is none.
 
         If `trusted`, Python unpickles the file where the entry holds objects of other classes.
-
-        Raises:
-            CheckpointError: the entry holds such objects.
         """
         file = self.states[rank]
         try:
@@ -132,13 +258,7 @@ class Checkpoint:
 
 
 def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequence[str] = ("latest",)) -> str | None:
-    """Return the folder of a tag. Without a tag, a file of the checkpoint folder names it; None if there is no file.
-
-    `latest` has the names of files that may hold the tag. The first one that exists counts.
-
-    Raises:
-        CheckpointError: there is no such tag.
-    """
+    """Return the folder of a tag. Without a tag, the first file of `latest` names it; None if none is there."""
     root, named_by = os.fspath(folder), "tag"
     if tag is None:
         path = next((path for name in latest if os.path.isfile(path := os.path.join(root, name))), None)
@@ -157,7 +277,7 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
 
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the state dict of torch's optimizer in that of a ZeRO optimizer. Stages name it differently."""
+    """Return the state dict of torch's optimizer in that of a ZeRO optimizer."""
     for key in ("optimizer_state_dict", "base_optimizer_state"):
         if key in zero:
             found: dict[str, Any] = at(zero, key, dict, path)
@@ -176,10 +296,7 @@ def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
 def differences_of(
     found: Mapping[str, Shape], expected: Mapping[str, Shape], unknown: Iterable[str], owner: str
 ) -> str:
-    """Return how saved parameters differ from expected ones, by name and shape; empty text if they do not.
-
-    `unknown` are names that the owner of the expected ones, "engine" or "model", does not have.
-    """
+    """Return how saved parameters differ from expected ones; "" if not. The owner does not have the `unknown` ones."""
     shapes = [
         f"{name} is {found[name]}, not {shape}" for name, shape in expected.items() if found.get(name, shape) != shape
     ]

@@ -1,7 +1,5 @@
 """The files of a checkpoint, and where tensors lie in them. Reads no weights.
 
-All functions raise CheckpointError if a file is absent, truncated or malformed, or if files do not match.
-
 [Note: swapped states] DeepSpeed copies the swapper's folder of each rank into the checkpoint. In the rank's file of
 optimizer states the tensors of a swapped sub-group are empty, and their attribute `ds_id` names the file that has the
 elements, in fp32, with padding at its end. Sub-groups of less than 1 MiB are not swapped, and saved as usual.
@@ -29,8 +27,16 @@ from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.resume.zero_checkpoint import at, base_optimizer
-from lowmem_load.resume.zero_layout import FP32, Pieces, SavedParameter, group_numels, place_fragments, place_groups
+from lowmem_load.resume.zero_checkpoint import (
+    FP32,
+    Pieces,
+    SavedParameter,
+    at,
+    base_optimizer,
+    group_numels,
+    place_fragments,
+    place_groups,
+)
 
 UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
 """Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
@@ -51,12 +57,7 @@ _SWAPPED_DTYPE = torch.float32
 
 
 class Files:
-    """The files of one checkpoint.
-
-    Attributes:
-        folder: of the tag.
-        opened: all files that were opened, in order.
-    """
+    """The files of one checkpoint, in the folder of the tag; `opened` has those that were opened, in order."""
 
     def __init__(self, folder: str, executor: Executor) -> None:
         self.folder, self._executor = folder, executor
@@ -72,10 +73,7 @@ class Files:
         return file
 
     def flat(self, file: TorchObjects, tensor: Any, what: str, size: int | None) -> Source:
-        """Return where the elements of a tensor lie: `size` of them, or any number if that is None.
-
-        Messages call the tensor `what`.
-        """
+        """Return where the elements of a tensor lie: `size` of them, or any number if that is None."""
         if not isinstance(tensor, Tensor) or (size is not None and math.prod(tensor.size) != size):
             held = f"is of shape {tensor.size}" if isinstance(tensor, Tensor) else "is absent"
             expected = "a tensor" if size is None else f"{size} elements"
@@ -101,7 +99,7 @@ class Files:
         return Source(path, what, 0, (size,), _SWAPPED_DTYPE)
 
     def scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
-        """Return a small value of the optimizer: a number, text, or a tensor, which is read."""
+        """Return a number, text or tensor of the optimizer; a tensor is read."""
         if isinstance(value, Tensor):
             return read_whole(self._executor, file.expression(value, key))
         if not isinstance(value, int | float | str | None):
@@ -134,13 +132,7 @@ class Files:
 
 
 def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
-    """Return the saved state of a ZeRO optimizer.
-
-    `stage` is 3, or 2 for 1 and 2, which are saved alike; None for any.
-
-    Raises:
-        UnsupportedError: it is of another stage, or of experts.
-    """
+    """Return the saved state of a ZeRO optimizer of a stage: 3, or 2 for 1 and 2, which are saved alike."""
     is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
     state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
     found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
@@ -155,10 +147,7 @@ def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
 def trained_parameters(
     files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects], stage: int
 ) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name. See [Note: flat groups] and [Note: chains].
-
-    `stage` is 3, or 2 for 1 and 2, which are saved alike.
-    """
+    """Return the trained parameters by name, of stage 3, or 2 for 1 and 2."""
     paddings = None if stage == 3 else _paddings(optims, groups)
     by_rank = [_states_of(files, file, groups, rank, len(optims), stage) for rank, file in enumerate(optims)]
     return place_groups(groups, *_together(by_rank, optims), paddings)
