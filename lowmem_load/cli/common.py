@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +15,6 @@ from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersion
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
-    from rich.text import Text
 
 YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
 """Exit codes: done, and the answer is yes; the answer is no, or something was found; unusable arguments or ds_config;
@@ -62,45 +61,29 @@ def answer(as_json: bool, value: Any, tables: Callable[[], Sequence[RenderableTy
         console.print(part, markup=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
     """Return a table below a title; "" for no title. Columns named in `right` are flush right and never wrapped."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD if columns else None, pad_edge=False, show_header=bool(columns))
+    if not columns:  # names and values
+        made.add_column(style="dim", no_wrap=True)
+        made.add_column(overflow="fold")
     for column in columns:
         is_right = column in right
         made.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
     for row in rows:
-        made.add_row(*map(_text, row))
-    return _titled(title, made)
+        made.add_row(*(Text(_printable(cell)) for cell in row))
+    # The title has a line of its own: rich would wrap it to the width of the table.
+    return Group(Text(_printable(title), style="bold"), made) if title else Group(made)
 
 
 def facts(title: str, values: Mapping[str, str]) -> Group:
     """Return a table of names and values without headings. Empty values are left out."""
-    from rich.table import Table
-
-    made = Table(box=None, show_header=False, pad_edge=False)
-    made.add_column(style="dim", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in values.items():
-        if value:
-            made.add_row(_text(name), _text(value))
-    return _titled(title, made)
-
-
-def _titled(title: str, made: RenderableType) -> Group:
-    """Put the title on a line of its own: rich would wrap it to the width of the table."""
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(Text(_printable(title), style="bold"), made) if title else Group(made)
-
-
-def _text(cell: str) -> Text:
-    from rich.text import Text
-
-    return Text(_printable(cell))
+    return table(title, (), [item for item in values.items() if item[1]])
 
 
 def _printable(text: str) -> str:

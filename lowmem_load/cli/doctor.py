@@ -41,14 +41,7 @@ PROC, SYS = Path("/proc"), Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding.
-
-    Attributes:
-        area: the subject, such as "versions" or "storage".
-        level: `OK`, `NOTE` or `PROBLEM`.
-        found: the finding in words.
-        advice: what to do; "" for nothing.
-    """
+    """One finding: its subject, such as "storage", its level, the finding in words, and what to do; "" for nothing."""
 
     area: str
     level: str
@@ -91,7 +84,8 @@ def doctor(
 
 def check_all(folder: str | None) -> Iterator[Finding]:
     """Yield the findings of all checks."""
-    yield from check_versions(installed(), tested())
+    content = json.loads(files("lowmem_load").joinpath("tested.json").read_text(encoding="utf-8"))
+    yield from check_versions(installed(), [each["versions"] for each in content["environments"]])
     yield from check_memory()
     yield check_storage(folder)
     yield from check_launcher()
@@ -107,12 +101,6 @@ def installed() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def tested() -> list[Mapping[str, str]]:
-    """Return the releases of each tested environment."""
-    content = json.loads(files("lowmem_load").joinpath("tested.json").read_text(encoding="utf-8"))
-    return [each["versions"] for each in content["environments"]]
 
 
 def check_versions(found: Mapping[str, str], known: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
@@ -141,10 +129,10 @@ def check_memory() -> Iterator[Finding]:
     if "MemAvailable" in fields:
         free, total = (int(fields[name]) << 10 for name in ("MemAvailable", "MemTotal"))
         yield Finding("memory", OK, f"{size(free)} of {size(total)} are free")
-        limit = _cgroup_limit()
-        if limit is not None and limit < free:
+        limit = _text(SYS / "fs/cgroup/memory.max").strip()
+        if limit.isdigit() and int(limit) < free:
             advice = "plan with --host-memory of that size; the page cache of what is read counts, but is given back"
-            yield Finding("memory", NOTE, f"this container may use {size(limit)}", advice)
+            yield Finding("memory", NOTE, f"this container may use {size(int(limit))}", advice)
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         yield Finding("memory", PROBLEM, f"addresses are limited to {size(addresses)}", "ulimit -v unlimited")
@@ -153,14 +141,6 @@ def check_memory() -> Iterator[Finding]:
         advice = "docker run --shm-size 16g, or --ipc host: ranks, workers of DataLoader and NCCL share memory there"
         is_low = free < MIN_SHARED_BYTES
         yield Finding("memory", NOTE if is_low else OK, f"/dev/shm has {size(free)} free", advice * is_low)
-
-
-def _cgroup_limit() -> int | None:
-    for path in ("fs/cgroup/memory.max", "fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _text(SYS / path).strip()
-        if text.isdigit():
-            return int(text)
-    return None
 
 
 def _text(path: Path) -> str:

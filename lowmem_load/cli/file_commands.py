@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowmem_load.cli.common import (
-    NO,
-    AutoClass,
-    Json,
-    Name,
-    Revision,
-    Subfolder,
-    TrustRemoteCode,
-    answer,
-    facts,
-    table,
-    working,
-)
+from lowmem_load.cli import common
+from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
 from lowmem_load.errors import ConfigError
 from lowmem_load.quantities import count, size
 
@@ -42,8 +31,8 @@ def inspect(
     name: Name,
     subfolder: Subfolder = "",
     revision: Revision = None,
-    auto_class: AutoClass = None,
-    trust_remote_code: TrustRemoteCode = False,
+    auto_class: common.AutoClass = None,
+    trust_remote_code: common.TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds and what loading does to it.
@@ -115,17 +104,10 @@ def verify(
         from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
 
         checks = verify_checkpoint(name, subfolder=subfolder, revision=revision)
-    rows = [
-        (
-            check.path.rpartition("/")[2],
-            size(check.nbytes),
-            check.algorithm,
-            check.found[:16],
-            "as expected" if check.is_proven else "nothing to compare with",
-            check.origin or "",
-        )
-        for check in checks
-    ]
+    rows = []
+    for check in checks:
+        name_of_file, result = check.path.rpartition("/")[2], "as expected" if check.is_proven else "not known"
+        rows.append((name_of_file, size(check.nbytes), check.algorithm, check.found[:16], result, check.origin or ""))
     columns = ("file", "size", "algorithm", "digest", "result", "known from")
     answer(
         as_json,
@@ -195,25 +177,23 @@ def report(
 
 def _load_table(load: Joined) -> RenderableType:
     phases = list(dict.fromkeys(phase for rank in load.ranks for phase in rank.seconds))
-    middle = replace(
-        load.ranks[0],
-        seconds={phase: median(rank.seconds.get(phase, 0.0) for rank in load.ranks) for phase in phases},
-        read_bytes=round(median(rank.read_bytes for rank in load.ranks)),
-        num_reads=round(median(rank.num_reads for rank in load.ranks)),
-        peak_bytes=round(median(rank.peak_bytes for rank in load.ranks)),
-    )
-    rows = [(str(rank.rank), rank.host, *_figures(rank, phases)) for rank in load.ranks[:MAX_RANKS]]
+
+    def numbers(rank: Rank) -> list[float]:
+        seconds = [rank.seconds.get(phase, 0.0) for phase in phases]
+        return [*seconds, rank.read_bytes, rank.num_reads, rank.peak_bytes]
+
+    def cells(figures: Sequence[float]) -> list[str]:
+        *seconds, read_bytes, num_reads, peak_bytes = figures
+        return [*(f"{each:.2f} s" for each in seconds), size(read_bytes), f"{num_reads:,.0f}", size(peak_bytes)]
+
+    rows = [(str(rank.rank), rank.host, *cells(numbers(rank))) for rank in load.ranks[:MAX_RANKS]]
+    middle = [median(column) for column in zip(*map(numbers, load.ranks), strict=True)]
     missing = ", ".join(map(str, load.missing_ranks[:MAX_RANKS])) + ", ..." * (len(load.missing_ranks) > MAX_RANKS)
     title = f"{load.name}, load {load.load}: {len(load.ranks)} of {load.world_size} ranks, slowest reader first"
     columns = ("rank", "host", *phases, "bytes read", "reads", "peak memory")
     return table(
         title + (f"; no report of {missing}" if missing else ""),
         columns,
-        [*rows, ("median", "", *_figures(middle, phases))],
+        [*rows, ("median", "", *cells(middle))],
         right=columns[2:],
     )
-
-
-def _figures(rank: Rank, phases: Sequence[str]) -> tuple[str, ...]:
-    seconds = [f"{rank.seconds.get(phase, 0.0):.2f} s" for phase in phases]
-    return *seconds, size(rank.read_bytes), f"{rank.num_reads:,}", size(rank.peak_bytes)

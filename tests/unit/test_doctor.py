@@ -34,7 +34,6 @@ def test_releases_are_compared_with_tested_ones() -> None:
     problems = [finding.advice for finding in doctor.check_versions(NEW, known) if finding.level == PROBLEM]
     assert problems == ["pip install accelerate", "pip install safetensors", "pip install huggingface_hub"]
     assert set(doctor.installed()) >= {"python", "torch"}
-    assert {each["deepspeed"] for each in doctor.tested()} >= {"0.16.4", "0.19.8"}
 
 
 def test_limits_of_host_memory_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
