@@ -17,7 +17,7 @@ from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_clas
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import intercept
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.skeleton import hand_over
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport

@@ -15,7 +15,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import intercept, names
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.intercept import load_lock
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.targets.make_target import target_maker

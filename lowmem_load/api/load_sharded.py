@@ -17,7 +17,7 @@ from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, shard_fully
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import intercept, loader, names
 from lowmem_load.hf.active import ordinary_path
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.report import OnLoad
 

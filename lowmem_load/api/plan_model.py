@@ -20,7 +20,7 @@ from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import intercept, loader, names
 from lowmem_load.hf.active import ordinary_path
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.pipeline.describe import Described

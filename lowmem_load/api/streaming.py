@@ -16,7 +16,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, outside_level
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.intercept import load_lock
 from lowmem_load.report import OnLoad
 
 DROPPED = (

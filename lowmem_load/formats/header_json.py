@@ -117,7 +117,6 @@ class HeaderReader:
             raise ValueError(f"{METADATA} must map strings to strings: {error}") from error
 
     def _description(self) -> dict[str, Any]:
-        """Return the fields of the description that is next; none if it is no object."""
         self._skip_space()
         start = self._at
         if self._text[start : start + 1] != "{":
@@ -133,7 +132,6 @@ class HeaderReader:
         return dict(fields)
 
     def _decoded(self, start: int) -> tuple[Any, int]:
-        """Return the JSON value at `start`, and its characters."""
         for limit in (DESCRIPTION_CHARS, MAX_DESCRIPTION_CHARS):
             try:
                 return _DECODER.raw_decode(self._text[start : start + limit])
@@ -144,14 +142,12 @@ class HeaderReader:
         raise ValueError(f"the description at character {start}: {reason}")
 
     def _string(self) -> str:
-        """Return the string whose opening quote was taken."""
         string: str
         string, self._at = _DECODER.raw_decode(self._text, self._at - 1)
         string.encode()  # UnicodeEncodeError for a lone surrogate
         return string
 
     def _take(self, expected: str) -> str:
-        """Return the next character that is no space. It must be one of those expected."""
         self._skip_space()
         found = self._text[self._at : self._at + 1]
         if not found or found not in expected:

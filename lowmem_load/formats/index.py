@@ -23,17 +23,7 @@ _COUNTS = re.compile(r"(?:\A|_)(?:layers?|experts?|blocks?|stages?|depths?|heads
 
 
 def check_index(index: str) -> None:
-    """Refuse an index that is malformed, or names files outside of its folder.
-
-    An index is untrusted: transformers joins its names to the folder unchecked. The folder belongs to the user, so
-    symbolic links in it may lead anywhere, as in transformers.
-
-    Args:
-        index: path of the index that transformers is about to use.
-
-    Raises:
-        CheckpointError: names the index, and the tensor or file.
-    """
+    """Refuse an index that is malformed or names files outside of its folder: transformers does not check."""
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -54,7 +44,6 @@ def check_index(index: str) -> None:
 
 
 def _is_file_name(value: object) -> bool:
-    """Return whether a file can have this name: it has no zero byte and no lone surrogate."""
     try:
         return isinstance(value, str) and bool(value) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -62,11 +51,7 @@ def _is_file_name(value: object) -> bool:
 
 
 def base_of_adapter(path: str) -> str:
-    """Return the folder or Hub id of an adapter's base model, given the path of the adapter's configuration.
-
-    Raises:
-        CheckpointError: the file cannot be read, or names no base model.
-    """
+    """Return the folder or Hub id of an adapter's base model, given the path of the adapter's configuration."""
     content = read_json(path)
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str) or not base:
@@ -75,13 +60,7 @@ def base_of_adapter(path: str) -> str:
 
 
 def check_model_config(path: str) -> None:
-    """Refuse a config.json with impossible counts, before transformers makes millions of modules.
-
-    Other values are left for transformers to check.
-
-    Raises:
-        CheckpointError: names the file and the key.
-    """
+    """Refuse a config.json with impossible counts, before transformers makes millions of modules."""
     config = read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected an object {{...}}, got {_shown(config)}")
@@ -110,11 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Return the content of a JSON file. It must be a regular file of limited size.
-
-    Raises:
-        CheckpointError: the file cannot be read, is too large, or is not JSON.
-    """
+    """Return the content of a JSON file. It must be a regular file of limited size."""
     source = LocalFile(path)
     try:
         if source.nbytes > MAX_JSON_NBYTES:

@@ -100,11 +100,7 @@ class OrderedNames(dict[Any, Any]):
 
 
 def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
-    """Return the tensors of a pickled state dict by name.
-
-    Raises:
-        CheckpointError: the pickle is malformed or holds something else.
-    """
+    """Return the tensors of a pickled state dict by name."""
     found = objects(pickled, path, only_tensors=True)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a dict of tensors by name")
@@ -118,11 +114,7 @@ def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
 
 
 def objects(pickled: bytes, path: str, *, only_tensors: bool = False) -> Any:
-    """Return a pickled tree of dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
-
-    Raises:
-        CheckpointError: the pickle is malformed, or, with `only_tensors`, names anything that describes no tensor.
-    """
+    """Return a pickled tree of dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s."""
     try:
         return _Machine(pickled, path, only_tensors).run()
     except CheckpointError:
@@ -178,7 +170,6 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 
 
 def _call(arguments: Any, function: Any) -> Any:
-    """Return the object that stands for the result of a call."""
     if not isinstance(function, Global) or function.name in STORAGE_DTYPES or not isinstance(arguments, tuple):
         raise TypeError(f"a {type(function).__name__} is called with a {type(arguments).__name__}")
     if function.name in _CALLS:
@@ -225,7 +216,6 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Return the object that the pickle holds."""
         num_objects = 0
         for _ in range(MAX_OPCODES):
             position = self._source.tell()
@@ -244,7 +234,6 @@ class _Machine:
         raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
 
     def _execute(self, opcode: pickletools.OpcodeInfo) -> None:
-        """Execute one opcode, if torch.save uses it in pickle protocol 2."""
         stack = self._stack
         match name := opcode.name:
             case "PROTO":
@@ -299,7 +288,6 @@ class _Machine:
         return items
 
     def _global(self, module: str, name: str) -> Any:
-        """Return a dtype, or the name of any other global."""
         full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]

@@ -24,11 +24,7 @@ MAX_PLAIN_NBYTES = 1 << 30
 
 
 def member(value: Any, names: Mapping[str, Any]) -> Any:
-    """Return the value of an enum member, given the values by name; or `value` itself if it is no known member.
-
-    Python 3.11.2 (Debian 12) pickles a member as `getattr` of the class and its name. 3.11.7 and others pickle it as
-    the class called with its value (`enum.py`, `__reduce_ex__`).
-    """
+    """Return the value of an enum member, given the values by name; or `value` itself if it is no known member."""
     match value:
         case Foreign("__builtin__.getattr" | "builtins.getattr", (Global(), str(name))):
             return names.get(name, value)
@@ -45,16 +41,7 @@ def shown(value: Any) -> str:
 
 
 def plain(tree: Any, where: str, tensor: Callable[[Tensor, str], torch.Tensor]) -> Any:
-    """Return a part of a tree as Python objects: numbers, text, containers, tensors, numpy's numbers and arrays.
-
-    Args:
-        tree: the part.
-        where: its name in messages, such as "client_state".
-        tensor: reads a tensor, given its place in the tree.
-
-    Raises:
-        CheckpointError: the part holds objects of other classes; names place and class.
-    """
+    """Return a part of a tree as Python objects. `where` is its name in messages; `tensor` reads a tensor at a place."""
     maker = _Maker(tensor)
     try:
         made = maker.make(tree, where)
@@ -123,7 +110,6 @@ _PLAIN = {
 
 
 def _plain_object(name: str, arguments: Any, state: Any) -> Any:
-    """Return the value that a function of `_PLAIN` creates; None if the value is not plain."""
     match name, arguments, state:
         case "_codecs.encode", (str(text), "latin1"), None:
             return text.encode("latin1")

@@ -94,22 +94,14 @@ class TensorEntry:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype as torch names it.
-
-        Raises:
-            UnsupportedError: the installed torch has no such dtype.
-        """
+        """The dtype as torch names it."""
         if self.dtype_code not in DTYPES:
             raise UnsupportedError(f"{self.where}: torch {torch.__version__} has no dtype for its {self.dtype_code}")
         return DTYPES[self.dtype_code]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in elements of `dtype`, as in safetensors' own loader.
-
-        Raises:
-            UnsupportedError: torch cannot hold it, or torch packs this dtype and the last dimension does not fit.
-        """
+        """Shape in elements of `dtype`, as in safetensors' own loader."""
         if math.prod(max(1, size) for size in self.file_shape) > MAX_TORCH_SIZE:
             raise UnsupportedError(f"{self.where}: its shape {self.file_shape} is beyond what torch can hold")
         packed = PACKED.get(self.dtype_code, 1)
@@ -138,12 +130,7 @@ class Header:
 
 
 def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
-    """Return the bytes of the JSON header that follows the 8 bytes of `prefix`.
-
-    Raises:
-        HeaderError: the length is absurd.
-        TruncatedFileError: the file ends inside the header.
-    """
+    """Return the bytes of the JSON header that follows the 8 bytes of `prefix`."""
     if len(prefix) < PREFIX_NBYTES:
         raise TruncatedFileError(f"{file_name}: {file_nbytes} bytes are too few for a safetensors file")
     (nbytes,) = struct.unpack("<Q", prefix)
@@ -160,12 +147,7 @@ def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
 
 
 def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
-    """Parse and validate the JSON `header` of a file of `file_nbytes` bytes.
-
-    Raises:
-        HeaderError: malformed JSON, duplicate or malformed entries, or offsets that do not cover the data exactly.
-        TruncatedFileError: the file is shorter than the tensors need.
-    """
+    """Parse and validate the JSON `header` of a file of `file_nbytes` bytes."""
     data_start = PREFIX_NBYTES + len(header)
     entries: dict[str, TensorEntry] = {}
     try:
@@ -241,13 +223,7 @@ class Safetensors:
     """The format of `.safetensors` files."""
 
     def describe(self, source: ByteSource) -> CheckpointFile:
-        """See `CheckpointFormat`.
-
-        Raises:
-            CheckpointError: the file is a git-lfs pointer.
-            HeaderError: the header is malformed.
-            TruncatedFileError: the file is shorter than its header promises.
-        """
+        """See `CheckpointFormat`."""
         path, version = source.path, source.version
         refuse_git_lfs_pointer(source)
         prefix = read_bytes(source, 0, PREFIX_NBYTES)
@@ -259,7 +235,7 @@ class Safetensors:
 
 
 def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str], Source]:
-    """Return a function from names to sources. It shares equal shapes: a model may have a hundred thousand tensors."""
+    """Return a function from names to sources. It shares equal shapes: there may be a hundred thousand tensors."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     sources: dict[str, Source] = {}
     unsupported: dict[str, str] = {}

@@ -53,14 +53,7 @@ class TorchZip:
     """The format of `pytorch_model*.bin` files, as `torch.save` writes them since torch 1.6."""
 
     def describe(self, source: ByteSource) -> CheckpointFile:
-        """See `CheckpointFormat`. Reads the directory and `data.pkl`, no weights.
-
-        Equal views of one storage, such as tied weights, give the same expression object.
-
-        Raises:
-            CheckpointError: the file cannot be read, is not such a zip, or holds anything but tensors.
-            TruncatedFileError: the file ends early.
-        """
+        """See `CheckpointFormat`. Equal views of one storage, such as tied weights, give the same expression object."""
         path, version = source.path, source.version
         opened = _open(source)
         expressions: dict[str, Expression] = {}  # keyed by text: a hostile file can give all tensors one hash
@@ -92,12 +85,7 @@ class TorchObjects:
 
 
 def describe_objects(source: ByteSource) -> TorchObjects:
-    """Read the directory and `data.pkl` of a torch file with any content, without running it.
-
-    Raises:
-        CheckpointError: the file cannot be read or is not such a zip.
-        TruncatedFileError: the file ends early.
-    """
+    """Read the directory and `data.pkl` of a torch file with any content, without running it."""
     version, opened = source.version, _open(source)
     tree = objects(opened.pickled, source.path)
 
@@ -128,13 +116,11 @@ class _Opened:
 
     @property
     def digest(self) -> str:
-        """Digest of the places of all tensors."""
         digest = hashlib.sha256(self.pickled)
         digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in self.entries.items())).encode())
         return digest.hexdigest()[:16]
 
     def storage(self, tensor: Tensor) -> _Entry | None:
-        """Return the entry of the storage that a tensor views."""
         return self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
 
 
@@ -149,7 +135,6 @@ def _open(source: ByteSource) -> _Opened:
 
 
 def _read_directory(source: ByteSource) -> dict[str, _Entry]:
-    """Return the entries by name. All are stored plainly, inside the file, without overlap."""
     path, directory_start = source.path, _directory_start(source)
     try:
         infos = zipfile.ZipFile(SourceFile(source)).infolist()
@@ -213,7 +198,6 @@ def _name(info: zipfile.ZipInfo) -> bytes:
 
 
 def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
-    """Return the first byte of an entry's data, by the entry's own header, in which torch pads to align the data."""
     name = _name(info)
     path, header = source.path, read_bytes(source, info.header_offset, 30 + len(name))
     if len(header) < 30 + len(name) or header[:4] != b"PK\x03\x04" or header[30:] != name:
@@ -227,17 +211,7 @@ def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
 
 
 def _implied_start(info: zipfile.ZipInfo, end: int) -> int | None:
-    """Return the first byte of an entry's data without reading the entry's header; None if torch did not write it.
-
-    This serves remote files, which are described and never loaded. torch starts the data at the next multiple of 64
-    bytes after the header, and ends it before the next header, with a descriptor between.
-
-    Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `getPadding`.
-
-    Args:
-        info: the entry in the directory.
-        end: first byte of the next header, or of the zip directory.
-    """
+    """Return the first byte of an entry's data as torch places it, without reading the entry's header; else None."""
     first = info.header_offset + 30 + len(_name(info))
     for descriptor_nbytes in (16, 24) if info.flag_bits & 8 else (0,):  # 24 beyond 4 GiB
         start = end - descriptor_nbytes - info.file_size
@@ -247,7 +221,6 @@ def _implied_start(info: zipfile.ZipInfo, end: int) -> int | None:
 
 
 def _prefix(entries: Mapping[str, _Entry], path: str) -> str:
-    """Return the folder inside the zip that holds `data.pkl`."""
     prefixes = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(prefixes) != 1:
         raise CheckpointError(f"{path}: a zip with {len(prefixes)} data.pkl, expected one; not a torch checkpoint")
@@ -268,7 +241,6 @@ def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> by
 
 
 def _expression(tensor: Tensor, entry: _Entry | None, path: str, name: str) -> Expression:
-    """Return the expression of a view of the storage in `entry`: a read of the bytes that it spans, then a permute."""
     storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
     storage_nbytes = storage.numel * storage.dtype.itemsize
     if entry is None or entry.nbytes != storage_nbytes:

@@ -1,13 +1,4 @@
-"""The settings of transformers that a load depends on, and others for a block: above all the DeepSpeed configuration.
-
-Part of the transformers seam, see `loader.py`. transformers keeps a weak reference to the last `HfDeepSpeedConfig`
-(integrations/deepspeed.py). Every `from_pretrained` asks whether to load for ZeRO-3.
-
-[Note: who is asked] Each module of transformers that asks has its own name for the function that answers. Frameworks
-replace some of these names (axolotl 0.19 by `lambda: True`, in two modules), whatever the configuration is. So for a
-load on the ordinary path the function is replaced in every module that has it, those of models included. See
-[Note: dispatchers].
-"""
+"""The settings of transformers that a load depends on, above all the DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers.integrations.deepspeed as hf_deepspeed
@@ -43,38 +34,28 @@ def active_zero3_config() -> Mapping[str, Any] | None:
     return config
 
 
-class _Served:
-    """The only mutable state of the module: the configuration of transformers is one per process, too."""
-
-    reference: ClassVar[Any] = None
-    """transformers' weak reference to the last configuration that was active when a model was loaded."""
+_served: list[Any] = []
+"""transformers' weak reference to the last configuration that was active when a model was loaded."""
 
 
 def note_load() -> None:
     """Remember that the active configuration, if there is one, has served a load."""
     reference = getattr(hf_deepspeed, _REFERENCE)
     if reference is not None and reference() is not None:
-        _Served.reference = inspect.unwrap(reference)
+        _served[:] = [inspect.unwrap(reference)]
 
 
 def was_dropped() -> bool:
-    """Return whether the last `HfDeepSpeedConfig` has died before any load.
-
-    A program may drop it after its last load under ZeRO-3: DeepSpeed-Chat keeps it in a function's scope. A program
-    that ends it with `unset_hf_deepspeed_config` leaves no reference.
-    """
+    """Return whether the last `HfDeepSpeedConfig` has died before any load: it may die after one."""
     reference = getattr(hf_deepspeed, _REFERENCE)
     ordinary = None if reference is None else inspect.unwrap(reference)
-    return ordinary not in (None, _no_config, _Served.reference) and reference() is None
+    return ordinary not in (None, _no_config, *_served) and reference() is None
 
 
 @contextlib.contextmanager
 def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
-    """Make `config` the DeepSpeed configuration that transformers sees in this thread or task. None hides any other.
-
-    An `HfDeepSpeedConfig` that is made inside takes its place, in all threads, and stays.
-    """
-    with replaced((hf_deepspeed, "set_hf_deepspeed_config", _ignored)):  # it would be set for all threads
+    """Make `config` the DeepSpeed configuration that transformers sees in this thread or task. None hides any other."""
+    with replaced((hf_deepspeed, "set_hf_deepspeed_config", lambda *_: None)):  # it would be set for all threads
         alive = HfDeepSpeedConfig(dict(config)) if isinstance(config, Mapping) else config
     if getattr(hf_deepspeed, _REFERENCE) is None:
         if alive is None:
@@ -89,27 +70,20 @@ def _no_config() -> None:
     """Stand for a weak reference, which only a callable can replace."""
 
 
-def _ignored(*_: Any) -> None:
-    pass
-
-
 @contextlib.contextmanager
 def ordinary_path() -> Iterator[None]:
     """Inside, transformers loads as without ZeRO-3, FSDP and a default device."""
-    with deepspeed_config(None), replaced(*_answered_with_no()), contextlib.ExitStack() as stack:
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))  # ZeRO-3 ignores a default device; the ordinary path would use it
-        yield
-
-
-def _answered_with_no() -> list[Replacement]:
-    """Return what answers `QUESTIONS` with False in every module. See [Note: who is asked]."""
-    return [
+    # Each module has its own name for these functions, and frameworks replace some (axolotl 0.19 by `lambda: True`).
+    answered_with_no: list[Replacement] = [
         (module, question, lambda *_, **__: False)
         for module in list(sys.modules.values())
         for question in QUESTIONS
         if callable(getattr(module, "__dict__", {}).get(question))  # getattr(module, question) may import modules
     ]
+    with deepspeed_config(None), replaced(*answered_with_no), contextlib.ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))  # ZeRO-3 ignores a default device; the ordinary path would use it
+        yield
 
 
 @contextlib.contextmanager

@@ -1,16 +1,6 @@
 """How transformers reads and collects the tensors of a checkpoint while a model is described.
 
-Files give symbolic tensors, and nothing of them is read. Part of the transformers seam, see `loader.py`.
-
-[Note: collecting] transformers' loader deep-copies a converter for each tensor, uses one copy for each target, and
-makes the tensors of all targets in threads before it converts any. Here an unused copy is handed out again, and a
-tensor is made when it is converted. The jobs that make tensors, and the keys that sort their names, take less memory.
-
-DeepSeek-V3 in fp8 has 92,000 tensors. Rank 517 of 1024 takes 7 CPU seconds and 65 MiB to describe and plan it. With all
-copies it takes twice the time; with threads 280 MiB, with transformers' jobs 94, with its keys 137.
-
-Source: transformers 5.0 to 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model` (which has `deepcopy`
-from `copy`) and `WeightTransform.materialize_tensors`. 4.x has no such module.
+Files give symbolic tensors, and nothing of them is read. Source: transformers 5.0 to 5.23 `core_model_loading.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +27,6 @@ MODULE = "transformers.core_model_loading"
 
 _IN_THREADS = "load_shard_files_with_threadpool"
 """Reads shards in threads if HF_ENABLE_PARALLEL_LOADING is set: transformers 4.53 to 4.57."""
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 class SymbolicFile:
@@ -75,19 +63,15 @@ class SymbolicFile:
 
 
 class _SymbolicSlice:
-    """Stands for what `safe_open(...).get_slice` returns. It is indexed to get a tensor."""
-
     __slots__ = ("_file", "_name")
 
     def __init__(self, file: SymbolicFile, name: str) -> None:
         self._file, self._name = file, name  # not looked up yet: torch may lack the dtype of a tensor that nobody uses
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
         return list(self._file.expression(self._name).shape)
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
         return code_of(self._file.expression(self._name).dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -130,11 +114,12 @@ def _one_after_the_other(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]
     return [message for messages, _ in found for message in messages], found[-1][1]
 
 
-# -- collecting --------------------------------------------------------------------------------------------------------
-
-
 def described_collecting() -> list[Replacement]:
-    """Return the replacements that save time and memory in large models. See [Note: collecting]."""
+    """Return the replacements that save time and memory in large models.
+
+    Rank 517 of 1024 plans DeepSeek-V3 in fp8 in 7 CPU seconds and 65 MiB. With transformers' copies of converters that
+    takes twice the time, with its threads 280 MiB, with its keys 137.
+    """
     loading: Any = importlib.import_module(MODULE) if importlib.util.find_spec(MODULE) else None
     replacements: list[Replacement] = []
     if hasattr(loading, "deepcopy") and hasattr(loading, "WeightConverter"):
@@ -147,7 +132,6 @@ def described_collecting() -> list[Replacement]:
 
 
 def _once_for_each_use(loading: Any) -> Handler:
-    """Return a `deepcopy` that returns the latest copy of a converter again while that has collected nothing."""
     latest: dict[int, tuple[Any, Any]] = {}
 
     def deepcopy(ordinary: Callable[..., Any], value: Any, *args: Any) -> Any:
@@ -162,9 +146,7 @@ def _once_for_each_use(loading: Any) -> Handler:
     return deepcopy
 
 
-class _Job:
-    """Makes a tensor when transformers asks for it. transformers' closure takes three times the memory."""
-
+class _Job:  # transformers' closure takes three times the memory
     __slots__ = ("_copy", "_device", "_dtype", "_tensor")
 
     def __init__(self, copy: Callable[..., Any], tensor: Any, device: Any, dtype: Any) -> None:
@@ -175,8 +157,6 @@ class _Job:
 
 
 def _without_threads(loading: Any) -> Handler:
-    """Return a `spawn_materialize` that makes a `_Job`, unless transformers is to shard the tensor."""
-
     def spawn(ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **others: Any) -> Any:
         if others.get("sharding_op") is not None or not others.keys() <= {"sharding_op", "tensor_idx"}:
             return ordinary(pool, tensor, device, dtype, **others)
@@ -191,8 +171,6 @@ def _sorts_by_parts(key: Callable[[str], list[Any]]) -> bool:
 
 
 def _shared_key() -> Handler:
-    """Return a `dot_natural_key` whose keys share the entries for equal parts of names."""
-
     @functools.cache
     def key_of(ordinary: Callable[[str], list[Any]], part: str) -> Any:
         return ordinary(part)[0]

@@ -1,21 +1,5 @@
 """fp8 and mxfp4 weights that transformers dequantizes while it loads: described, so each rank reads its own ranges.
 
-Part of the transformers seam, see `loader.py`. This module is imported when a model needs it.
-
-[Note: partial blocks] fp8 weights have a scale for each block, of which the last may be partial: a checkpoint in blocks
-of 128 rows has five scales for 576 rows (`kv_a_proj_with_mqa` of DeepSeek-V3). transformers divides the rows by the
-number of scales. If that leaves a rest it raises; if not (192 rows, two scales) blocks of 96 rows would get each
-other's scales without an error. So a weight that has as many scales as the configuration has blocks is padded to whole
-blocks, dequantized by transformers' own function, and cut again. The padding is never read.
-
-[Note: patterns] The weights of experts have few shapes. transformers' function runs once for each shape and gives a
-pattern with slots, of which each weight is an instance. Without it DeepSeek-V3 takes three times as long to describe.
-
-[Note: a table of values] transformers' function for mxfp4 writes into memory that it makes, which symbolic tensors
-cannot follow: it would run at once, on full tensors, on every rank. But an mxfp4 value is one of 16 numbers times one
-of 256 powers of two. So transformers' function is called once for all 4096 of them, and each element is looked up by
-its code and scale. Only the layout of elements is written here, and it is compared with transformers' on a sample.
-
 Source: transformers 5.23 `integrations/finegrained_fp8.py`, `Fp8Dequantize` (`_dequantize_one` since 5.8), and
 `integrations/mxfp4.py`, `convert_moe_packed_tensors` (since 4.55).
 """
@@ -42,8 +26,6 @@ MXFP4_MODULE = "transformers.integrations.mxfp4"
 
 Dequantize = Callable[..., torch.Tensor]
 
-# -- fp8 -------------------------------------------------------------------------------------------------------------
-
 
 def fp8() -> list[Replacement]:
     """Return what stands in for transformers' dequantization of fp8."""
@@ -55,12 +37,16 @@ def fp8() -> list[Replacement]:
     def dequantize(ordinary: Dequantize, operation: Any, quantized: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
         if not (isinstance(quantized, SymbolicTensor) and isinstance(scales, SymbolicTensor)):
             return ordinary(operation, quantized, scales, **kwargs)
+        # transformers divides rows by scales: 192 rows in blocks of 128 would get the scales of blocks of 96. So a
+        # partial last block is padded, dequantized by transformers, and cut again. The padding is never read.
         padding = _padding(operation, quantized, scales)
 
         def padded(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             for dim, size in zip((-2, -1), padding, strict=True):
                 if size:
-                    quantized = torch.cat([quantized, _repeated_last(quantized, dim, size)], dim)
+                    last = quantized.narrow(dim, quantized.shape[dim] - 1, 1)
+                    sizes = *quantized.shape[:dim], size, *quantized.shape[dim:][1:]
+                    quantized = torch.cat([quantized, last.expand(sizes)], dim)
             values = ordinary(operation, quantized, scales, **kwargs)
             rows, columns = (size - added for size, added in zip(values.shape[-2:], padding, strict=True))
             return values[..., :rows, :columns] if any(padding) else values
@@ -70,15 +56,8 @@ def fp8() -> list[Replacement]:
     return [(owner, "_dequantize_one", dequantize)]
 
 
-def _repeated_last(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return the last row, or column, `size` times."""
-    sizes = list(tensor.shape)
-    sizes[dim] = size
-    return tensor.narrow(dim, tensor.shape[dim] - 1, 1).expand(sizes)
-
-
 def _padding(operation: Any, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
-    """Return the rows and columns that the last blocks of a weight lack; none if its scales are not one per block."""
+    """Return the rows and columns that the last blocks lack; none if the scales are not one per block."""
     block = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
     if block is None or quantized.itemsize != 1 or not quantized.is_floating_point() or scales.dim() < 2:
         return 0, 0
@@ -90,7 +69,10 @@ def _padding(operation: Any, quantized: torch.Tensor, scales: torch.Tensor) -> t
 
 
 class Patterns:
-    """Results of functions on tensors of which only shape, strides and dtype are known. See [Note: patterns]."""
+    """Results of functions on tensors of which only shape, strides and dtype are known.
+
+    The weights of experts have few shapes. Without this DeepSeek-V3 takes three times as long to describe.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Pattern | None] = {}
@@ -98,13 +80,7 @@ class Patterns:
     def applied(
         self, function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor], settings: Hashable
     ) -> torch.Tensor:
-        """Return `function(*tensors)`. A function that asks for values is called each time.
-
-        Args:
-            function: must do the same operations on all tensors of the same shapes, strides and dtypes.
-            tensors: its arguments.
-            settings: all else that the result depends on.
-        """
+        """Return `function(*tensors)`. A function that asks for values is called each time."""
         kind = (settings, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
         if kind not in self._known:
             self._known[kind] = _pattern(function, tensors)
@@ -117,15 +93,12 @@ class Patterns:
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """The result of a function on `slots`: the expression that all instances share, and a meta tensor like it."""
-
     expression: Expression
     slots: tuple[Slot, ...]
     meta: torch.Tensor
 
 
 def _pattern(function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor]) -> _Pattern | None:
-    """Return None if the function asks for values."""
     slots = tuple(Slot(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     symbols = [SymbolicTensor(slot, _no_values, tensor.meta) for slot, tensor in zip(slots, tensors, strict=True)]
     try:
@@ -136,14 +109,14 @@ def _pattern(function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTe
 
 
 class _NeedsValuesError(Exception):
-    """A function asked for the value of a slot."""
+    pass
 
 
 def _no_values(expression: Expression, reason: str) -> torch.Tensor:
     raise _NeedsValuesError(reason)
 
 
-# -- mxfp4 (gpt-oss) -------------------------------------------------------------------------------------------------
+# -- mxfp4 (gpt-oss): a value is one of 16 numbers times one of 256 powers of two, so it is looked up in a table -------
 
 NUM_CODES = 16
 
@@ -155,11 +128,7 @@ _HALVES = held(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
 
 
 def mxfp4() -> list[Replacement]:
-    """Return what stands in for transformers' dequantization of mxfp4.
-
-    Raises:
-        IncompatibleVersionError: transformers does it in another way.
-    """
+    """Return what stands in for transformers' dequantization of mxfp4."""
     require(TRANSFORMERS, {MXFP4_MODULE: ("convert_moe_packed_tensors",)})
     table_of = functools.cache(_checked_table)
 
@@ -181,17 +150,17 @@ def _described(blocks: Expression, scales: Expression, table: torch.Tensor) -> E
     experts, rows, groups, nbytes = blocks.shape
     num_bytes, columns = groups * nbytes, groups * nbytes * 2
     every = (experts, rows, columns)
+
+    def repeated(part: Expression, *sizes: int) -> Expression:
+        return reshape(expand(part, (experts, rows, *sizes)), every)
+
     parts = (
-        _repeated(reshape(blocks, (experts, rows, num_bytes, 1)), (experts, rows, num_bytes, 2), every),
-        _repeated(reshape(scales, (experts, rows, groups, 1)), (experts, rows, groups, 2 * nbytes), every),
-        _repeated(reshape(_HALVES, (1, 1, 1, 2)), (experts, rows, num_bytes, 2), every),
+        repeated(reshape(blocks, (experts, rows, num_bytes, 1)), num_bytes, 2),
+        repeated(reshape(scales, (experts, rows, groups, 1)), groups, 2 * nbytes),
+        repeated(reshape(_HALVES, (1, 1, 1, 2)), num_bytes, 2),
     )
     values = Elementwise("mxfp4 dequantization", functools.partial(_look_up, table), parts, every, table.dtype)
     return permute(values, (0, 2, 1))
-
-
-def _repeated(part: Expression, shape: tuple[int, ...], flat: tuple[int, ...]) -> Expression:
-    return reshape(expand(part, shape), flat)
 
 
 def _look_up(table: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -206,7 +175,6 @@ def _look_up(table: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor
 
 
 def _checked_table(ordinary: Dequantize, dtype: torch.dtype, read_now: ReadNow) -> torch.Tensor:
-    """Return transformers' value of each scale and code. See [Note: a table of values]."""
     every_scale = torch.arange(256, dtype=torch.uint8, device="cpu").view(1, 256, 1)
     codes = torch.arange(NUM_CODES, dtype=torch.uint8, device="cpu").expand(1, 256, 1, NUM_CODES)
     table = ordinary(codes, every_scale, dtype=dtype)[0, 0::2].t().reshape(-1)

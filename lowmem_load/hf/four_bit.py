@@ -1,18 +1,7 @@
-"""The bitsandbytes seam: the only module that touches bitsandbytes. It describes 4-bit weights.
+"""The bitsandbytes seam: describes 4-bit weights. Written for bitsandbytes 0.48.2 to 0.50.2.
 
-[Note: packing] transformers makes a `Params4bit` from a weight, which is packed when it is placed on a device, or from
-packed values and statistics in the file. Here both give a described parameter with the packed values:
-
-- From a weight: weights are read in full and packed, one at a time, and only the partition of the result is kept. Every
-  rank reads all weights, as in stock: it needs the scales of all blocks, and double quantization first subtracts their
-  mean. bitsandbytes' own functions pack, block by block. They get a piece of the weight at a time: on the CPU they take
-  some 15 bytes per element, in blocks of memory that leave holes in the heap.
-- From packed values: their bytes are planned and read like those of any tensor, so each rank reads its partition.
-
-Stock packs on the accelerator if there is one. Kernels of different devices may round differently, so the device is
-the same here.
-
-Source: bitsandbytes 0.50.2 `nn/modules.py`, `functional.py`. Written for bitsandbytes 0.48.2 to 0.50.2.
+A weight that is packed in the file is read by ranges. Any other is read and packed whole on every rank, as in stock:
+double quantization subtracts the mean of all scales. It is done in pieces: the CPU kernels take 15 bytes per element.
 """
 
 from __future__ import annotations
@@ -34,9 +23,6 @@ from lowmem_load.planning.expression import Computed, Shape
 from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
-_SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-"""Attributes of a `Params4bit` that say how it is packed."""
-
 _NESTED_BLOCK = 256
 """Number of scales that share a scale under double quantization: bitsandbytes 0.50.2 `functional.py`."""
 _CODES, _NESTED_CODES = 16, 256
@@ -50,21 +36,13 @@ _LOSSY = {
     "zero_quantized_nontrainable_weights": "quantizes frozen weights",
     "use_all_reduce_for_fetch_params": "adds up what it gathers",
 }
-"""Settings of zero_optimization under which DeepSpeed computes with weights when it gathers them.
-
-An all-reduce turns the bytes of -0.0 into those of 0.0, for example.
-Source: deepspeed 0.19.8 `partition_parameters.py`, `all_gather_coalesced`.
-"""
+"""Settings of zero_optimization under which DeepSpeed computes with weights when it gathers them."""
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]
 
 
 def replacements() -> list[Replacement]:
-    """Return the replacements for functions of bitsandbytes while a model is described.
-
-    Raises:
-        IncompatibleVersionError: this release of bitsandbytes cannot be used.
-    """
+    """Return the replacements for functions of bitsandbytes while a model is described."""
     require(
         BITSANDBYTES,
         {
@@ -74,7 +52,9 @@ def replacements() -> list[Replacement]:
             "bitsandbytes.functional:QuantState": ("as_dict", "from_dict"),
         },
         arguments={
-            "bitsandbytes.nn:Params4bit.__new__": ("data", "requires_grad", "module", *_SETTINGS),
+            "bitsandbytes.nn:Params4bit.__new__": (
+                *("data", "requires_grad", "module", "blocksize", "compress_statistics", "quant_type", "quant_storage"),
+            ),
             "bitsandbytes.nn:Params4bit.from_prequantized": ("data", "quantized_stats", "device", "module"),
         },
     )
@@ -97,7 +77,7 @@ def _params4bit() -> Any:
 
 
 def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `Params4bit.__new__`: return the parameter for the packed values of a described weight."""
+    """Stand in for `Params4bit.__new__`."""
     if not isinstance(data, SymbolicTensor):
         return ordinary(cls, data, *args, **kwargs)
     template = ordinary(cls, torch.empty(0, dtype=data.dtype), *args, **kwargs)  # has the defaults
@@ -115,7 +95,8 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
     def pack(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         values, state = _packed(inputs[0], template)
         found[:] = [state]
-        _trim_heap()
+        # Return free pages to the system: glibc keeps holes, and 400 MiB of weights took up to 990 MiB.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         return values.view(storage)
 
     def restore(name: str, made: nn.Parameter, _: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -134,12 +115,6 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
 
 
 def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
-    """Return the packed bytes of a weight, flat, and its quantization state. See [Note: packing].
-
-    Source: bitsandbytes 0.50.2 `functional.py`, `quantize_4bit`.
-
-    Memory: the packed bytes, and what bitsandbytes takes for a piece.
-    """
     functional, device = importlib.import_module("bitsandbytes.functional"), _stock_device()
     # On the host, where computed values have to be. Copying a piece waits for the kernel that packed it.
     values = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device="cpu")
@@ -160,17 +135,6 @@ def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
     return values, state
 
 
-def _trim_heap() -> None:
-    """Return free pages of the heap to the system, if the C library can.
-
-    On the CPU bitsandbytes allocates and frees aligned blocks of megabytes for each piece, and glibc 2.36 does not
-    reuse the holes: 400 MiB of weights, packed to 57 MiB per rank, took up to 990 MiB.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _of_packed(
     ordinary: Callable[..., Any],
     cls: Any,
@@ -181,7 +145,7 @@ def _of_packed(
     module: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Stand in for `Params4bit.from_prequantized`: return the parameter for described packed values."""
+    """Stand in for `Params4bit.from_prequantized`."""
     if not isinstance(data, SymbolicTensor):
         return ordinary(cls, data, quantized_stats, requires_grad, device, module=module, **kwargs)
     companions = {
@@ -209,12 +173,7 @@ def _of_packed(
 
 
 def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
-    """Make a parameter with packed values, or a partition of them, a `Params4bit`.
-
-    Its class is changed in place, as torch does in `materialize` (`torch/nn/parameter.py`), because DeepSpeed's methods
-    are bound to the object.
-    """
-    made.__class__ = _params4bit()
+    made.__class__ = _params4bit()  # in place: DeepSpeed's methods are bound to the object
     vars(made).update(attributes)
     state, module = attributes["quant_state"], attributes["module"]
     state.to(device)
@@ -223,10 +182,7 @@ def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.dev
 
 
 def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
-    """Raise ValueError unless packed values and statistics fit the module's weight.
-
-    bitsandbytes does not check: its kernels would read past the end of a short tensor.
-    """
+    """Raise ValueError for statistics that do not fit: bitsandbytes' kernels would read past a short tensor."""
     shape = tuple(state.shape or ())
     wanted = None if module is None else (module.out_features, module.in_features)
     if wanted is not None and shape != wanted:
@@ -242,7 +198,6 @@ def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
 
 
 def _statistics(num_elements: int, blocksize: int, *, double: bool) -> Tensors:
-    """Return shape and dtype of the tensors that go with a packed weight."""
     blocks = -(-num_elements // blocksize)
     tensors: Tensors = {
         "absmax": ((blocks,), torch.uint8 if double else torch.float32),
@@ -263,44 +218,29 @@ def _tensors_of(state: Any) -> Tensors:
 
 
 def _stock_device() -> torch.device:
-    """Return the device on which an ordinary load packs a model. See [Note: packing].
-
-    Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py`, `update_device_map`.
-    """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
+    """Return the device on which an ordinary load packs a model: transformers' `update_device_map`."""
+    if not torch.accelerator.is_available():
         return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(str(torch.accelerator.current_accelerator()), torch.accelerator.current_device_index())
 
 
 # -- settings of DeepSpeed that would destroy packed weights -----------------------------------------------------------
 
 
 def check_packed(model: nn.Module, settings: Settings) -> None:
-    """Refuse weights that cannot be packed, and settings under which DeepSpeed computes with packed weights.
-
-    Raises:
-        ConfigError: DeepSpeed would change the packed bytes, in stock as well. Names the setting, or the weight whose
-            storage dtype is not that of DeepSpeed.
-        UnsupportedError: names the weight that cannot be packed, or what has not been tried.
-    """
+    """Refuse weights that cannot be packed, and settings under which DeepSpeed computes with packed weights."""
     packed = {name: each for name, each in model.named_parameters() if isinstance(each, QuantizedTensor)}
     if packed and settings.stage == 3:
-        _check_settings(settings)
+        for setting, does in _LOSSY.items():
+            if settings.ds_config["zero_optimization"].get(setting):
+                raise ConfigError(f"{setting}: DeepSpeed {does}, and packed 4-bit weights are no numbers; remove it")
+        if settings.partition is not None:
+            raise UnsupportedError("partition= with 4-bit weights has not been tried; load all of it into ZeRO-3")
         for name, parameter in packed.items():
             _check_storage(name, parameter.dtype, settings)
     for name, parameter in packed.items():
         if parameter.quantized.problem is not None:
             raise UnsupportedError(f"{name}: {parameter.quantized.problem}")
-
-
-def _check_settings(settings: Settings) -> None:
-    section = settings.ds_config["zero_optimization"]
-    for setting, does in _LOSSY.items():
-        if section.get(setting):
-            raise ConfigError(f"{setting}: DeepSpeed {does}, and packed 4-bit weights are no numbers; remove it")
-    if settings.partition is not None:
-        raise UnsupportedError("partition= with 4-bit weights has not been tried; load all of the model into ZeRO-3")
 
 
 def _check_storage(name: str, storage: torch.dtype, settings: Settings) -> None:

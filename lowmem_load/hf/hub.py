@@ -1,7 +1,4 @@
-"""Files on the Hub and in its cache. One rank of a node asks the Hub; the others take the files from the cache.
-
-Part of the transformers seam, see `loader.py`.
-"""
+"""Files on the Hub and in its cache. One rank of a node asks the Hub; the others take the files from the cache."""
 
 from __future__ import annotations
 
@@ -34,11 +31,6 @@ _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only"
 HUB_KEYWORDS = (*_DOWNLOAD_KEYWORDS, "proxies", "code_revision", "trust_remote_code")
 """Keywords of `from_pretrained` that say where files come from."""
 
-_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})/")
-"""Part of the path of a file in the Hub's cache; the group is the commit of the file."""
-
-_COMMIT = re.compile("[0-9a-f]{40}")
-
 
 def hub_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `HUB_KEYWORDS` that are given."""
@@ -56,10 +48,7 @@ def adapter_config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the path of the config.json that a name stands for; None where transformers has to say why there is none.
-
-    From the Hub it is downloaded, as transformers is about to do.
-    """
+    """Return the path of the config.json that a name stands for, downloaded if need be; None if there is none."""
     if os.path.isfile(name):
         return name
     if os.path.isdir(name):
@@ -86,11 +75,7 @@ def has_file(name: str, file: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:
-    """Return the folder in the Hub's cache that holds the configuration of a model. Nothing is downloaded.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the folder in the Hub's cache that holds the configuration of a model. Nothing is downloaded."""
     for file in ("config.json", "adapter_config.json"):
         inside = "/".join((*Path(subfolder).parts, file))
         try:
@@ -105,30 +90,21 @@ def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: st
     )
 
 
-# -- commits ---------------------------------------------------------------------------------------------------------
-
-
 def commit_in(path: str) -> str:
     """Return the commit of a file in the Hub's cache; "" for a file elsewhere."""
-    found = _SNAPSHOT.search(path)
+    found = re.search(r"/models--[^/]+/snapshots/([0-9a-f]{40})/", path)
     return found[1] if found else ""
 
 
 def pinned_commit(kwargs: Mapping[str, Any]) -> str:
-    """Return the commit that keywords of `from_pretrained` name; "" where the Hub has to say.
-
-    In huggingface_hub 1.x a revision may be a `ResolvedRevision`, a string with the commit as an attribute.
-    """
+    """Return the commit that keywords of `from_pretrained` name; "" where the Hub has to say."""
     revision = kwargs.get("revision")
-    commit = str(getattr(revision, "resolved", revision))
-    return commit if _COMMIT.fullmatch(commit) else ""
+    commit = str(getattr(revision, "resolved", revision))  # huggingface_hub 1.x: a string with the commit on it
+    return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
 
 
 def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
-    """Return the commit that a name on the Hub stands for now; the Hub is asked once.
-
-    "" where it is not known, and for an adapter, since its base model has commits of its own.
-    """
+    """Return the commit that a name stands for now; "" where it is not known, and for an adapter."""
     commit = pinned_commit(kwargs) or commit_in(config_file(name, kwargs) or "")
     if not commit:
         return ""
@@ -136,15 +112,8 @@ def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
     return "" if adapter_config_file(name, there) is not None else commit
 
 
-# -- what transformers asks while it loads ---------------------------------------------------------------------------
-
-
 def asked_once(once: Once) -> Replacement:
-    """Have one rank of a node ask the Hub, and download; the others look into the cache when it has.
-
-    Given a commit, transformers 5 asks the Hub for nothing that the cache knows, not even whether a file is absent. So
-    the other ranks make no request.
-    """
+    """Have one rank of a node ask the Hub and download; the others then take the files from the cache."""
 
     def cached_files(
         ordinary: Callable[..., Any], path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any
@@ -164,11 +133,7 @@ def asked_once(once: Once) -> Replacement:
 
 
 def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Replacement:
-    """Have an auto class look for the adapter of a model in the cache that the load uses, not in the default one.
-
-    Otherwise each rank would ask the Hub whether there is an adapter. Adapters of other models are looked for as usual.
-    Source: transformers 5.23 `auto_factory.py`, `from_pretrained`: these keywords are not passed on.
-    """
+    """Have an auto class look for the adapter of a model in the cache that the load uses, not in the default one."""
     passed_on = {key: kwargs[key] for key in ("cache_dir", "local_files_only") if key in kwargs}
 
     def find(ordinary: Callable[..., Any], asked: Any, **keywords: Any) -> Any:

@@ -1,14 +1,14 @@
 """Hands the `from_pretrained` and `from_config` of transformers models to a handler while a block lasts.
 
-Part of the transformers seam, see `hf/loader.py`. Streamed loads of several threads wait for each other, since all
-ranks take part in one at a time. Ordinary loads wait for nobody. transformers' loader replaces names of its own for the
-whole process while it runs (`PreTrainedModel.tie_weights`, the default dtype): its users run it in one thread.
+Streamed loads of several threads wait for each other, since all ranks take part in one at a time. Ordinary loads wait
+for nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -16,18 +16,40 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_load.hf.load_lock import load_lock
-from lowmem_load.hf.loader import Call
+from lowmem_load.errors import ConfigError
+from lowmem_load.hf.loader import Call, constructors
 from lowmem_load.hf.replaced import replaced
 
 Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
+
+PATIENCE_S = 30.0
+"""Seconds that a thread waits for another one to build a model. The largest models take a second."""
+
+_LOCK = threading.RLock()
 
 _IS_LOADING: ContextVar[bool] = ContextVar("lowmem_load_is_loading", default=False)
 """Whether a handler runs. Calls that the model's own code makes are part of its load."""
 
 
-def _always(_: Mapping[str, Any]) -> bool:
-    return True
+@contextlib.contextmanager
+def load_lock() -> Iterator[None]:
+    """Have one thread load or save at a time. That thread may take the lock again.
+
+    Raises ConfigError if the other thread stays in one constructor, which may wait for this thread.
+    """
+    before: list[object] = []
+    while not _LOCK.acquire(timeout=PATIENCE_S):
+        now = constructors[:1]
+        if now and now == before:
+            raise ConfigError(
+                "another thread of this process is loading, and has been in the constructor of its model for more than "
+                f"{PATIENCE_S:.0f} s; if that constructor waits for this thread, let it load without a thread"
+            )
+        before = now
+    try:
+        yield
+    finally:
+        _LOCK.release()
 
 
 @contextlib.contextmanager
@@ -46,17 +68,11 @@ def outermost() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def intercepted(
-    handler: Handler, wanted: Callable[[Mapping[str, Any]], bool] = _always, *, everywhere: bool = False
+    handler: Handler, wanted: Callable[[Mapping[str, Any]], bool] = lambda _: True, *, everywhere: bool = False
 ) -> Iterator[None]:
-    """Inside, `handler` gets each outermost `from_pretrained` of a transformers model as a `Call`.
+    """Inside, `handler` gets each outermost `from_pretrained`, and each `from_config` as one from no files.
 
-    It gets a `from_config` as a `from_pretrained` from no files, where every parameter is missing. Of several blocks
-    the innermost counts.
-
-    Args:
-        handler: runs the call.
-        wanted: asked at each call, with its keywords. If it returns False the call runs as without this block.
-        everywhere: for all threads, not only for the thread or task of the block.
+    `wanted` is asked with the keywords of the call. `everywhere` means all threads. The innermost block counts.
     """
 
     def handled(call: Call) -> tuple[Any, dict[str, Any]]:

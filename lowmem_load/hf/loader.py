@@ -1,12 +1,7 @@
 """Describes a model: runs transformers' own loader on symbolic tensors.
 
-[Note: the seam] transformers' ordinary loader does the work: it builds the skeleton on meta, renames and converts
-checkpoint tensors, checks shapes, ties weights, initialises missing ones and writes the loading info. Only the reading
-of files is replaced while it runs: `safe_open` and `load_state_dict` of `modeling_utils` return symbolic tensors
-(`symbolic/tensor.py`), so the loader puts expressions into the model, and no data. Code of transformers that asks for
-ZeRO-3 is told that there is none (`active.py`). Private names of transformers are used in this folder only.
-
-Written for transformers 4.51 to 5.23.
+The loader builds, renames, converts, checks, ties and initialises as ever; only the reading of files is replaced, and
+it is told that there is no ZeRO-3. Written for transformers 4.51 to 5.23.
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import described_collecting, symbolic_files
 from lowmem_load.hf.hub import asked_once
-from lowmem_load.hf.load_lock import building
 from lowmem_load.hf.names import MAX_QUOTED, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.hf.replaced import Replacement, replaced
@@ -44,6 +38,9 @@ _INITIALISES = (
 )
 """Initialises the parameters that no file has. transformers 4.51 marks the others in the same method."""
 
+constructors: list[object] = []
+"""One object for each constructor of a model that runs in the thread that loads."""
+
 MAX_MODULES = 1 << 18
 """Modules of a model, of some kilobytes each: twice as many as the largest published models have."""
 
@@ -52,9 +49,10 @@ require(
     TRANSFORMERS,
     {
         "transformers:PreTrainedModel": (
-            # class methods, which are replaced by such
-            *("from_pretrained.__func__", "_from_config.__func__"),
-            *(_INITIALISES, "load_adapter"),
+            "from_pretrained.__func__",
+            "_from_config.__func__",
+            _INITIALISES,
+            "load_adapter",
         ),
         "transformers.integrations.deepspeed": (
             *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
@@ -78,19 +76,12 @@ from transformers.utils import logging as hf_logging  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path, without_progress_bar  # noqa: E402  it uses private names, too
 
-ZERO_INIT_MESSAGE = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
-
 _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 """In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
 
-# -- from_pretrained -------------------------------------------------------------------------------------------------
-
 
 class Call:
-    """A call of `from_pretrained` that has not run yet.
-
-    For a `from_config` it is the call that builds the same model from no files, and `from_config` is the original one.
-    """
+    """A call of `from_pretrained` that has not run yet; or, given `from_config`, one from no files in its place."""
 
     def __init__(
         self,
@@ -115,19 +106,7 @@ class Call:
         return model, info
 
     def describe(self, context: Context, *, is_partitioned: bool) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it on symbolic tensors. See [Note: the seam]. `run` can be called afterwards.
-
-        Args:
-            context: gets the files that are opened.
-            is_partitioned: whether parameters will be partitioned, which quantized ones cannot be.
-
-        Returns:
-            The model, with symbolic parameters and buffers, and the loading info.
-
-        Raises:
-            CheckpointError: the model cannot be built from its configuration, or does not fit the files.
-            UnsupportedError: the call asks for a format that cannot be streamed.
-        """
+        """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after."""
         refuse_foreign(self.name, self.kwargs)
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}  # nothing is mapped
         keeps_names = self.kwargs.get("device_map") is not None
@@ -171,19 +150,14 @@ def _errors_only() -> Iterator[None]:
 
 
 def log_zero_init(model: nn.Module) -> None:
-    """Log what transformers logs when it builds a model under ZeRO-3: users and its own tests look for it.
-
-    Source: transformers 5.23 `modeling_utils.py`, `get_init_context`.
-    """
+    """Log what transformers logs when it builds a model under ZeRO-3: users and its own tests look for it."""
     if getattr(model, "hf_quantizer", None) is None:
-        logging.getLogger(modeling_utils.__name__).info(ZERO_INIT_MESSAGE)
+        message = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
+        logging.getLogger(modeling_utils.__name__).info(message)
 
 
 class AssignedDataIsRead(TorchFunctionMode):
-    """Reads symbolic values that are assigned to the `data` of real parameters, as PEFT does to initialise an adapter.
-
-    torch would drop the class of the tensor, and crash when its memory is used.
-    """
+    """Reads symbolic values that are assigned to the `data` of real parameters: torch would drop their class."""
 
     def __init__(self, read_now: ReadNow) -> None:
         super().__init__()
@@ -199,8 +173,6 @@ class AssignedDataIsRead(TorchFunctionMode):
 
 
 def _adapters(read_now: ReadNow) -> Replacement:
-    """Let PEFT add an adapter to a model that is described and not yet loaded."""
-
     def load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with AssignedDataIsRead(read_now):
             info = ordinary(model, *args, **kwargs)
@@ -215,15 +187,16 @@ def _adapters(read_now: ReadNow) -> Replacement:
 
 
 def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replacement:
-    """Check the model when it is built. Raise a `ModelBuildError` that names it if it cannot be built."""
-
     def build(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         if type(model) is not cls:  # a submodule of a class that inherits the constructor
             ordinary(model, *args, **kwargs)
             return
         try:
-            with building():
+            constructors.append(object())
+            try:
                 ordinary(model, *args, **kwargs)
+            finally:
+                constructors.pop()
             check(model)
         except LowMemLoadError:
             raise
@@ -238,7 +211,6 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replaceme
 
 @contextlib.contextmanager
 def _modules_counted(name: str) -> Iterator[None]:
-    """Stop a model that has too many modules to be built."""
     num_modules, thread = 0, threading.get_ident()
 
     def count(*_: Any) -> None:
@@ -258,10 +230,6 @@ def _modules_counted(name: str) -> Iterator[None]:
 
 
 def _initialised_in(context: Context) -> Replacement:
-    """Have the context's initialiser do what transformers' initialisation writes into parameters.
-
-    transformers has given missing parameters `torch.empty` memory by then, which is freed before it is touched.
-    """
     initialiser, read_now = context.initialiser, context.read_now
 
     def initialise(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -284,11 +252,7 @@ def _initialised_in(context: Context) -> Replacement:
 
 
 def _checked_indexes(once: Once, *, keeps_names: bool) -> Replacement:
-    """Check the index that transformers uses, and read it on one rank of a node.
-
-    transformers returns the paths of the shards and the names in the index. 5.x keeps these names to the end of the
-    load, and uses them only for a `device_map` that puts weights on the disk. Otherwise they are dropped.
-    """
+    """Check the index that transformers uses, and read it on one rank of a node."""
     keeps_names = keeps_names or transformers.__version__.startswith("4.")
     unused = () if keeps_names else ("all_checkpoint_keys", "weight_map")
 

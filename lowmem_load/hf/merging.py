@@ -1,12 +1,7 @@
 """Adapters merged into base weights by PEFT's own code, on a few rows of a weight at a time.
 
-[Note: merged while saving] PEFT's `merge_and_unload` runs on the model itself, but the `merge` of each layer only
-records that it was called; then the model is restored. So PEFT decides what is merged, what replaces what, and what is
-refused. Each recorded `merge` runs later, on a copy of its layer with other tensors. For a LoRA of a linear layer or an
-embedding these are some rows of the weight, and the part of the adapter that changes these rows. Other adapters need
-the full tensors: DoRA the norm of columns or rows, LoHa full products.
-
-Written for peft 0.15 to 0.21. Part of the transformers seam, see `loader.py`.
+PEFT's `merge_and_unload` runs, but each layer's `merge` is only recorded. It runs later, on a copy of the layer with
+some rows, or for all but plain LoRA with full tensors. Written for peft 0.15 to 0.21.
 """
 
 from __future__ import annotations
@@ -26,20 +21,14 @@ from lowmem_load.contract import PEFT, require
 from lowmem_load.errors import ConfigError, UnsupportedError
 
 FEW_ROWS = 64
-"""Least number of rows that are merged together. For fewer, BLAS uses other code, which rounds differently.
-
-MKL 2024.2 gave the same bits for 8 rows and more as for all rows.
-"""
+"""Least number of rows that are merged together. For fewer, BLAS (MKL 2024.2: for fewer than 8) rounds differently."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
-    """Layers whose adapters are merged into the same weights.
+    """Layers of PEFT, in its order, whose adapters are merged into the same weights.
 
-    Attributes:
-        layers: layers of PEFT, in the order in which it merges them.
-        parameters: the weights.
-        by_rows: whether there is one weight, whose rows can be merged in groups.
+    With `by_rows` there is one weight, whose rows can be merged in groups.
     """
 
     layers: tuple[nn.Module, ...]
@@ -53,10 +42,7 @@ class Merge:
         return list(found.values())
 
     def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the weights with the adapters merged into them.
-
-        `values` has full tensors for parameters, by `id`; those for the weights are overwritten.
-        """
+        """Return the merged weights. `values` has full tensors by `id` of parameter; the weights' are overwritten."""
         copies = _Copies(values)
         for layer in self.layers:
             copied: Any = copies.of(layer)
@@ -65,11 +51,7 @@ class Merge:
         return [copies.parameters[id(parameter)].data for parameter in self.parameters]
 
     def run_on_rows(self, rows: torch.Tensor, first: int, adapters: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return some rows of the weight with the adapters merged into them.
-
-        `rows`, of shape (rows, width), are overwritten; the first is row `first` of the weight. `adapters` has the full
-        parameters of the adapters, by `id`.
-        """
+        """Return merged rows of the weight, from row `first` on. `rows` are overwritten; `adapters` as in `run`."""
         values = dict(adapters)
         for layer in self.layers:
             for parameter, dim in _cut_with_rows(layer):
@@ -80,27 +62,16 @@ class Merge:
 
 @contextlib.contextmanager
 def unloaded(model: nn.Module) -> Iterator[tuple[nn.Module, list[Merge]]]:
-    """Inside, a model of PEFT is its base model, as after `merge_and_unload`, but nothing is merged.
-
-    Yields:
-        The base model with its own parameters, and what is to be merged into them.
-
-    Raises:
-        ConfigError: there is nothing that PEFT could merge.
-        UnsupportedError: the merge of a layer gives it other parameters.
-        ValueError: PEFT refuses.
-    """
+    """Inside, a model of PEFT is its base model, as after `merge_and_unload`, but nothing is merged."""
     tuner: Any = _tuner_of(model)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     noted: list[nn.Module] = []
-    before = _Before(model)
-    try:
+    with _restored(model):
         if hasattr(tuner.model, "config"):  # PEFT may note in it that weights are no longer tied
             tuner.model.config = copy.deepcopy(tuner.model.config)
         for module in list(model.modules()):
             if isinstance(module, BaseTunerLayer):
-                # Source: peft 0.21.2 `tuners/lora/layer.py`, `MultiheadAttention.unload_and_optionally_merge_module`.
                 if type(module).__name__ == "MultiheadAttention":
                     raise UnsupportedError(
                         "merge_adapters: a LoRA on torch.nn.MultiheadAttention gets new parameters when it is merged; "
@@ -113,8 +84,6 @@ def unloaded(model: nn.Module) -> Iterator[tuple[nn.Module, list[Merge]]]:
         for parameter in model.parameters():
             vars(parameter).pop("data_ptr", None)
         yield base, _together(noted)
-    finally:
-        before.restore()
 
 
 def _tuner_of(model: nn.Module) -> nn.Module:
@@ -128,17 +97,16 @@ def _tuner_of(model: nn.Module) -> nn.Module:
     return tuner
 
 
-class _Before:
-    """The attributes and children of modules, to be restored."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._modules = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
-
-    def restore(self) -> None:
-        for parameter in self._parameters:
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    parameters = list(model.parameters())
+    modules = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter in parameters:
             vars(parameter).pop("data_ptr", None)
-        for module, attributes, children in self._modules:
+        for module, attributes, children in modules:
             vars(module).clear()
             vars(module).update(attributes)
             module._modules.clear()
@@ -146,7 +114,6 @@ class _Before:
 
 
 def _together(layers: Sequence[nn.Module]) -> list[Merge]:
-    """Return one merge for all layers that change the same weights."""
     merges: list[Merge] = []
     for layer in layers:
         cut = _is_by_rows(layer)
@@ -181,10 +148,7 @@ def _is_by_rows(layer: Any) -> bool:
 
 
 def _cut_with_rows(layer: Any) -> list[tuple[nn.Parameter, int]]:
-    """Return the parameters of adapters that are cut to merge some rows of the weight, each with the dimension.
-
-    Source: peft 0.21.2 `tuners/lora/layer.py`, `get_delta_weight`: B @ A, transposed where the weight is.
-    """
+    """Return the adapter's parameters that are cut to merge some rows of the weight, each with the dimension."""
     from peft.tuners.lora import layer as lora
 
     if isinstance(layer, lora.Embedding):
@@ -195,16 +159,14 @@ def _cut_with_rows(layer: Any) -> list[tuple[nn.Parameter, int]]:
 
 
 class _Copies:
-    """Copies of modules that have other parameters and share everything else."""
+    """Copies of modules that have other parameters, by the `id` of the original, and share everything else."""
 
     def __init__(self, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
         self._modules: dict[int, nn.Module] = {}
         self.parameters: dict[int, nn.Parameter] = {}
-        """Parameters of the copies, by the `id` of the original."""
 
     def of(self, module: nn.Module) -> nn.Module:
-        """Return the copy of a module and its children."""
         if id(module) not in self._modules:
             made: Any = type(module).__new__(type(module))
             vars(made).update(vars(module))

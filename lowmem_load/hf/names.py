@@ -1,7 +1,4 @@
-"""What the name of a model stands for: its files, configuration, class and processor.
-
-Public names of transformers and huggingface_hub only.
-"""
+"""What the name of a model stands for: its files, configuration, class and processor."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ DTYPE_KEYWORD = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_
 
 
 def check_name(name: str, subfolder: str) -> None:
-    """Refuse a local folder that cannot be loaded from, before anything asks the Hub.
-
-    Raises:
-        CheckpointError: names what is missing.
-    """
+    """Refuse a local folder that cannot be loaded from, before anything asks the Hub."""
     looks_local = name.startswith((".", "~", os.sep)) or os.path.isabs(name) or name.count("/") > 1
     if not os.path.isdir(name):
         if os.path.isfile(name):
@@ -56,11 +49,7 @@ _FOREIGN_FILES: Mapping[str, str] = {
 
 
 def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
-    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`.
-
-    Raises:
-        CheckpointError: names what the folder has instead, and how to convert it.
-    """
+    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`."""
     folder = os.path.join(name, subfolder)
     if not os.path.isdir(folder):  # on the Hub, where transformers chooses the files
         return
@@ -83,11 +72,7 @@ def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> No
 
 
 def refuse_foreign(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise for a keyword that asks for a file format which every rank would have to load in full.
-
-    Raises:
-        UnsupportedError: says how to convert the file.
-    """
+    """Raise for a keyword that asks for a file format which every rank would have to load in full."""
     for keyword, end in {"gguf_file": ".gguf", "from_tf": ".h5", "from_flax": ".msgpack"}.items():
         if kwargs.get(keyword):
             convert = _FOREIGN_FILES[end].format(file=kwargs[keyword])
@@ -97,18 +82,14 @@ def refuse_foreign(name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the transformers configuration that `from_pretrained(name, **kwargs)` will use.
-
-    Raises:
-        CheckpointError: there is none, or it is malformed.
-    """
+    """Return the transformers configuration that `from_pretrained(name, **kwargs)` will use."""
     given = kwargs.get("config")
     if given is not None and not isinstance(given, str | os.PathLike):
         return given
     where, hub, file = name if given is None else os.fspath(given), hub_keywords(kwargs), None
     try:
-        adapter = adapter_config_file(name, hub)
-        if given is None and adapter is not None:
+        adapter = adapter_config_file(name, hub) if given is None else None
+        if adapter is not None:
             where, hub = base_of_adapter(adapter), {}
         file = config_file(where, hub)
         if file is not None:
@@ -124,10 +105,7 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def config_values(config: Any) -> dict[str, str]:
-    """Return the values of a configuration as JSON, by key. They are equal on ranks that build the same model.
-
-    Keys that begin with an underscore, such as the folder's, are left out.
-    """
+    """Return the values of a configuration as JSON, by key, without those of this machine, such as the folder."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -139,14 +117,7 @@ def config_values(config: Any) -> dict[str, str]:
 
 
 def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:
-    """Return the class whose `from_pretrained` to call.
-
-    `auto_class` is a class, the name of a transformers class, or None for the one in `config.architectures`. With
-    `trust_remote_code`, `config.auto_map` may name a class that comes with the checkpoint.
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """Return the class whose `from_pretrained` to call; given None, the one that the configuration names."""
     if isinstance(auto_class, type):
         if not callable(getattr(auto_class, "from_pretrained", None)):
             raise ConfigError(f"auto_class {auto_class.__name__} has no from_pretrained; pass a transformers class")
@@ -177,8 +148,6 @@ def _class_named(name: str, where: str) -> Any:
     return found
 
 
-# -- what goes with a model ------------------------------------------------------------------------------------------
-
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILES = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
@@ -188,11 +157,7 @@ TOKENIZER_FILES = (
 
 
 def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the processor that comes with a checkpoint, else its tokenizer; None if it comes with neither.
-
-    Raises:
-        CheckpointError: it has the files of one, but that cannot be loaded.
-    """
+    """Return the processor that comes with a checkpoint, else its tokenizer; None if it comes with neither."""
     hub = hub_keywords(kwargs)
     for kind, files in (("AutoProcessor", PROCESSOR_FILES), ("AutoTokenizer", TOKENIZER_FILES)):
         if any(has_file(name, file, hub) for file in files):
@@ -207,11 +172,7 @@ def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> None:
-    """Make the model recompute activations in the backward pass, and keep no key-value cache.
-
-    Raises:
-        UnsupportedError: this model cannot.
-    """
+    """Make the model recompute activations in the backward pass, and keep no key-value cache."""
     # transformers 5.23 renamed it, and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     keyword = "gradient_checkpointing_kwargs" if enable is None else "activation_checkpointing_kwargs"
@@ -226,12 +187,7 @@ def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> No
 
 
 def distributed_config(sizes: Mapping[str, int]) -> Any:
-    """Return a `DistributedConfig` of these sizes: fsdp_size, tp_size, ...
-
-    Raises:
-        UnsupportedError: this release of transformers has none.
-        ConfigError: transformers refuses the sizes.
-    """
+    """Return a `DistributedConfig` of these sizes: fsdp_size, tp_size, ..."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as error:
@@ -256,5 +212,5 @@ def offloads(model: Any) -> bool:
 
 def blocks(model: Any) -> list[Any]:
     """Return the modules that a model does not want to be split: the layers that FSDP2 shards one by one."""
-    names_ = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names_]
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in whole]

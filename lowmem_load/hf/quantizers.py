@@ -1,12 +1,8 @@
-"""Quantized models: which can be loaded, and transformers' quantizers while a model is described.
-
-Part of the transformers seam, see `loader.py`.
-"""
+"""Quantized models: which can be loaded, and transformers' quantizers while a model is described."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,26 +15,21 @@ from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf.names import model_config
 from lowmem_load.hf.replaced import Replacement, replaced
 
-_PLACING = ("caching_allocator_warmup", "dispatch_model")
-"""Functions by which a quantizer has a whole model placed on a device; 5.x only dispatches to several devices."""
-
 _CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """transformers' class of configuration for each method that can be loaded dequantized."""
 
 
-def quantization_method(quantization: Any) -> str:
+def quantization_method(quantization: Any, default: str | None = None) -> str:
     """Return the method of a quantization config, which is an object or as in a config.json."""
-    method = _fields(quantization).get("quant_method", type(quantization).__name__)
+    method = _fields(quantization).get("quant_method", default or type(quantization).__name__)
     return str(getattr(method, "value", method))
 
 
 def is_four_bit(quantization: Any) -> bool:
     """Return whether a quantization config, an object or as in a config.json, is one of bitsandbytes in 4 bits."""
-    fields = _fields(quantization)
-    method = fields.get("quant_method", "bitsandbytes")  # config.json of old checkpoints has none
-    return getattr(method, "value", method) == "bitsandbytes" and bool(
-        fields.get("load_in_4bit") or fields.get("_load_in_4bit")  # a property of the object
-    )
+    if quantization_method(quantization, "bitsandbytes") != "bitsandbytes":  # config.json of old checkpoints has none
+        return False
+    return any(_fields(quantization).get(key) for key in ("load_in_4bit", "_load_in_4bit"))  # a property of the object
 
 
 def _fields(quantization: Any) -> Mapping[str, Any]:
@@ -46,11 +37,7 @@ def _fields(quantization: Any) -> Mapping[str, Any]:
 
 
 def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise for a quantized model that ZeRO-3 cannot partition, unless it is to be dequantized.
-
-    Raises:
-        UnsupportedError: names the method.
-    """
+    """Raise for a quantized model that ZeRO-3 cannot partition, unless it is to be dequantized."""
     quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantization is None or is_four_bit(quantization) or _fields(quantization).get("dequantize") is True:
         return
@@ -62,11 +49,7 @@ def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the `quantization_config` that loads a checkpoint dequantized.
-
-    Raises:
-        UnsupportedError: it is not quantized, or cannot be loaded dequantized.
-    """
+    """Return the `quantization_config` that loads a checkpoint dequantized."""
     quantization = getattr(model_config(name, kwargs), "quantization_config", None)
     method = None if quantization is None else quantization_method(quantization)
     if method not in _CONFIGS:
@@ -75,15 +58,9 @@ def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
     return getattr(transformers, _CONFIGS[method])(dequantize=True)
 
 
-# -- while a model is described --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
-    """Inside, quantizers of transformers make described weights.
-
-    Where parameters will be partitioned, quantized weights are refused, but for those of bitsandbytes in 4 bits.
-    """
+    """Inside, quantizers of transformers make described weights."""
     described: set[str] = set()
     with contextlib.ExitStack() as stack:
 
@@ -100,7 +77,9 @@ def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
                     describe(method, _packing)
                 return quantizer
             if method in _CONFIGS:
-                describe(method, functools.partial(_dequantization, method))
+                from lowmem_load.hf import dequantize
+
+                describe(method, dequantize.fp8 if method == "fp8" else dequantize.mxfp4)
             if is_partitioned:
                 _refuse_when_checked(quantizer)
                 _refuse_stacked(quantizer)
@@ -110,32 +89,19 @@ def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
         yield
 
 
-def _dequantization(method: str) -> list[Replacement]:
-    from lowmem_load.hf import dequantize
-
-    return dequantize.fp8() if method == "fp8" else dequantize.mxfp4()
-
-
 def _packing() -> list[Replacement]:
-    """Return what makes 4-bit weights described ones, and keeps the model from being placed on a device.
-
-    Raises:
-        UnsupportedError: bitsandbytes is of a release that cannot be streamed, which stock may load.
-    """
     from lowmem_load.hf import four_bit
 
     try:
         found = four_bit.replacements()
     except IncompatibleVersionError as error:
         raise UnsupportedError(str(error)) from error
-    return found + [(modeling_utils, name, _nothing) for name in _PLACING if hasattr(modeling_utils, name)]
+    placing = ("caching_allocator_warmup", "dispatch_model")  # the model stays where it is
+    return found + [(modeling_utils, name, lambda *_, **__: None) for name in placing if hasattr(modeling_utils, name)]
 
 
 def _refuse_when_checked(quantizer: Any) -> None:
-    """Refuse quantized weights before the model is built.
-
-    The time is after the quantizer has checked the environment, since then mxfp4 may decide to dequantize.
-    """
+    """Refuse once the quantizer has checked the environment: mxfp4 may decide then to dequantize."""
 
     def validate_environment(*args: Any, **kwargs: Any) -> None:
         del quantizer.validate_environment  # the class has its own
@@ -170,7 +136,3 @@ def _refuse_stacked(quantizer: Any) -> None:
         return conversions
 
     quantizer.update_weight_conversions = update_weight_conversions
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass

@@ -1,10 +1,4 @@
-"""Handlers that are called in place of functions of other packages while a block lasts. Part of the transformers seam.
-
-[Note: dispatchers] The first block that replaces a function puts a dispatcher in its place, which stays there. A
-dispatcher looks up the blocks of its caller in a `ContextVar` and calls their handlers; outside of all blocks it calls
-the function. A new thread is in no block (unless Python 3.14 is told to pass contexts on). So nothing has to be put
-back, and a module that imports the function by name inside a block keeps a dispatcher, which does no harm.
-"""
+"""Handlers that are called in place of functions of other packages while a block lasts."""
 
 from __future__ import annotations
 
@@ -36,14 +30,9 @@ _PLACING = threading.Lock()
 
 @contextlib.contextmanager
 def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[None]:
-    """Inside, the handlers are called in place of the functions.
+    """Inside, the handlers are called in place of the functions: in this thread or task, or in all.
 
-    Of several blocks for one function, the handler of the inner one is called with that of the outer one. Blocks may
-    end in any order.
-
-    Args:
-        replacements: a method is replaced in the class that defines it, so in all its subclasses.
-        everywhere: for all threads, not only for the thread or task of the block.
+    An inner handler is called with the outer one. Blocks may end in any order.
     """
     block = {_dispatcher(owner, name): handler for owner, name, handler in replacements}
     if everywhere:
@@ -60,7 +49,7 @@ def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[N
 
 
 def _dispatcher(owner: Any, name: str) -> Callable[..., Any]:
-    """Return the dispatcher in the place of a function; put one there if there is none."""
+    """Return what asks for the blocks of its caller. It stays in the place of the function, so nobody restores it."""
     if isinstance(owner, type):
         owner = next(cls for cls in owner.__mro__ if name in vars(cls))
     with _PLACING:

@@ -1,11 +1,6 @@
-"""The files that `save_pretrained` would write, found out by running it. Part of the transformers seam.
+"""The files that `save_pretrained` would write, found out by running it on a state dict of symbolic tensors.
 
-[Note: the saver] transformers' own `save_pretrained` (for an adapter PEFT's) does the work: it leaves out tied and
-ignored weights, reverses conversions, splits the rest into shards, and writes the configuration, code and index files.
-It gets a state dict of symbolic tensors, and only the function that writes a file of weights is replaced while it runs.
-So keys, shards and files are those of the full model, with any release, and nothing is read, gathered or allocated.
-
-Written for transformers 4.51 to 5.23, peft 0.15 to 0.21.
+Only the function that writes a file of weights is replaced. Written for transformers 4.51 to 5.23, peft 0.15 to 0.21.
 """
 
 from __future__ import annotations
@@ -33,10 +28,6 @@ from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _WRITE_WEIGHTS = "safe_save_file"
-"""The function that writes a file of weights, in transformers' and PEFT's modules."""
-
-_WHETHER_TO_WRITE = "should_save_on_this_rank"
-"""Method that answers False on all ranks but the first; transformers 5.23 and later have it."""
 
 OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "distributed_checkpoint", "save_function")
 """Keywords of `save_pretrained` that a caller may not set."""
@@ -54,14 +45,9 @@ require(
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """One file of weights.
+    """One file of weights, of safetensors or (`is_zip`) of torch.save; `name` is its path in the folder, with "/".
 
-    Attributes:
-        name: its path in the folder, with "/".
-        tensors: the expression of each tensor, by its name in the file. Leaves are `Source`s with the name of a
-            parameter or buffer of the model and no path.
-        metadata: strings of the header.
-        is_zip: whether it is a file of torch.save, not of safetensors.
+    Leaves of the expressions are `Source`s with the name of a parameter or buffer of the model and no path.
     """
 
     name: str
@@ -81,12 +67,7 @@ def describe_save(
 ) -> list[SavedFile]:
     """Return the files of weights that `save_pretrained` would write; write all its other files to `scratch`.
 
-    `scratch` is an empty folder of this rank's own. `tensors` has the source of each parameter and buffer of the model,
-    by `id`. With a dtype of None, tensors keep theirs.
-
-    Raises:
-        ConfigError: a keyword or dtype that cannot be used here.
-        UnsupportedError: the model has no `save_pretrained`, is quantized, or saves other tensors than its own.
+    `tensors` has the source of each parameter and buffer of the model, by `id`. With a dtype of None they keep theirs.
     """
     _refuse(model, dtype, kwargs)
     files: list[SavedFile] = []
@@ -102,9 +83,12 @@ def describe_save(
         arguments["max_shard_size"] = max_shard_size
     # transformers counts the elements of parameters, of which partitioned ones have none.
     replacements: list[Replacement] = [(transformers.PreTrainedModel, "num_parameters", lambda *_, **__: num_elements)]
-    replacements += [(module, _WRITE_WEIGHTS, record) for module in _modules_that_write(model)]
-    if hasattr(transformers.PreTrainedModel, _WHETHER_TO_WRITE):
-        replacements.append((transformers.PreTrainedModel, _WHETHER_TO_WRITE, lambda *_: True))
+    replacements.append((transformers.modeling_utils, _WRITE_WEIGHTS, record))
+    if "peft.peft_model" in sys.modules:
+        require(PEFT, {"peft.peft_model": (_WRITE_WEIGHTS,)})
+        replacements.append((sys.modules["peft.peft_model"], _WRITE_WEIGHTS, record))
+    if hasattr(transformers.PreTrainedModel, "should_save_on_this_rank"):  # 5.23 on: False on all ranks but the first
+        replacements.append((transformers.PreTrainedModel, "should_save_on_this_rank", lambda *_: True))
     with replaced(*replacements), without_progress_bar(), _as_plain_model(model):
         save: Any = model.save_pretrained
         save(scratch, **arguments)
@@ -117,7 +101,7 @@ def describe_save(
 
 @contextlib.contextmanager
 def _as_plain_model(model: nn.Module) -> Iterator[None]:
-    """Let `save_pretrained` take a model that is sharded for one that is not: it would gather the weights."""
+    """Let `save_pretrained` take a sharded model for one that is not: it would gather the weights."""
     config: Any = getattr(model, "config", None)
     sharding = vars(config).pop("distributed_config", None) if config is not None else None
     try:
@@ -149,7 +133,6 @@ def logged_as(scratch: Path, folder: str) -> Iterator[None]:
 
 
 def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:
-    """Raise for arguments and models that cannot be saved without gathering."""
     wrong = sorted({*kwargs}.intersection(OURS))
     if wrong:
         raise ConfigError(f"save_model: {', '.join(wrong)}: not among the keywords that are passed on; drop it")
@@ -164,15 +147,6 @@ def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, An
         )
 
 
-def _modules_that_write(model: nn.Module) -> list[Any]:
-    """Return the modules of transformers and PEFT in which `_WRITE_WEIGHTS` is replaced."""
-    modules: list[Any] = [transformers.modeling_utils]
-    if "peft.peft_model" in sys.modules:
-        require(PEFT, {"peft.peft_model": (_WRITE_WEIGHTS,)})
-        modules.append(sys.modules["peft.peft_model"])
-    return modules
-
-
 def recorded(
     scratch: Path,
     weights: Mapping[str, Any],
@@ -181,14 +155,15 @@ def recorded(
     *,
     is_zip: bool = False,
 ) -> SavedFile:
-    """Return the file of weights that is to be written below `scratch`.
-
-    Raises:
-        UnsupportedError: one of `weights` is no tensor of the model.
-    """
-    name = Path(path).relative_to(scratch).as_posix()
-    expressions = {key: _expression(name, key, value) for key, value in weights.items()}
-    return SavedFile(name, expressions, dict(metadata), is_zip)
+    """Return the file of weights that is to be written below `scratch`."""
+    file = Path(path).relative_to(scratch).as_posix()
+    for name, value in weights.items():
+        if not isinstance(value, SymbolicTensor):
+            raise UnsupportedError(
+                f"{file}: {name}: save_pretrained of this model saves a {type(value).__name__} that is none of its "
+                "parameters and buffers, so it is not known how it is partitioned"
+            )
+    return SavedFile(file, {name: value.expression for name, value in weights.items()}, dict(metadata), is_zip)
 
 
 def symbolic_state(model: nn.Module, tensors: Mapping[int, Source], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -213,17 +188,7 @@ def _no_values(part: Expression, operation: str) -> torch.Tensor:
     )
 
 
-def _expression(file: str, name: str, value: Any) -> Expression:
-    if not isinstance(value, SymbolicTensor):
-        raise UnsupportedError(
-            f"{file}: {name}: save_pretrained of this model saves a {type(value).__name__} that is none of its "
-            "parameters and buffers, so it is not known how it is partitioned"
-        )
-    return value.expression
-
-
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Write the dtype of the files, not of the model, into the configuration."""
     if not path.is_file():  # an adapter has none
         return
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -233,17 +198,8 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# -- without a model ---------------------------------------------------------------------------------------------------
-
-
 def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
-    """Return the model of a configuration, on the meta device.
-
-    `config` is a folder with config.json, or the name of a model on the Hub.
-
-    Raises:
-        ConfigError: it cannot be read, or names no class of transformers.
-    """
+    """Return the model of a configuration, on the meta device."""
     try:
         found = transformers.AutoConfig.from_pretrained(os.fspath(config))
     except (OSError, ValueError) as error:

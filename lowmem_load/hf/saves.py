@@ -1,7 +1,4 @@
-"""Hands the saves of Trainer, accelerate and scripts to handlers.
-
-Public names of transformers, accelerate and PEFT only.
-"""
+"""Hands the saves of Trainer, accelerate and scripts to handlers. Public names only."""
 
 from __future__ import annotations
 
@@ -23,21 +20,12 @@ from lowmem_load.hf.replaced import replaced
 from lowmem_load.hf.saver import OURS, SavedFile, recorded, symbolic_state
 from lowmem_load.planning.expression import Source
 
-TrainerSave = Callable[[Any, Callable[[], None]], None]
-"""Called with a trainer and a function that does what its own `save_model` would do."""
-
-Saves = Callable[[Any, Callable[..., None], Mapping[str, Any]], bool]
-"""Called with an accelerator, its own `save_model`, and the arguments by name. Returns whether it has saved."""
-
-States = Callable[[Any], Any]
-"""Called with the model of `get_state_dict`. Returns the state, or None if accelerate is to make it."""
-
 SAVING_CLASSES = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
 """Classes whose `save_pretrained` is replaced, by their modules."""
 
 
 class LookedIntoError(UnsupportedError):
-    """Code looked into a state dict whose weights are not gathered."""
+    """Code looked into a `NotGathered`."""
 
 
 class NotGathered(dict[str, Any]):
@@ -55,13 +43,7 @@ class NotGathered(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class WantedSave:
-    """A call of `save_pretrained` with a `NotGathered`.
-
-    Attributes:
-        model: that is saved.
-        folder: that it is saved to.
-        kwargs: the keywords, without those in `OURS`.
-    """
+    """A call of `save_pretrained` with a `NotGathered`; its keywords are without those in `OURS`."""
 
     model: nn.Module
     folder: str
@@ -69,10 +51,7 @@ class WantedSave:
 
 
 def is_saved_by_itself(model: nn.Module) -> bool:
-    """Return whether Trainer calls the model's `save_pretrained`. It writes the state dict of any other model itself.
-
-    Source: transformers 5.23 `trainer.py`, `Trainer._save`.
-    """
+    """Return whether Trainer calls the model's `save_pretrained`. Of any other model it writes the state dict."""
     imported = [(sys.modules[module], name) for module, name in SAVING_CLASSES.items() if module in sys.modules]
     return isinstance(model, tuple(getattr(module, name) for module, name in imported))
 
@@ -84,8 +63,8 @@ def default_shard_size() -> int | str:
 
 
 @contextlib.contextmanager
-def trainer_saves(handler: TrainerSave) -> Iterator[None]:
-    """Inside, `handler` is called in place of `Trainer.save_model`. Imports Trainer."""
+def trainer_saves(handler: Callable[[Any, Callable[[], None]], None]) -> Iterator[None]:
+    """Inside, `handler` gets each trainer that saves, and what its own `save_model` would do. Imports Trainer."""
     from transformers import Trainer
 
     def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,17 +74,11 @@ def trainer_saves(handler: TrainerSave) -> Iterator[None]:
         yield
 
 
-# -- saves that scripts make themselves ------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def plain_saves(
     module: str, on_state: Callable[[WantedSave], None], check: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Inside, `on_state` is called in place of a `save_pretrained` with a `NotGathered`.
-
-    `check` gets the model of a `save_pretrained` without a state dict. `module` is one of `SAVING_CLASSES`.
-    """
+    """Inside, `on_state` gets each `save_pretrained` with a `NotGathered`, and `check` the model of one without."""
     cls = getattr(sys.modules[module], SAVING_CLASSES[module])
     signature = inspect.signature(cls.save_pretrained)
 
@@ -127,27 +100,14 @@ def plain_saves(
 
 
 def saves_adapters_only(model: nn.Module) -> bool:
-    """Return whether `save_pretrained` of a model writes only adapters.
-
-    Source: transformers 4.51 to 5.23 `modeling_utils.py`, `save_pretrained`.
-    """
+    """Return whether `save_pretrained` of a model writes only adapters."""
     return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-# -- accelerate ------------------------------------------------------------------------------------------------------
 
 
 def describe_save(
     save: Callable[..., None], accelerator: Any, given: Mapping[str, Any], scratch: Path, tensors: Mapping[int, Source]
 ) -> list[SavedFile]:
-    """Return the files of weights that `Accelerator.save_model` would write; write all its other files to `scratch`.
-
-    It runs unchanged, but the accelerator gives it symbolic tensors and records the files of weights.
-
-    `given` has its arguments by name. For `scratch` and `tensors` see `saver.describe_save`.
-
-    Source: accelerate 1.4 to 1.15 `accelerator.py`, `save_model`.
-    """
+    """Return the files of weights that `Accelerator.save_model` would write; write all its other files to `scratch`."""
     files: list[SavedFile] = []
     state = OrderedDict(symbolic_state(given["model"], tensors, None))
 
@@ -166,8 +126,14 @@ def describe_save(
 
 
 @contextlib.contextmanager
-def accelerate_saves(on_save: Saves, on_state: States) -> Iterator[None]:
-    """Inside, calls of `Accelerator.save_model` and `get_state_dict` go to these first. Imports accelerate."""
+def accelerate_saves(
+    on_save: Callable[[Any, Callable[..., None], Mapping[str, Any]], bool], on_state: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Inside, calls of `Accelerator.save_model` and `get_state_dict` go to these first. Imports accelerate.
+
+    `on_save` gets the accelerator, its own `save_model` and the arguments, and returns whether it has saved. `on_state`
+    gets the model, and returns None if accelerate is to make the state.
+    """
     from accelerate import Accelerator
 
     signature = inspect.signature(Accelerator.save_model)

@@ -1,7 +1,4 @@
-"""Stops a `from_pretrained` where transformers would read weights: the model is built, on meta, and sharded.
-
-Part of the transformers seam. Checked against transformers 5.23; before 5.13, `from_pretrained` takes no mesh sizes.
-"""
+"""Stops a `from_pretrained` where transformers (5.13 to 5.23) would read weights: the model is built and sharded."""
 
 from __future__ import annotations
 
@@ -25,12 +22,7 @@ _FILE_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatche
 
 @contextlib.contextmanager
 def filled_by(fill: Fill) -> Iterator[None]:
-    """Inside, `fill` fills the skeletons that `from_pretrained` builds. transformers reads no weights.
-
-    Raises:
-        UnsupportedError: this release of transformers has no sharded `from_pretrained`, or the model is cut into
-            pipeline stages.
-    """
+    """Inside, `fill` fills the skeletons that `from_pretrained` builds. transformers reads no weights."""
     if not hasattr(PreTrainedModel, "maybe_distribute_model"):
         raise UnsupportedError(
             "this release of transformers cannot shard a model; shard it yourself and call load_into"
@@ -69,20 +61,14 @@ def filled_by(fill: Fill) -> Iterator[None]:
 
 
 def allocate(model: Any, device: torch.device | None) -> None:
-    """Give a skeleton memory for its shards, unless `device` is None. Tie again what sharding and memory have untied.
-
-    Source: transformers 5.23 `distributed/mixin.py`, `_load_and_finalize_distributed_pretrained_model`.
-    """
+    """Give a skeleton memory for its shards, unless `device` is None. Tie again what that has untied."""
     if device is not None:
         model.to_empty(device=device)
     model.tie_weights(recompute_mapping=False)
 
 
 def hand_over(loaded: nn.Module, model: nn.Module) -> None:
-    """Give a model what a load leaves on it beside weights: how to save it in its original format, and how to generate.
-
-    Source: transformers 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model`.
-    """
+    """Give a model what a load leaves on it beside weights: how to save it as it was, and how to generate."""
     for name in ("_weight_conversions", "generation_config"):
         if hasattr(loaded, name):
             setattr(model, name, getattr(loaded, name))
@@ -94,7 +80,7 @@ def file_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
-    """Give parameters that transformers keeps in another dtype that dtype: their loader does so as it reads."""
+    """Give parameters that transformers keeps in another dtype that dtype: its loader does so as it reads."""
     if not plan:
         return
     from transformers.core_model_loading import build_glob_alternation

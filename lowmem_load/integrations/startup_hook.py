@@ -21,7 +21,7 @@ import sys
 
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -90,12 +90,37 @@ class _Finder:
             execute(module)
             del loader.exec_module  # type: ignore[attr-defined]
             sys.meta_path.remove(self)
-
-            from lowmem_load.hf.first_load import before_first_load
-
             before_first_load(module.PreTrainedModel, switch_on)
 
         loader.exec_module = exec_module  # type: ignore[attr-defined]
+
+
+def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:
+    """Have `prepare` called in the first load of a model, which then begins anew. While it fails, every load fails."""
+    import functools
+    import threading
+
+    lock = threading.Lock()
+    is_prepared = False
+
+    def stand_in(name: str, ordinary: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(ordinary)
+        def load(cls: type, *args: object, **kwargs: object) -> object:
+            nonlocal is_prepared
+            if is_prepared:
+                return ordinary(cls, *args, **kwargs)
+            with lock:
+                if not is_prepared:
+                    prepare()
+                    is_prepared = True
+            # From `model_class`: `cls` may have a method of its own, which has called this one.
+            return vars(model_class)[name].__get__(None, cls)(*args, **kwargs)
+
+        return load
+
+    for name in ("from_pretrained", "_from_config"):  # the methods that every load goes through
+        if name in vars(model_class):
+            setattr(model_class, name, classmethod(stand_in(name, vars(model_class)[name].__func__)))
 
 
 def switch_on() -> None:

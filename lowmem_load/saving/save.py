@@ -20,7 +20,7 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.merging import Merge
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Expression, Source

@@ -30,11 +30,7 @@ class Once(Protocol):
     """Finds out something that several ranks need, on one of them or on each."""
 
     def __call__(self, key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
-        """Return `find()`, or what another rank of the node has found.
-
-        `key` is equal on all ranks that need it. `pack` turns what was found into bytes for the other ranks, or into
-        none if each rank had better find it; `unpack` does the reverse.
-        """
+        """Return `find()`, or what another rank of the node found and packed; nothing packed means that each rank finds it."""
 
 
 def by_itself(key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
@@ -65,11 +61,7 @@ class Context:
     files: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
-        """Return the description of a file. One rank of a node reads it, once.
-
-        Raises:
-            CheckpointError: see `CheckpointFormat.describe`.
-        """
+        """Return the description of a file. One rank of a node reads it, once."""
 
         def find() -> CheckpointFile:
             with self.reading(path) as source:
@@ -82,10 +74,7 @@ class Context:
 
 
 def pack(file: CheckpointFile) -> bytes:
-    """Return a description as bytes, for the other ranks of the node.
-
-    Empty for a file with views, names that share a tensor, or dtypes that torch lacks: each rank reads its header.
-    """
+    """Return a description as bytes; empty for one with views, tied names or dtypes that torch lacks."""
     tensors: list[tuple[str, int, tuple[int, ...], str]] = []
     for name in file.names:
         try:

@@ -37,10 +37,7 @@ _Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
 
 
 def uninitialised(shape: Shape, dtype: torch.dtype) -> Expression:
-    """Return a value that nothing was written into yet.
-
-    Elements that are never written are zero: equal on all ranks and in every run.
-    """
+    """Return a value that nothing was written into yet. It is zero, equal on all ranks and in every run."""
     return Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype, device=CPU), (), shape, dtype)
 
 
@@ -104,11 +101,7 @@ class Initialiser:
         others: Sequence[Expression],
         draws: bool,
     ) -> None:
-        """Apply an operation to a value.
-
-        `change` takes the full tensor, which it changes, and the values of `others`; `draws` says whether it draws
-        random numbers.
-        """
+        """Apply `change` to the full tensor and the values of `others`. `draws`: it draws random numbers."""
         if self._current is not value:
             self.release()
             self._full, self._current = self._fetch(value), value
@@ -131,7 +124,6 @@ class Initialiser:
         value.expression = _replayed(value.before, value.log, len(value.log))
 
     def _fetch(self, value: SharedValue) -> torch.Tensor:
-        """Return the full tensor of `value`; one without values yet gets memory of its own."""
         expression = value.expression
         if value.log or not (isinstance(expression, Computed) and expression.operation == UNINITIALISED):
             return self._read(expression, INITIALISED)
@@ -140,10 +132,7 @@ class Initialiser:
         return _pages(numel(expression), expression.dtype).view(expression.shape)
 
     def skip(self, draw: Callable[[], object]) -> None:
-        """Put off a draw of random numbers whose result nobody has read, until numbers are drawn that are used.
-
-        Initialising a loaded weight through a copy (weight norm, `weight.float()`) only advances the random state.
-        """
+        """Put off a draw of random numbers whose result nobody has read, until numbers are drawn that are used."""
         self._unused_draws.append(draw)
 
     def release(self) -> None:
@@ -159,11 +148,7 @@ class Initialiser:
 
 
 def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in memory that goes back to the system when it is freed.
-
-    Heap blocks of many sizes that are freed in another order leave holes: a random model of 112 MiB per rank took 200.
-    Small blocks stay on the heap, since the number of mappings is limited.
-    """
+    """Return zeros in memory that goes back to the system when freed: holes in the heap doubled a model's memory."""
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < PAGES_NBYTES:
         return torch.zeros(num_elements, dtype=dtype, device=CPU)
@@ -184,7 +169,7 @@ def with_random_state(state: torch.Tensor | None, call: Callable[[], T]) -> T:
 
 
 def _replayed(before: Expression, log: Sequence[_Write], num_writes: int) -> Expression:
-    """Return the value of `before` after the first writes of `log`: in full, made again from the log."""
+    """Return the value of `before` after the first writes of `log`."""
 
     def compute(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         full = inputs[0].clone()

@@ -46,10 +46,7 @@ class Template:
 
 
 def describe(operation: Any, args: Args, metas: Any) -> Any:
-    """Return the expression, or list of expressions, that `operation` gives; None if it has to run to give its result.
-
-    `metas` is what the call returns on meta tensors.
-    """
+    """Return the expression, or list of expressions, that `operation` gives; None if it has to run to give its result."""
     build = _BUILDERS.get(operation)
     return build(args, metas) if build else None
 

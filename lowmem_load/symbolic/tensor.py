@@ -192,16 +192,12 @@ class SymbolicTensor(torch.Tensor):
 
 @functools.lru_cache(maxsize=4096)
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous meta tensor, which all tensors of this shape share.
-
-    Inside a zero.Init `torch.empty` would make one of another dtype.
-    """
+    """Return a contiguous meta tensor. Inside a zero.Init `torch.empty` would make one of another dtype."""
     made: torch.Tensor = aten.empty.memory_format(shape, dtype=dtype, device="meta")
     return made
 
 
 def _meta_of(value: Any) -> Any:
-    """Return the meta tensor for a tensor among the arguments of a call."""
     if isinstance(value, SymbolicTensor):
         return value.meta
     return value.to("meta") if isinstance(value, torch.Tensor) else value
@@ -218,7 +214,6 @@ def expression_of(tensor: torch.Tensor) -> Expression:
 
 
 def _made(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTensor:
-    """Return a new value that was computed from `args`."""
     sources = _symbolic(args)
     made = SymbolicTensor(expression, sources[0].read_now, meta)
     made.value.computed_from = next(
@@ -242,7 +237,6 @@ def _symbolic(*args: Any) -> list[SymbolicTensor]:
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Any) -> Expression | None:
-    """Return an operation on single elements, such as a dequantizing product, as one on flat ranges; else None."""
     is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     if not is_pointwise or is_described(func.overloadpacket) or not isinstance(meta, torch.Tensor):
         return None
@@ -270,7 +264,6 @@ def _cast(value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
-    """Return the view, or list of views, of `args[0]` that `func` gives: the same value with one more step."""
     base: SymbolicTensor = args[0]
     base_strides = base.stride()
     several = not isinstance(metas, torch.Tensor)
@@ -301,7 +294,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) 
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place operation. See [Note: writes]."""
     positions = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
     named = [kwargs[name] for i in positions if (name := func._schema.arguments[i].name) in kwargs]
     targets = [args[i] for i in positions if i < len(args)]
@@ -345,7 +337,6 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _on_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Expression, ...], Callable[[Sequence[torch.Tensor]], Any]]:
-    """Return the expressions that `func` needs, and a function that runs it on their values."""
     tensors = _symbolic(args, kwargs)
     strides, call = [tensor.stride() for tensor in tensors], Template((args, kwargs), SymbolicTensor)
     writes = func._schema.is_mutable
@@ -358,7 +349,6 @@ def _on_values(
 
 
 def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read the arguments in full and run `func`. The tensors that it returns say where they come from."""
     read_now = _symbolic(args, kwargs)[0].read_now
     inputs, run = _on_values(func, args, kwargs)
     result = run([read_now(part, str(func)) for part in inputs])
@@ -381,10 +371,6 @@ def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
-    """Return a `Computed` node for each tensor that `func` returns.
-
-    `func` runs now if it returns anything else, or draws random numbers, whose order counts.
-    """
     results = tree_leaves(metas)
     draws = torch.Tag.nondeterministic_seeded in func.tags
     if draws or not all(isinstance(result, torch.Tensor) for result in results):

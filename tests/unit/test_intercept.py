@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 
 from lowmem_load import DistributedInterface, ModelEngine, install, load_model, load_report, streaming
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import intercept, load_lock
+from lowmem_load.hf import intercept
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 
@@ -196,7 +196,7 @@ def test_a_constructor_may_wait_for_a_thread_that_loads(
 
 
 def test_a_constructor_that_waits_for_a_thread_that_streams_ends(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_lock, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(intercept, "PATIENCE_S", 0.1)
     found: list[BaseException | None] = []
     while_built(monkeypatch, lambda: found.extend(in_threads(lambda: AutoModelForCausalLM.from_pretrained(llama))))
     config = HfDeepSpeedConfig(STAGE_3)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import load_lock as module
-from lowmem_load.hf.load_lock import building, load_lock
+from lowmem_load.hf import intercept
+from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import constructors
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    constructors.append(object())
+    yield
+    constructors.pop()
 
 
 def begin(found: list[BaseException | None]) -> threading.Thread:
@@ -27,7 +37,7 @@ def begin(found: list[BaseException | None]) -> threading.Thread:
 
 
 def test_a_thread_waits_until_the_other_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(intercept, "PATIENCE_S", 0.3)
     found: list[BaseException | None] = []
     with load_lock():
         with load_lock():
@@ -41,7 +51,7 @@ def test_a_thread_waits_until_the_other_is_done(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_thread_does_not_wait_for_a_constructor_that_may_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(intercept, "PATIENCE_S", 0.05)
     found: list[BaseException | None] = []
     with load_lock(), building():
         thread = begin(found)

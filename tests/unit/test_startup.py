@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.hf.first_load import before_first_load
-from lowmem_load.integrations.startup_hook import FOLDER, SWITCH, switched_on
+from lowmem_load.integrations.startup_hook import FOLDER, SWITCH, before_first_load, switched_on
 from tests.ranks import REPO
 
 PTH = REPO / "lowmem_load_startup.pth"
