@@ -32,8 +32,7 @@ from lowmem_load.planning.expression import (
     children,
     held,
 )
-from lowmem_load.symbolic.quantized import QuantizedTensor
-from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 
 CHOICES = (
     ("model.safetensors", "model.safetensors.index.json"),

@@ -20,8 +20,7 @@ from lowmem_load.contract import BITSANDBYTES, require
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf.replaced import Replacement
 from lowmem_load.planning.expression import Computed, Shape
-from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
-from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.symbolic.tensor import Companion, Quantized, QuantizedTensor, SymbolicTensor
 
 _NESTED_BLOCK = 256
 """Number of scales that share a scale under double quantization: bitsandbytes 0.50.2 `functional.py`."""

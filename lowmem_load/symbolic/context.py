@@ -30,7 +30,7 @@ class Once(Protocol):
     """Finds out something that several ranks need, on one of them or on each."""
 
     def __call__(self, key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:
-        """Return `find()`, or what another rank of the node found and packed; nothing packed means that each rank finds it."""
+        """Return `find()`, or what another rank of the node found and packed; if that is nothing, each finds it."""
 
 
 def by_itself(key: str, find: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]) -> T:

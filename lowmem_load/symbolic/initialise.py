@@ -1,8 +1,4 @@
-"""Where parameters that are not in the checkpoint get their values: each in full, one at a time, in order.
-
-Initialisation draws random numbers, so it has to run in the order of an ordinary load. But the parameters that it
-writes must not all be in memory in full at the same time.
-"""
+"""Where parameters that are not in the checkpoint get their values: in the order of an ordinary load, one at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_load.planning.expression import Computed, Expression, Held, Shape, numel
+from lowmem_load.planning.expression import Computed, Expression, Held, numel
 from lowmem_load.planning.ranges import FlatRange
 
 PAGES_NBYTES = 128 << 10
@@ -36,23 +32,16 @@ ReadNow = Callable[[Expression, str], torch.Tensor]
 _Write = tuple[torch.Tensor | None, Callable[[torch.Tensor], object]]
 
 
-def uninitialised(shape: Shape, dtype: torch.dtype) -> Expression:
-    """Return a value that nothing was written into yet. It is zero, equal on all ranks and in every run."""
-    return Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype, device=CPU), (), shape, dtype)
-
-
 @dataclass(slots=True, eq=False)
 class SharedValue:
-    """The value of a tensor and of all views of it. See [Note: writes] in `symbolic/tensor.py`.
+    """The value of a tensor and of all views of it, so that a write through one is seen by all.
 
     Attributes:
         expression: the value, row-major, in the shape of the tensor that the views were taken from.
         initialiser: does the writes into a parameter; None for a value that is no parameter.
         computed_from: of a value that is no parameter: the initialiser of the parameter that it was computed from.
-        keep: of a parameter: the elements that this rank will be asked for.
-        initialised: these elements, after writes.
-        log: the writes. Each that draws random numbers has the random state before it.
-        before: the value before the first write.
+        keep: of a parameter: the elements that this rank will be asked for; `initialised` has them after writes.
+        log: the writes, each with the random state before it if it draws; `before` is the value before the first.
     """
 
     expression: Expression
@@ -78,12 +67,7 @@ class SharedValue:
 class Initialiser:
     """Writes into parameters that are not read from files, in order. One parameter at a time is in memory in full.
 
-    Memory: the largest parameter that is written into, plus what is kept of each.
-
-    Args:
-        read_now: reads what parameters hold before they are written into, and what is written into them.
-        note: for a plan, takes the place of `read_now` and returns meta tensors. Then writes are only recorded; nothing
-            is read, computed or allocated.
+    For a plan, `note` takes the place of `read_now` and returns meta tensors. Then writes are only recorded.
     """
 
     def __init__(self, read_now: ReadNow, note: ReadNow | None = None) -> None:
@@ -142,8 +126,7 @@ class Initialiser:
             part = flat[keep.start : keep.end]
             if self._holds_values:
                 part = _pages(keep.numel, flat.dtype).copy_(part)
-            held = Held(part, keep.start, tuple(self._full.shape), self._full.dtype, INITIALISED)
-            self._current.initialised = held
+            self._current.initialised = Held(part, keep.start, tuple(self._full.shape), self._full.dtype, INITIALISED)
         self._current, self._full = None, torch.empty(0, device=CPU)
 
 
@@ -160,12 +143,9 @@ def with_random_state(state: torch.Tensor | None, call: Callable[[], T]) -> T:
     """Return `call()`. With a state, it draws from there, and the random state afterwards is as it was before."""
     if state is None:
         return call()
-    before = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
         return call()
-    finally:
-        torch.set_rng_state(before)
 
 
 def _replayed(before: Expression, log: Sequence[_Write], num_writes: int) -> Expression:

@@ -1,9 +1,7 @@
 """Calls of aten operations: the expression that each gives, and their arguments without the tensors.
 
-There is one builder for each group of operations.
-
-Source: torch 2.13 `native_functions.yaml`. A dispatched call has its arguments in the order of the schema, without
-defaults at the end.
+A dispatched call has its arguments in the order of the schema (torch 2.13 `native_functions.yaml`), without defaults at
+the end.
 """
 
 from __future__ import annotations
@@ -28,12 +26,7 @@ _PLACE = object()
 
 
 class Template:
-    """The arguments of a call with places for the tensors, which may be large and are not kept.
-
-    Args:
-        tree: tuples, lists and dicts.
-        kind: class of the tensors that are left out.
-    """
+    """The arguments of a call with places for the tensors of a class, which may be large and are not kept."""
 
     def __init__(self, tree: Any, kind: type = torch.Tensor) -> None:
         leaves, self._spec = tree_flatten(tree)
@@ -46,8 +39,8 @@ class Template:
 
 
 def describe(operation: Any, args: Args, metas: Any) -> Any:
-    """Return the expression, or list of expressions, that `operation` gives; None if it has to run to give its result."""
-    build = _BUILDERS.get(operation)
+    """Return the expression or expressions that `operation` gives; None if it has to run to give its result."""
+    build = BUILDERS.get(operation)
     return build(args, metas) if build else None
 
 
@@ -68,27 +61,10 @@ def equal(a: Expression, b: Expression, read_now: ReadNow) -> bool:
     return True
 
 
-def is_described(operation: Any) -> bool:
-    """Return whether `describe` knows the operation."""
-    return operation in _BUILDERS
-
-
-def _same(args: Args, meta: torch.Tensor) -> Expression | None:
-    return cast(args[0], meta.dtype)
-
-
 def _reshaped(args: Args, meta: torch.Tensor) -> Expression | None:
     if meta.dtype != args[0].dtype:  # view(dtype) reinterprets bytes
         return None
     return reshape(args[0], tuple(meta.shape))
-
-
-def _padded(args: Args, meta: torch.Tensor) -> Expression | None:
-    return args[0] if not any(args[1]) else None
-
-
-def _expanded(args: Args, meta: torch.Tensor) -> Expression | None:
-    return expand(args[0], tuple(meta.shape))
 
 
 def _transposed(args: Args, meta: torch.Tensor) -> Expression | None:
@@ -97,14 +73,6 @@ def _transposed(args: Args, meta: torch.Tensor) -> Expression | None:
         a, b = args[1] % len(dims), args[2] % len(dims)
         dims[a], dims[b] = dims[b], dims[a]
     return permute(args[0], dims)
-
-
-def _reversed_dims(args: Args, meta: torch.Tensor) -> Expression | None:
-    return permute(args[0], list(range(len(args[0].shape)))[::-1])
-
-
-def _permuted(args: Args, meta: torch.Tensor) -> Expression | None:
-    return permute(args[0], [dim % len(args[0].shape) for dim in args[1]])
 
 
 def _sliced(args: Args, meta: torch.Tensor) -> Expression | None:
@@ -156,16 +124,19 @@ def _stacked(args: Args, meta: torch.Tensor) -> Expression | None:
     return concat([reshape(cast(part, meta.dtype), shape) for part in args[0]], dim)
 
 
-_BUILDERS: dict[Any, Callable[[Args, Any], Any]] = {
-    **dict.fromkeys((aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.contiguous, aten._to_copy), _same),
+BUILDERS: dict[Any, Callable[[Args, Any], Any]] = {
+    **dict.fromkeys(
+        (aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.contiguous, aten._to_copy),
+        lambda args, meta: cast(args[0], meta.dtype),
+    ),
     **dict.fromkeys(
         (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _reshaped
     ),
-    aten.constant_pad_nd: _padded,
-    aten.expand: _expanded,
+    aten.constant_pad_nd: lambda args, _: args[0] if not any(args[1]) else None,
+    aten.expand: lambda args, meta: expand(args[0], tuple(meta.shape)),
     aten.transpose: _transposed,
-    aten.t: _reversed_dims,
-    aten.permute: _permuted,
+    aten.t: lambda args, _: permute(args[0], list(range(len(args[0].shape)))[::-1]),
+    aten.permute: lambda args, _: permute(args[0], [dim % len(args[0].shape) for dim in args[1]]),
     aten.slice: _sliced,
     aten.narrow: _narrowed,
     aten.select: _selected,

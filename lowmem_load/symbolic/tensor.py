@@ -1,27 +1,20 @@
 """Tensors that stand for expressions: loading code written for real tensors runs on them and reads nothing.
 
-Operations on a `SymbolicTensor` build an expression (`planning/expression.py`) and touch no data. Views, concatenations
-and casts become nodes of the expression. Any other operation becomes a `Computed` node, whose inputs are read in full
-only when its result is needed. An operation that has to answer now (`torch.equal`, `item`, a mask) reads at once; the
-tensors that it returns say so.
-
-[Note: writes] All views of a tensor share its `SharedValue`, so a write through one is seen by all. A write into a
-value that is no parameter becomes a `Computed` node. A write into a parameter, which as a rule initialises it, is done
-at once: random numbers must be drawn in the order of an ordinary load. The `Initialiser` has one parameter in memory in
-full, and of the others the elements that this rank keeps.
-
-Source: torch 2.13 `torch/utils/_python_dispatch.py` and the extending-torch notes on `__torch_dispatch__`.
+Most operations become nodes of an expression. One that has to answer now (`torch.equal`, `item`, a mask) reads at once.
+A write into a parameter is done at once too: random numbers must be drawn in the order of an ordinary load.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import (
@@ -29,15 +22,15 @@ from lowmem_load.planning.expression import (
     Elementwise,
     Expression,
     Held,
+    Shape,
     expand,
     held,
     numel,
     without_casts,
 )
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.symbolic import initialise
-from lowmem_load.symbolic.initialise import CPU, Initialiser, ReadNow, SharedValue, with_random_state
-from lowmem_load.symbolic.operations import Template, describe, equal, is_described
+from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow, SharedValue, with_random_state
+from lowmem_load.symbolic.operations import BUILDERS, Template, describe, equal
 
 aten = torch.ops.aten
 
@@ -56,28 +49,10 @@ class _View:
     apply: Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """Address and size of a tensor's memory, for savers."""
-
-    address: int
-    num_bytes: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def nbytes(self) -> int:
-        return self.num_bytes
-
-
 class SymbolicTensor(torch.Tensor):
     """A tensor whose value is `expression`. Code that inspects it sees an ordinary tensor on the CPU.
 
-    Attributes:
-        value: shared with all views.
-        views: the steps from `value` to this tensor.
-        meta: a meta tensor of the same shape, strides and dtype.
-        read_now: reads an expression, for operations that need data at once.
+    `views` are the steps from `value`, which all views share. `meta` has the same shape, strides and dtype.
     """
 
     value: SharedValue
@@ -145,9 +120,10 @@ class SymbolicTensor(torch.Tensor):
         return id(self.value)
 
     def untyped_storage(self) -> Any:
-        """Return an address and a size. All views of one value have the same ones."""
+        """Return what has the address and size of the memory, for savers. All views of one value have the same ones."""
         base = self.value.expression
-        return _Storage(id(self.value), numel(base) * base.dtype.itemsize)
+        nbytes = numel(base) * base.dtype.itemsize
+        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
         copied = SymbolicTensor(self.expression, self.read_now, self.meta)
@@ -178,13 +154,14 @@ class SymbolicTensor(torch.Tensor):
             return func(args[0].meta, *args[1:], **{**kwargs, "device": CPU})
         try:
             on_meta = {name: value for name, value in kwargs.items() if name != "device"}
-            metas = func(*tree_map(_meta_of, args), **tree_map(_meta_of, on_meta))
+            metas = func(*tree_map_only(torch.Tensor, _meta_of, args), **tree_map_only(torch.Tensor, _meta_of, on_meta))
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
             return _run_now(func, args, kwargs)
-        args, kwargs = tree_map(_snapshot, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, _snapshot, (args, kwargs))
         if func._schema.returns and func._schema.returns[0].alias_info is not None:
             return _view(func, args, kwargs, metas)
-        expression = _pointwise(func, args, kwargs, metas) or describe(operation, tree_map(_expressed, args), metas)
+        expression = _pointwise(func, args, kwargs, metas)
+        expression = expression or describe(operation, tree_map_only(torch.Tensor, expression_of, args), metas)
         if expression is None:
             return _compute(func, args, kwargs, metas)
         return _made(expression, args, metas)
@@ -197,15 +174,15 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def _meta_of(value: Any) -> Any:
-    if isinstance(value, SymbolicTensor):
-        return value.meta
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.meta if isinstance(tensor, SymbolicTensor) else tensor.to("meta")
 
 
 def uninitialised(like: torch.Tensor, read_now: ReadNow) -> SymbolicTensor:
     """Return a tensor of the shape and dtype of `like`, without values and without memory, to be initialised."""
-    return SymbolicTensor(initialise.uninitialised(tuple(like.shape), like.dtype), read_now)
+    shape, dtype = tuple(like.shape), like.dtype
+    zeros = Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype, device=CPU), (), shape, dtype)
+    return SymbolicTensor(zeros, read_now)
 
 
 def expression_of(tensor: torch.Tensor) -> Expression:
@@ -222,14 +199,9 @@ def _made(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTens
     return made
 
 
-def _snapshot(value: Any) -> Any:
+def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a real tensor that an operation uses later: its owner may write into it before then."""
-    real = isinstance(value, torch.Tensor) and not isinstance(value, SymbolicTensor)
-    return value.clone() if real and not value.is_meta else value
-
-
-def _expressed(value: Any) -> Any:
-    return expression_of(value) if isinstance(value, torch.Tensor) else value
+    return tensor if isinstance(tensor, SymbolicTensor) or tensor.is_meta else tensor.clone()
 
 
 def _symbolic(*args: Any) -> list[SymbolicTensor]:
@@ -238,7 +210,7 @@ def _symbolic(*args: Any) -> list[SymbolicTensor]:
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Any) -> Expression | None:
     is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    if not is_pointwise or is_described(func.overloadpacket) or not isinstance(meta, torch.Tensor):
+    if not is_pointwise or func.overloadpacket in BUILDERS or not isinstance(meta, torch.Tensor):
         return None
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     # Type promotion treats a scalar tensor unlike a flat range of it.
@@ -248,49 +220,37 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: A
     uncast = [without_casts(expression_of(tensor)) for tensor in tensors]
 
     def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        real_args, real_kwargs = call.filled(map(_cast, values, dtypes))
+        pairs = zip(values, uncast, strict=True)
+        real_args, real_kwargs = call.filled(
+            functools.reduce(torch.Tensor.to, casts, value) for value, (_, casts) in pairs
+        )
         result: torch.Tensor = func(*real_args, **real_kwargs)
         return result
 
-    dtypes = [casts for _, casts in uncast]
     parts = tuple(expand(part, shape) for part, _ in uncast)
     return Elementwise(str(func), compute, parts, shape, meta.dtype)
 
 
-def _cast(value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    for dtype in dtypes:
-        value = value.to(dtype)
-    return value
-
-
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
     base: SymbolicTensor = args[0]
-    base_strides = base.stride()
-    several = not isinstance(metas, torch.Tensor)
+    strides = base.stride()
 
-    def one_of(results: Any, position: int) -> Any:
-        return results[position] if several else results
-
-    def step(position: int, meta: torch.Tensor) -> _View:
+    def view(position: int, meta: torch.Tensor) -> SymbolicTensor:
         def apply(real: torch.Tensor) -> torch.Tensor:
-            view: torch.Tensor = one_of(func(real, *args[1:], **kwargs), position)
-            return view
+            found: torch.Tensor = tree_leaves(func(real, *args[1:], **kwargs))[position]
+            return found
 
-        def describe_step(part: Expression) -> Expression:
+        def describe_view(part: Expression) -> Expression:
             described = describe(func.overloadpacket, (part, *args[1:]), metas)
             if described is not None:
-                found: Expression = one_of(described, position)
+                found: Expression = tree_leaves(described)[position]
                 return found
             shape, dtype = tuple(meta.shape), meta.dtype
-            return Computed(str(func), lambda real: apply(_with_strides(real[0], base_strides)), (part,), shape, dtype)
+            return Computed(str(func), lambda real: apply(_with_strides(real[0], strides)), (part,), shape, dtype)
 
-        return _View(describe_step, apply)
+        return SymbolicTensor(base.value, base.read_now, meta, (*base.views, _View(describe_view, apply)))
 
-    views = [
-        SymbolicTensor(base.value, base.read_now, meta, (*base.views, step(position, meta)))
-        for position, meta in enumerate(metas if several else [metas])
-    ]
-    return views if several else views[0]
+    return Template(metas).filled([view(position, meta) for position, meta in enumerate(tree_leaves(metas))])
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -305,7 +265,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "this model without lowmem_load, and report it"
         )
     written: SymbolicTensor = args[0]
-    args, kwargs = tree_map(_snapshot, (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, _snapshot, (args, kwargs))
     inputs, run = _on_values(func, args, kwargs)
     value, views, others = written.value, written.views, inputs[1:]
     draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -356,11 +316,10 @@ def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     origin = f"the result of {func}, which ran while the model was described"
 
-    def marked(value: Any) -> Any:
-        is_tensor = isinstance(value, torch.Tensor)
-        return SymbolicTensor(held(value, origin), read_now, value.to("meta")) if is_tensor else value
+    def marked(value: torch.Tensor) -> SymbolicTensor:
+        return SymbolicTensor(held(value, origin), read_now, value.to("meta"))
 
-    return tree_map(marked, result)
+    return tree_map_only(torch.Tensor, marked, result)
 
 
 def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -385,3 +344,55 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: An
         return _made(Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype), (args, kwargs), meta)
 
     return Template(metas).filled([node(position, meta) for position, meta in enumerate(results)])
+
+
+# -- weights that are stored quantized ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Companion:
+    """A tensor that goes with packed values, such as scales; without an expression it is made when they are packed.
+
+    Every rank has it in full, since any rank may gather the weight.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    expression: Expression | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """How packed values become the parameter that their module expects.
+
+    Attributes:
+        method: the method with its settings, for reports and for the agreement of the ranks.
+        companions: by the name that the method gives them.
+        restore: called with the name of the parameter, the parameter that holds the packed values, the companions that
+            have an expression, and the device of the model.
+        problem: why it cannot be packed. It is raised later: transformers catches errors where it is found.
+    """
+
+    method: str
+    companions: Mapping[str, Companion]
+    restore: Callable[[str, nn.Parameter, Mapping[str, torch.Tensor], torch.device], None]
+    problem: str | None = None
+
+
+class QuantizedTensor(SymbolicTensor):
+    """The packed values of a weight, as a parameter."""
+
+    quantized: Quantized
+
+    @staticmethod
+    def of(data: SymbolicTensor, packed: Expression, quantized: Quantized, **attributes: Any) -> QuantizedTensor:
+        """Return the parameter for the packed values of `data`, with attributes that other code reads of it."""
+        tensor = QuantizedTensor(packed, data.read_now)
+        tensor._is_param = True  # isinstance(_, nn.Parameter) asks for it; nn.Parameter(tensor) would drop our class
+        tensor.quantized = quantized
+        vars(tensor).update(attributes)
+        return tensor
+
+    def to(self, *_: Any, **__: Any) -> QuantizedTensor:
+        """Return itself: a loader places parameters by this call, and here the target decides."""
+        return self
