@@ -10,10 +10,6 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression
 
-_POINTER_MAGIC = b"version https://git-lfs"
-_MAX_POINTER_NBYTES = 1024
-"""Bytes of the largest pointer file of git-lfs."""
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
@@ -22,8 +18,7 @@ class CheckpointFile:
     Attributes:
         path: as it was opened.
         nbytes: size of the file.
-        digest: of the bytes that say which tensor lies where.
-        version: of the source when these bytes were read.
+        digest: of the bytes that say which tensor lies where; `version` is the source's when these were read.
         names: of the tensors, in the order of the file.
         metadata: free-form strings; None if the file has none.
         expression: returns the expression of a tensor, given its name. Names of the same tensor give the same object.
@@ -53,8 +48,8 @@ class CheckpointFormat(Protocol):
 
 def refuse_git_lfs_pointer(source: ByteSource) -> None:
     """Raise CheckpointError if the file is a git-lfs pointer, which a clone without git-lfs has instead of weights."""
-    head = read_bytes(source, 0, len(_POINTER_MAGIC)) if source.nbytes <= _MAX_POINTER_NBYTES else b""
-    if head == _POINTER_MAGIC:
+    magic, max_nbytes = b"version https://git-lfs", 1024
+    if source.nbytes <= max_nbytes and read_bytes(source, 0, len(magic)) == magic:
         raise CheckpointError(
             f"{source.path}: is a git-lfs pointer and not the weights; run `git lfs pull` in its folder"
         )

@@ -1,7 +1,6 @@
-"""Safetensors files: validates untrusted headers and describes their tensors.
+"""Safetensors files (0.8.0): validates untrusted headers and describes their tensors.
 
-A file (safetensors 0.8.0, `safetensors/src/tensor.rs`) has 8 bytes of little-endian header length, the header as a JSON
-object, then the data. The tensors must cover the data exactly, without holes or overlaps.
+A file has 8 bytes of little-endian header length, the header as JSON, then the data, which tensors cover exactly.
 """
 
 from __future__ import annotations
@@ -23,14 +22,9 @@ from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Source
 
 PREFIX_NBYTES = 8
-MAX_HEADER_NBYTES = 100_000_000
-"""Bytes. The limit of safetensors itself (`MAX_HEADER_SIZE`). A forged length must not allocate gigabytes."""
-
-MAX_SIZE = (1 << 64) - 1
-"""Limit of a dimension, an offset, and the elements and bits of a tensor, in 64 bits as in safetensors."""
-
-MAX_TORCH_SIZE = (1 << 63) - 1
-"""Limit of torch for strides, where an empty dimension counts as 1."""
+MAX_HEADER_NBYTES = 100_000_000  # as in safetensors: a forged length must not allocate gigabytes
+MAX_SIZE = (1 << 64) - 1  # of a dimension, an offset, and the elements and bits of a tensor, as in safetensors
+MAX_TORCH_SIZE = (1 << 63) - 1  # of strides, where an empty dimension counts as 1
 
 _DTYPES: Mapping[str, tuple[int, str]] = {
     "F4": (4, "float4_e2m1fn_x2"),
@@ -59,8 +53,6 @@ _DTYPES: Mapping[str, tuple[int, str]] = {
 """Dtypes of safetensors 0.8.0 (`Dtype` in `tensor.rs`): bits of an element, and the name in torch; "" for none."""
 
 BITS: Mapping[str, int] = {code: bits for code, (bits, _) in _DTYPES.items()}
-"""Bits of an element by dtype, as the file spells it."""
-
 DTYPES: Mapping[str, torch.dtype] = {
     code: getattr(torch, name) for code, (_, name) in _DTYPES.items() if name and hasattr(torch, name)
 }
@@ -72,13 +64,9 @@ PACKED = {"F4": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file. torch may be unable to hold it; only using such a tensor is an error.
+    """One tensor of a file, as the file spells it. torch may be unable to hold it; only using it is an error then.
 
-    Attributes:
-        file_name, name: of the file and of the tensor.
-        dtype_code: the dtype as the file spells it, such as "BF16".
-        file_shape: in elements as the file counts them; () for a scalar.
-        start: first byte of the data, absolute in the file.
+    `start` is the first byte of the data, absolute in the file.
     """
 
     file_name: str
@@ -117,13 +105,13 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data. `parse_header` refuses a fraction of a byte."""
+        """Bytes of the data."""
         return math.prod(self.file_shape) * BITS[self.dtype_code] // 8
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A validated header: tensors by name, and the free-form metadata; None if the file has none."""
+    """A validated header."""
 
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str] | None
@@ -255,9 +243,4 @@ def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str
     return expression
 
 
-_CODE_OF: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
-
-
-def code_of(dtype: torch.dtype) -> str:
-    """Return the name that safetensors has for a dtype of torch, such as "BF16"."""
-    return _CODE_OF[dtype]
+CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}

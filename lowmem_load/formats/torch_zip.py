@@ -1,13 +1,11 @@
 """torch files (`pytorch_model*.bin`): describes tensors as byte ranges of the file, and runs no pickled code.
 
-A file (torch 2.13 `torch/serialization.py`, `_save`) is a zip whose entries are stored, never compressed. Its entry
-`<prefix>/data.pkl` is a pickle of the state dict, with a persistent id for each storage. The entry
-`<prefix>/data/<key>` holds the bytes of a storage.
+A file is a zip with plainly stored entries. `<prefix>/data.pkl` pickles the state dict, with a persistent id for each
+storage; `<prefix>/data/<key>` holds the bytes of a storage.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import struct
@@ -30,23 +28,11 @@ MAX_PICKLE_NBYTES = 32 << 20
 MAX_DIRECTORY_NBYTES = 32 << 20
 """Bytes of the zip directory, for the same reason. A storage takes about 75."""
 
-ALIGNMENT = 64
-"""Bytes. torch aligns the data of each entry to it."""
-
-MAX_EXTRA_NBYTES = 24 + ALIGNMENT
-"""Bytes between an entry's name and its data: sizes beyond 4 GiB, and padding."""
-
 _CONVERT = (
     "convert it once: state = torch.load(path, weights_only=True), then "
     'safetensors.torch.save_file(state, "model.safetensors", metadata={"format": "pt"}), '
     "or load the model without lowmem_load and call its save_pretrained(new_folder)"
 )
-
-_OLD_FORMATS: Sequence[tuple[int, bytes, str]] = (
-    (0, b"\x80", f"is in the old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"),
-    (257, b"ustar", f"is in the oldest torch format (a tar), which cannot be streamed; {_CONVERT}"),
-)
-"""Offset, bytes at this offset, and a description of such a file."""
 
 
 class TorchZip:
@@ -68,12 +54,9 @@ class TorchZip:
 
 @dataclass(frozen=True, slots=True)
 class TorchObjects:
-    """A torch file that holds more than tensors: part of a checkpoint of training.
+    """A torch file that holds more than tensors, part of a checkpoint of training: a tree of `inert_pickle.objects`.
 
-    Attributes:
-        path, nbytes, digest, version: see `CheckpointFile`.
-        tree: its content; see `inert_pickle.objects`.
-        expression: returns the expression of a tensor of the tree, given the tensor and its name in messages.
+    `expression` gets a tensor of the tree and its name in messages. For the rest see `CheckpointFile`.
     """
 
     path: str
@@ -95,21 +78,14 @@ def describe_objects(source: ByteSource) -> TorchObjects:
     return TorchObjects(source.path, source.nbytes, opened.digest, version, tree, expression)
 
 
-# -- the zip ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The data of a zip entry: first byte, absolute in the file, and number of bytes."""
-
     start: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A torch file: its entries by name, the folder inside it, and its pickle."""
-
     entries: Mapping[str, _Entry]
     prefix: str
     pickled: bytes
@@ -141,20 +117,10 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
     infos.sort(key=lambda info: info.header_offset)
-    starts: dict[int, int] = {}
-    prefetch = getattr(source, "prefetch", None)
-    if prefetch is not None:  # a remote file: one request for each entry would take minutes
-        ends = [*(info.header_offset for info in infos[1:]), directory_start]
-        starts = {
-            info.header_offset: start
-            for info, end in zip(infos, ends, strict=True)
-            if (start := _implied_start(info, end)) is not None
-        }
-        unknown = [info for info in infos if info.header_offset not in starts]
-        prefetch([(info.header_offset, 30 + len(_name(info))) for info in unknown])
+    ends = [*(info.header_offset for info in infos[1:]), directory_start]
     entries: dict[str, _Entry] = {}
     end = 0
-    for info in infos:
+    for info, next_start in zip(infos, ends, strict=True):
         name = info.orig_filename
         if name in entries:
             raise CheckpointError(f"{path}: two zip entries are named {name!r}")
@@ -164,7 +130,7 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
             )
         if info.header_offset < end:
             raise CheckpointError(f"{path}: zip entry {name!r} overlaps the one before it, which ends at byte {end}")
-        start = starts.get(info.header_offset)
+        start = _implied_start(info, next_start) if getattr(source, "is_remote", False) else None
         entries[name] = _Entry(_data_start(source, info) if start is None else start, info.file_size)
         end = entries[name].start + info.file_size
         if end > directory_start:
@@ -177,8 +143,11 @@ def _directory_start(source: ByteSource) -> int:
     path, file_nbytes = source.path, source.nbytes
     head = read_bytes(source, 0, 512)
     if not head.startswith(b"PK\x03\x04"):
-        what = next((what for at, magic, what in _OLD_FORMATS if head[at : at + len(magic)] == magic), None)
-        raise CheckpointError(f"{path}: {what or 'is not a torch file: it does not begin as a zip does'}")
+        if head.startswith(b"\x80") or head[257:262] == b"ustar":  # a pickle, or a tar
+            raise CheckpointError(
+                f"{path}: is in an old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"
+            )
+        raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
     last_nbytes, directory_nbytes, start = 22, 0, -1
     last = read_bytes(source, max(0, file_nbytes - 98), 98)
     if len(last) == 98 and last[-22:-18] == b"PK\x05\x06":
@@ -212,10 +181,11 @@ def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
 
 def _implied_start(info: zipfile.ZipInfo, end: int) -> int | None:
     """Return the first byte of an entry's data as torch places it, without reading the entry's header; else None."""
+    alignment = 64  # of the data, in bytes
     first = info.header_offset + 30 + len(_name(info))
     for descriptor_nbytes in (16, 24) if info.flag_bits & 8 else (0,):  # 24 beyond 4 GiB
         start = end - descriptor_nbytes - info.file_size
-        if start % ALIGNMENT == 0 and first <= start <= first + MAX_EXTRA_NBYTES:
+        if start % alignment == 0 and first <= start <= first + 24 + alignment:  # 24 for sizes beyond 4 GiB
             return start
     return None
 
@@ -235,9 +205,6 @@ def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> by
     if entry.nbytes > max_nbytes:
         raise CheckpointError(f"{source.path}: a zip entry for metadata has {entry.nbytes} bytes, at most {max_nbytes}")
     return read_bytes(source, entry.start, entry.nbytes)
-
-
-# -- the tensors -----------------------------------------------------------------------------------------------------
 
 
 def _expression(tensor: Tensor, entry: _Entry | None, path: str, name: str) -> Expression:
@@ -260,13 +227,13 @@ def _expression(tensor: Tensor, entry: _Entry | None, path: str, name: str) -> E
     order = _dense_order(size, tensor.strides)
     if order is None:
         region = Source(path, name, start, (span,), tensor.dtype)
-        return Computed("as_strided", functools.partial(_strided, tensor), (region,), size, tensor.dtype)
+
+        def strided(values: Sequence[torch.Tensor]) -> torch.Tensor:
+            return values[0].as_strided(size, tensor.strides).contiguous()
+
+        return Computed("as_strided", strided, (region,), size, tensor.dtype)
     stored = Source(path, name, start, tuple(size[dim] for dim in order), tensor.dtype)
     return permute(stored, sorted(range(len(size)), key=lambda place: order[place]))
-
-
-def _strided(tensor: Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    return values[0].as_strided(tensor.size, tensor.strides).contiguous()
 
 
 def _dense_order(size: Shape, strides: Shape) -> list[int] | None:

@@ -16,7 +16,7 @@ import torch
 import transformers.modeling_utils as modeling_utils
 
 from lowmem_load.formats.format import CheckpointFile
-from lowmem_load.formats.safetensors import Safetensors, code_of
+from lowmem_load.formats.safetensors import CODES, Safetensors
 from lowmem_load.hf.replaced import Handler, Replacement
 from lowmem_load.planning.expression import Expression
 from lowmem_load.symbolic.context import Context
@@ -72,7 +72,7 @@ class _SymbolicSlice:
         return list(self._file.expression(self._name).shape)
 
     def get_dtype(self) -> str:
-        return code_of(self._file.expression(self._name).dtype)
+        return CODES[self._file.expression(self._name).dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._file.get_tensor(self._name)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -18,15 +17,6 @@ TIMEOUT_S = 30.0
 MAX_CACHED_NBYTES = 64 << 20
 """Most bytes of one file that are cached, so that a header that two stages read is fetched once."""
 
-MAX_GAP_NBYTES = 4 << 10
-"""Largest gap between ranges that one request fetches: reading along so much costs less than a request."""
-
-MAX_RUN_NBYTES = 1 << 20
-"""Most bytes of a request that fetches several ranges."""
-
-NUM_THREADS = 8
-"""Requests at a time."""
-
 
 class HubFile:
     """A file of one commit of a repository. It never changes. A `ByteSource`.
@@ -38,6 +28,8 @@ class HubFile:
         version: hash of the file, as the Hub gives it.
         token: as in huggingface_hub; None for the stored one.
     """
+
+    is_remote = True
 
     def __init__(self, path: str, url: str, nbytes: int, version: str, token: str | bool | None = None) -> None:
         self.path, self.nbytes, self.version = path, nbytes, version
@@ -53,32 +45,6 @@ class HubFile:
         if (missing := offset + memory.nbytes - self.nbytes) > 0:
             raise TruncatedFileError(f"{self.path}: ended at byte {self.nbytes} ({missing} short)")
         memory[:] = self._bytes(offset, memory.nbytes)
-
-    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """See `ByteSource`. Neighbouring ranges come with one request; there are several requests at a time."""
-        runs: list[list[tuple[int, int]]] = []
-        start = end = num_bytes = 0
-        for offset, nbytes in ranges:
-            if not 0 < nbytes <= MAX_RUN_NBYTES or not end <= offset <= self.nbytes - nbytes:
-                return  # the file is malformed: whoever reads it says so
-            if not runs or offset - end > MAX_GAP_NBYTES or offset + nbytes - start > MAX_RUN_NBYTES:
-                runs.append([])
-                start = end = offset
-            runs[-1].append((offset, nbytes))
-            num_bytes, end = num_bytes + offset + nbytes - end, offset + nbytes
-            if num_bytes > MAX_CACHED_NBYTES:
-                return
-        with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-hub") as pool:
-            for run in pool.map(self._run, runs):
-                self._cached.update(run)
-
-    def _run(self, run: Sequence[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
-        """Return the bytes of each range of a run, fetched with one request."""
-        first, last = run[0][0], sum(run[-1])
-        found = self._fetch(first, last - first)
-        with self._lock:
-            self._cached_nbytes += len(found)
-        return {(offset, nbytes): found[offset - first : offset - first + nbytes] for offset, nbytes in run}
 
     def close(self) -> None:
         """Do nothing: the session owns the connections."""

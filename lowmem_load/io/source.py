@@ -41,9 +41,8 @@ Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`
 class ByteSource(Protocol):
     """Bytes that several threads can read at a time, by position.
 
-    Two members are optional. `num_retries` counts reads that were repeated after a transient fault.
-    `prefetch(ranges)` fetches many small ranges at once for reads that follow; a range is (offset, bytes), and they are
-    in ascending order.
+    Two members are optional. `num_retries` counts reads that were repeated after a transient fault. `is_remote` says
+    that each read takes a request.
     """
 
     @property

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.inert_pickle import Tensor
-from lowmem_load.formats.plain_objects import shown
+from lowmem_load.formats.inert_pickle import Tensor, shown
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
