@@ -180,7 +180,14 @@ def _make_file(path: Path, file: FileLayout) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as opened:
-            _allocate(opened.fileno(), file.nbytes)
+            # Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
+            # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
+            length = ctypes.c_int64(file.nbytes)
+            number = _call("fallocate", opened.fileno(), 0, ctypes.c_int64(0), length) if file.nbytes else 0
+            if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise OSError(number, os.strerror(number))
+            if number:
+                os.ftruncate(opened.fileno(), file.nbytes)
             for offset, data in {0: file.header, **file.others}.items():
                 opened.seek(offset)
                 opened.write(data)
@@ -188,16 +195,6 @@ def _make_file(path: Path, file: FileLayout) -> None:
             os.fsync(opened.fileno())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made, with {file.nbytes} bytes: {error}") from error
-
-
-def _allocate(descriptor: int, nbytes: int) -> None:
-    # Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
-    # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
-    number = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if nbytes else 0
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise OSError(number, os.strerror(number))
-    if number:
-        os.ftruncate(descriptor, nbytes)
 
 
 def _call(name: str, *arguments: Any) -> int:
@@ -241,8 +238,12 @@ def _take_place(staging: Staging) -> Path | None:
     if not staging.target.exists() or not any(staging.target.iterdir()):
         os.rename(staging.path, staging.target)
         return None
-    if _exchange(staging.path, staging.target):
+    paths = os.fsencode(staging.path), os.fsencode(staging.target)
+    number = _call("renameat2", _AT_CWD, paths[0], _AT_CWD, paths[1], _EXCHANGE)  # both at once
+    if number == 0:
         return staging.path
+    if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), str(staging.target))
     ready, former = staging.folder(f"ready-{staging.token}"), staging.folder(f"former-{staging.token}")
     os.rename(staging.path, ready)  # from here on no other save may remove it
     try:
@@ -252,13 +253,6 @@ def _take_place(staging: Staging) -> Path | None:
         raise
     os.rename(ready, staging.target)
     return former
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    number = _call("renameat2", _AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE)
-    if number not in (0, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise OSError(number, os.strerror(number), str(other))
-    return number == 0
 
 
 def _move_over(former: Path, new: Path, stale: re.Pattern[str]) -> None:

@@ -66,9 +66,19 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
     adapters that each rank initialised for itself), and a mixture would be no rank's model. With `masters`, the
     optimizer's fp32 values of partitioned parameters are written where there are some.
     """
-    _refuse_gathered(model)
+    named = list(model.named_parameters())
+    if "deepspeed" in sys.modules:
+        from lowmem_load.ds.parameters import gathered_by_others
+
+        open_ones = [named[position][0] for position in gathered_by_others([parameter for _, parameter in named])]
+        if open_ones:
+            raise ConfigError(
+                f"{open_ones[0]}: is gathered by an open deepspeed.zero.GatheredParameters"
+                f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}. Changes reach the partitions "
+                "when the block ends: call save_model after it, on all ranks"
+            )
     found: dict[int, LocalShard] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*named, *model.named_buffers()):
         if id(tensor) not in found:
             found[id(tensor)] = _shard(name, tensor, rank, masters)
     return list(found.values())
@@ -95,21 +105,6 @@ def groups_of(model: nn.Module) -> Sequence[Any]:
     from lowmem_load.ds.parameters import is_partitioned, replicas_group_of
 
     return list(dict.fromkeys(replicas_group_of(p) for p in model.parameters() if is_partitioned(p)))
-
-
-def _refuse_gathered(model: nn.Module) -> None:
-    if "deepspeed" not in sys.modules:
-        return
-    from lowmem_load.ds.parameters import gathered_by_others
-
-    named = list(model.named_parameters())
-    open_ones = [named[position][0] for position in gathered_by_others([parameter for _, parameter in named])]
-    if open_ones:
-        raise ConfigError(
-            f"{open_ones[0]}: is gathered by an open deepspeed.zero.GatheredParameters"
-            f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}. Changes reach the partitions when "
-            "the block ends: call save_model after it, on all ranks"
-        )
 
 
 def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalShard:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,23 +23,17 @@ BLOCK_BYTES = 8 << 20
 """Bytes of a block of rows in float32. Merging it takes a few times as much."""
 
 
-class RowBlock(NamedTuple):
-    """Rows to merge, end exclusive, and the rows from `lower` to `upper` that are computed for them."""
+def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the rows that have any of these elements, in blocks: their start and end, and those of the rows to compute.
 
-    start: int
-    end: int
-    lower: int
-    upper: int
-
-
-def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[RowBlock]:
-    """Yield the rows that have any of these elements, in blocks. At least `FEW_ROWS` are computed at a time."""
+    At least `FEW_ROWS` are computed at a time.
+    """
     size = max(FEW_ROWS, BLOCK_BYTES // (width * torch.float32.itemsize))
     start, last = mine.start // width, -(-mine.end // width)
     while start < last:
         end = min(last, start + size)
         lower = max(0, min(start, end - FEW_ROWS))
-        yield RowBlock(start, end, lower, min(num_rows, max(end, lower + FEW_ROWS)))
+        yield start, end, lower, min(num_rows, max(end, lower + FEW_ROWS))
         start = end
 
 
@@ -55,12 +49,12 @@ def merged_pieces(merge: Merge, shard: LocalShard, adapters: Mapping[int, torch.
     (mine,), (num_rows, width) = shard.mine, shard.source.shape
     device = next(iter(adapters.values())).device
     with shard.memory() as [(memory, first)]:
-        for block in row_blocks(mine, num_rows, width):
-            origin = block.lower * width
-            start, end = max(mine.start, block.start * width), min(mine.end, block.end * width)
-            rows = torch.zeros((block.upper - block.lower, width), dtype=memory.dtype, device=device)
+        for first_row, last_row, lower, upper in row_blocks(mine, num_rows, width):
+            origin = lower * width
+            start, end = max(mine.start, first_row * width), min(mine.end, last_row * width)
+            rows = torch.zeros((upper - lower, width), dtype=memory.dtype, device=device)
             rows.view(-1)[start - origin : end - origin] = memory[start - first : end - first]
-            merged = merge.run_on_rows(rows, block.lower, adapters)
+            merged = merge.run_on_rows(rows, lower, adapters)
             yield merged.reshape(-1)[start - origin : end - origin], start
 
 

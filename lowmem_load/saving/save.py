@@ -23,7 +23,7 @@ from lowmem_load.hf import merging, saver
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.merging import Merge
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
@@ -178,7 +178,11 @@ class _Save:
         shards = local_shards(model, self.ranks.rank, masters=masters)
         saved, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
         files = [lay_out_saved(file, scratch) for file in saved]
-        writes = plan_writes([(layout, _once(file)) for layout, file in zip(files, saved, strict=True)])
+        tensors = []
+        for file in saved:  # only a zip has several names of one tensor, which is written once
+            once = {id(part) if file.is_zip else key: (key, part) for key, part in file.tensors.items()}
+            tensors.append(dict(once.values()))
+        writes = plan_writes(list(zip(files, tensors, strict=True)))
         mine = held_writes(writes, {shard.source.name: shard.mine for shard in shards})
         self.report.files = {file.name: file.nbytes for file in files}
         used = {write.parameter for write in writes}
@@ -274,13 +278,6 @@ def _compared(arguments: Mapping[str, Any], files: Sequence[FileLayout]) -> dict
     names = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
     values = {key: repr(value) for key, value in arguments.items()}
     return {**values, "files": names, "headers of the files": digest_of(files)}
-
-
-def _once(file: saver.SavedFile) -> Mapping[str, Expression]:
-    """Return the tensors of a file, each under one name. Only a zip has further names of one tensor."""
-    if not file.is_zip:
-        return file.tensors
-    return dict({id(part): (key, part) for key, part in file.tensors.items()}.values())
 
 
 def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:

@@ -62,11 +62,11 @@ def test_rows_are_those_of_the_whole(dtype: torch.dtype, rank: int, monkeypatch:
 def test_blocks_cover_a_range_once_and_are_never_few_rows() -> None:
     for mine in (FlatRange(0, 0), FlatRange(5, 6), FlatRange(995, 3333), FlatRange(0, 10_000)):
         blocks = list(row_blocks(mine, 1000, 10))
-        rows = [row for block in blocks for row in range(block.start, block.end)]
+        rows = [row for start, end, *_ in blocks for row in range(start, end)]
         assert rows == sorted({element // 10 for element in range(mine.start, mine.end)})
-        assert all(block.lower <= block.start < block.end <= block.upper <= 1000 for block in blocks)
-        assert all(block.upper - block.lower >= 64 for block in blocks)
-    assert [tuple(block) for block in row_blocks(FlatRange(0, 50), 5, 10)] == [(0, 5, 0, 5)]
+        assert all(lower <= start < end <= upper <= 1000 for start, end, lower, upper in blocks)
+        assert all(upper - lower >= 64 for _, _, lower, upper in blocks)
+    assert list(row_blocks(FlatRange(0, 50), 5, 10)) == [(0, 5, 0, 5)]
 
 
 def test_what_takes_more_than_rows_is_gathered_and_merged() -> None:
