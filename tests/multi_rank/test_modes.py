@@ -111,9 +111,15 @@ def runs_here(name: str) -> bool:
     return all(map(is_compiled, extensions(name))) and not (not_nvme and "nvme" in name)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int) -> None:
-    names = [name for name, mode in ON_CPU.items() if mode.num_ranks == num_ranks]
+PARTS = {"offload_param cpu", "offload_optimizer cpu", "offload_param nvme", "offload_optimizer nvme", "no persistence"}
+"""What another mode does as well: both offloads, or other thresholds."""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parts"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.release)]
+)
+def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, parts: bool) -> None:
+    names = [name for name, mode in ON_CPU.items() if mode.num_ranks == num_ranks and (name in PARTS) is parts]
     chosen = [name for name in names if runs_here(name)]
     paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE))]
     run_ranks(compare_modes, *paths, chosen, str(tmp_path), world_size=num_ranks, timeout_s=900)
