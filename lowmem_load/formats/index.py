@@ -30,17 +30,16 @@ def check_index(index: str) -> None:
         raise CheckpointError(f"{index}: has no weight_map that gives the file of each tensor")
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f"{index}: has no metadata, which transformers reads; write an empty object")
-    of_file: dict[str, str] = {}
+    seen: set[str] = set()
     for name, file in weight_map.items():
-        if isinstance(file, str) and file in of_file:
+        if isinstance(file, str) and file in seen:
             continue
+        what = f"{index}: tensor {name!r} is said to be in {reprlib.repr(file)}"
         if not _is_file_name(file):
-            what = f"{index}: tensor {name!r} is said to be in {_shown(file)}"
             raise CheckpointError(f"{what}, which is no name of a file")
-        of_file[file] = name
-    for file, name in of_file.items():
         if os.path.isabs(file) or ".." in Path(file).parts:
-            raise CheckpointError(f"{index}: tensor {name!r} is said to be in {file!r}, outside of the folder")
+            raise CheckpointError(f"{what}, outside of the folder")
+        seen.add(file)
 
 
 def _is_file_name(value: object) -> bool:
@@ -63,10 +62,10 @@ def check_model_config(path: str) -> None:
     """Refuse a config.json with impossible counts, before transformers makes millions of modules."""
     config = read_json(path)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected an object {{...}}, got {_shown(config)}")
-    architectures = config.get("architectures")
-    if architectures is not None and not _is_list_of_names(architectures):
-        raise CheckpointError(f"{path}: architectures: expected a list of class names, got {_shown(architectures)}")
+        raise CheckpointError(f"{path}: expected an object {{...}}, got {reprlib.repr(config)}")
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) and name for name in names)):
+        raise CheckpointError(f"{path}: architectures: expected a list of class names, got {reprlib.repr(names)}")
     left: list[tuple[str, Any]] = [("", config)]
     while left:
         key, value = left.pop()
@@ -77,15 +76,7 @@ def check_model_config(path: str) -> None:
         elif isinstance(value, int) and _COUNTS.search(key):
             least = 0 if key.startswith(("num_", "n_")) else -MAX_COUNT  # other keys count layers from the end
             if not least <= value <= MAX_COUNT:
-                raise CheckpointError(f"{path}: {key}: expected {least} to {MAX_COUNT}, got {_shown(value)}")
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)
+                raise CheckpointError(f"{path}: {key}: expected {least} to {MAX_COUNT}, got {reprlib.repr(value)}")
 
 
 def read_json(path: str) -> Any:

@@ -87,13 +87,17 @@ def ordinary_path() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bar, which would show work on names as work on weights."""
-    shows_bar = hf_logging.is_progress_bar_enabled()
+def quiet(*, errors_only: bool = False) -> Iterator[None]:
+    """Hide transformers' progress bar, which would show work on names as work on weights, or all but errors."""
+    shows_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    if errors_only:
+        hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        if errors_only:
+            hf_logging.set_verbosity(verbosity)
         if shows_bar:
             hf_logging.enable_progress_bar()
 

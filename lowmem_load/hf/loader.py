@@ -72,9 +72,8 @@ require(
 
 import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
 from transformers import PreTrainedModel  # noqa: E402
-from transformers.utils import logging as hf_logging  # noqa: E402
 
-from lowmem_load.hf.active import ordinary_path, without_progress_bar  # noqa: E402  it uses private names, too
+from lowmem_load.hf.active import ordinary_path, quiet  # noqa: E402  it uses private names, too
 
 _MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
 """In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
@@ -121,8 +120,7 @@ class Call:
         ]
         with (
             ordinary_path(),
-            without_progress_bar(),
-            contextlib.nullcontext() if self._from_config is None else _errors_only(),  # all parameters are missing
+            quiet(errors_only=self._from_config is not None),  # then all parameters are missing
             _modules_counted(self.name),
             described_quantizers(is_partitioned=is_partitioned),
             replaced(*replacements),
@@ -137,16 +135,6 @@ class Call:
                     f"{self._cls.__name__}; transformers' report above names them. Correct config.json, or pass "
                     "ignore_mismatched_sizes=True to leave them out"
                 ) from error
-
-
-@contextlib.contextmanager
-def _errors_only() -> Iterator[None]:
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
 
 
 def log_zero_init(model: nn.Module) -> None:

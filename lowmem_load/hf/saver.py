@@ -22,7 +22,7 @@ from torch import nn
 
 from lowmem_load.contract import PEFT, TRANSFORMERS, require
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.active import without_progress_bar
+from lowmem_load.hf.active import quiet
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -89,7 +89,7 @@ def describe_save(
         replacements.append((sys.modules["peft.peft_model"], _WRITE_WEIGHTS, record))
     if hasattr(transformers.PreTrainedModel, "should_save_on_this_rank"):  # 5.23 on: False on all ranks but the first
         replacements.append((transformers.PreTrainedModel, "should_save_on_this_rank", lambda *_: True))
-    with replaced(*replacements), without_progress_bar(), _as_plain_model(model):
+    with replaced(*replacements), quiet(), _as_plain_model(model):
         save: Any = model.save_pretrained
         save(scratch, **arguments)
     if dtype is not None:

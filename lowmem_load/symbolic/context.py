@@ -48,8 +48,6 @@ class Context:
         keeps_of: called with the model once it has its parameters; returns what this rank keeps of each.
         check_built: called with the model as soon as it is built; raises for one that cannot be described.
         reading: opens a file of the checkpoint for a block; the file may stay open afterwards.
-        once: finds out what all ranks of a node need.
-        files: the files described so far, by path.
     """
 
     read_now: ReadNow

@@ -84,11 +84,6 @@ def _sliced(args: Args, meta: torch.Tensor) -> Expression | None:
     return slice_dim(args[0], dim, start, step, meta.shape[dim])
 
 
-def _narrowed(args: Args, meta: torch.Tensor) -> Expression | None:
-    dim = args[1] % len(args[0].shape)
-    return slice_dim(args[0], dim, args[2] % max(args[0].shape[dim], 1), 1, meta.shape[dim])
-
-
 def _selected(args: Args, meta: torch.Tensor) -> Expression | None:
     dim = args[1] % len(args[0].shape)
     row = slice_dim(args[0], dim, args[2] % args[0].shape[dim], 1, 1)
@@ -126,21 +121,18 @@ def _stacked(args: Args, meta: torch.Tensor) -> Expression | None:
 
 BUILDERS: dict[Any, Callable[[Args, Any], Any]] = {
     **dict.fromkeys(
-        (aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.contiguous, aten._to_copy),
+        (aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten._to_copy),
         lambda args, meta: cast(args[0], meta.dtype),
     ),
-    **dict.fromkeys(
-        (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _reshaped
-    ),
+    **dict.fromkeys((aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _reshaped),
     aten.constant_pad_nd: lambda args, _: args[0] if not any(args[1]) else None,
     aten.expand: lambda args, meta: expand(args[0], tuple(meta.shape)),
     aten.transpose: _transposed,
     aten.t: lambda args, _: permute(args[0], list(range(len(args[0].shape)))[::-1]),
     aten.permute: lambda args, _: permute(args[0], [dim % len(args[0].shape) for dim in args[1]]),
     aten.slice: _sliced,
-    aten.narrow: _narrowed,
     aten.select: _selected,
-    **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _parts),
+    **dict.fromkeys((aten.split, aten.split_with_sizes), _parts),
     aten.unbind: _unbound,
     aten.cat: _joined,
     aten.stack: _stacked,
