@@ -44,10 +44,10 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any]]:
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
-    Has the arguments and the result of `engine.load_checkpoint`. Each rank reads the bytes of its own partitions from
-    the files of all ranks that saved; nothing is converted first. Takes what was saved under ZeRO stages 1, 2 and 3,
-    also with the optimizer on nvme, and universal checkpoints (`ds_to_universal`). Everything is checked before
-    anything is changed. If a read fails afterwards, the engine cannot be run until a checkpoint is loaded again.
+    Has the arguments and the result of `engine.load_checkpoint`. Each rank reads its own partitions from the files of
+    all ranks that saved. Takes what was saved under ZeRO stages 1, 2 and 3, also with the optimizer on nvme, and
+    universal checkpoints (`ds_to_universal`). Everything is checked before anything is changed. If a read fails
+    afterwards, the engine cannot be run until a checkpoint is loaded again.
 
     Args:
         engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
@@ -119,7 +119,9 @@ def _load_zero3(
                 own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
                 plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=engine.lr_scheduler is not None)
                 step.digest = _compared(checkpoint, state, wanted)
-                step.payload = os.path.realpath(folder), _times_of(checkpoint)
+                # Not in ns, which not all network file systems tell.
+                times = fingerprint(str(os.stat(file.path).st_mtime_ns // 1000) for file in checkpoint.files)
+                step.payload = os.path.realpath(folder), times
         if folder is None:
             return None, {}
         _check_one_folder(step.payloads)
@@ -143,13 +145,8 @@ def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict
     }
 
 
-def _times_of(checkpoint: Checkpoint) -> str:
-    # Not in ns, which not all network file systems tell.
-    return fingerprint(str(os.stat(file.path).st_mtime_ns // 1000) for file in checkpoint.files)
-
-
 def _check_one_folder(found: Sequence[tuple[str, str]]) -> None:
-    """Raise ConfigError if ranks read different folders. `found` has path and `_times_of` of each rank.
+    """Raise ConfigError if ranks read different folders, given the path and a digest of the files' times of each.
 
     Nodes may have one disk under different paths: then its files were changed at the same times.
     """

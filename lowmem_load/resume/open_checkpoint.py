@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
@@ -59,19 +59,19 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         optimizer = zero_state(optims[0])
         _check_worlds(models, optims, stage)
         trained = trained_parameters(files, groups, optims, stage)
-    shared = _shared(models[0])
+    shared, buffers = _shared(models[0]), _buffers(files, models[0])
     if one_for_all:
-        others = _frozen_for_all(files, models[0], {*trained, *shared})
+        others = _frozen_for_all(files, models[0], {*trained, *shared, *buffers})
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
-        others = _fragments(files, frozen or {}, models)
+        others = {name: _fragments(files, name, shape, models) for name, shape in (frozen or {}).items()}
     return Checkpoint(
         folder=folder,
         world_size=_world_size(models[0]) if one_for_all else len(models),
         parameters={**trained, **others},
         lacks_frozen=frozen is None,
         shared=shared,
-        replicated={**_buffers(files, models[0]), **_replicated(files)},
+        replicated={**buffers, **_replicated(files)},
         optimizer=optimizer,
         states=models,
         files=files.opened,
@@ -175,32 +175,26 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
 # -- contents of the model states ------------------------------------------------------------------------------------
 
 
-def _fragments(files: Files, shapes: Mapping[str, Shape], models: Sequence[TorchObjects]) -> dict[str, SavedParameter]:
-    found: dict[str, SavedParameter] = {}
-    for name, shape in shapes.items():
-        (size,) = group_numels([{name: shape}], len(models))
-        fragments = []
-        for file in models:
-            fragment = at(file.tree, "frozen_param_fragments", dict, file.path).get(name)
-            fragments.append(files.flat(file, fragment, f"fragment of {name}", size))
-        found[name] = place_fragments(name, shape, fragments)
-    return found
+def _fragments(files: Files, name: str, shape: Shape, models: Sequence[TorchObjects]) -> SavedParameter:
+    (size,) = group_numels([{name: shape}], len(models))
+    fragments = [at(file.tree, "frozen_param_fragments", dict, file.path).get(name) for file in models]
+    what = f"fragment of {name}"
+    flats = [files.flat(file, each, what, size) for file, each in zip(models, fragments, strict=True)]
+    return place_fragments(name, shape, flats)
 
 
-def _frozen_for_all(files: Files, file: TorchObjects, others: Iterable[str]) -> dict[str, SavedParameter]:
+def _frozen_for_all(files: Files, file: TorchObjects, known: Collection[str]) -> dict[str, SavedParameter]:
     module = at(file.tree, "module", dict, file.path)
-    known = {*others, *_buffer_names(file)}
     found = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
     return {name: files.replicated(file, name, each) for name, each in found.items() if name not in known}
 
 
 def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
     module = at(file.tree, "module", dict, file.path)
-    return {name: files.replicated(file, name, module[name]) for name in _buffer_names(file) if name in module}
-
-
-def _buffer_names(file: TorchObjects) -> list[str]:
-    return [name for name in at(file.tree, "buffer_names", list, file.path) if isinstance(name, str)]
+    names = at(file.tree, "buffer_names", list, file.path)
+    return {
+        name: files.replicated(file, name, module[name]) for name in names if isinstance(name, str) and name in module
+    }
 
 
 def _replicated(files: Files) -> dict[str, SavedParameter]:

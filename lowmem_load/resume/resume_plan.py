@@ -13,7 +13,7 @@ from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
-from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, Pieces, SavedParameter, differences_of
+from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of
 
 if TYPE_CHECKING:
     from lowmem_load.ds.engine_states import HeldParameter, Zero3State
@@ -94,13 +94,12 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
         for number, group in enumerate(state.sub_groups)
     ]
     frozen = [_part(planner, one, FP32, saved, *state.partition_of(one)) for one in state.frozen]
-    buffers = {
-        name: _fill_of(
-            planner, name, checkpoint.replicated[name].pieces[FP32], FlatRange(0, buffer.numel()), buffer.dtype
-        )
-        for name, buffer in state.buffers.items()
-        if name in checkpoint.replicated
-    }
+    buffers = {}
+    for name, buffer in state.buffers.items():
+        if name in checkpoint.replicated:
+            whole = FlatRange(0, buffer.numel())
+            values = cast(checkpoint.replicated[name].pieces[FP32].part(whole), buffer.dtype)
+            buffers[name] = planner.plan_fill(name, values, whole, on_host=True)
     scheduler = None
     if wanted.scheduler and has_scheduler:
         scheduler = checkpoint.state("lr_scheduler", rank, trusted=wanted.trusted)
@@ -167,11 +166,5 @@ def _part(
 ) -> Part:
     if held.name not in saved:
         return Part(held, key, None)
-    pieces = saved[held.name].pieces[key]
-    return Part(held, key, _fill_of(planner, f"{held.name} ({key})", pieces, held.mine, dtype, on_host=on_host))
-
-
-def _fill_of(
-    planner: Planner, name: str, pieces: Pieces, mine: FlatRange, dtype: torch.dtype, *, on_host: bool = True
-) -> Fill:
-    return planner.plan_fill(name, cast(pieces.part(mine), dtype), FlatRange(0, mine.numel), on_host=on_host)
+    values, numel = cast(saved[held.name].pieces[key].part(held.mine), dtype), held.mine.numel
+    return Part(held, key, planner.plan_fill(f"{held.name} ({key})", values, FlatRange(0, numel), on_host=on_host))
