@@ -190,7 +190,7 @@ class Checks:
 
         def freed_while_copied() -> str:
             """A pinned partition goes while copies from it are queued."""
-            from lowmem_load.ds.pinning import new_pinned
+            from lowmem_load.ds.partition import new_pinned
 
             here = torch.zeros(32 * MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
             there, slow = (torch.empty_like(here, device=self.device) for _ in range(2))

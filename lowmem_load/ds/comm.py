@@ -20,14 +20,7 @@ _GROUPS_BY_NAME = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP", "_AL
 
 
 def bring_up_comm(backend: str, timeout: timedelta) -> None:
-    """Start DeepSpeed's comm on torch's process group.
-
-    Source: deepspeed 0.19.8 comm/comm.py:877, which wraps torch's group without another initialisation.
-
-    Raises:
-        ConfigError: an extension cannot be compiled, see `load_op`.
-        IncompatibleVersionError: `reset_comm` or `load_op` would not work.
-    """
+    """Start DeepSpeed's comm on torch's process group, if it has not started."""
     import deepspeed
 
     require(
@@ -41,17 +34,13 @@ def bring_up_comm(backend: str, timeout: timedelta) -> None:
     )
     if not deepspeed.comm.is_initialized():
         load_shm_comm()
+        # Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group without another initialisation.
         # MPI discovery would overwrite the launcher variables, and needs mpi4py.
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def reset_comm() -> None:
-    """Drop DeepSpeed's comm and groups, so that they can be made again on a new process group.
-
-    Source: deepspeed 0.19.8 keeps the backend in the global `cdb` of `comm/comm.py`, and groups in `utils/groups.py`.
-    A group there that outlives torch's breaks the next `deepspeed.initialize`. Older releases have no function that
-    drops them.
-    """
+    """Drop DeepSpeed's comm and groups: one that outlives torch's group breaks the next `deepspeed.initialize`."""
     import deepspeed.comm.comm
     from deepspeed.utils import groups
 
@@ -59,7 +48,7 @@ def reset_comm() -> None:
     if hasattr(groups, "_release_process_group_references"):
         groups._release_process_group_references()
         return
-    for name in _GROUPS:
+    for name in _GROUPS:  # older releases have no function that drops them
         setattr(groups, name, None)
     for name in _GROUPS_BY_NAME:
         getattr(groups, name).clear()

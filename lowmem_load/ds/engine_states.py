@@ -5,8 +5,7 @@ sub-group, and its moments in tensors of the same length. They are filled in pla
 stepped yet. Then the code with which DeepSpeed ends a step copies the values to the 16-bit partitions. A sub-group that
 is offloaded to nvme is read into the swapper's buffers for that, one at a time.
 
-Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_state_dict`, `_optimizer_step` and
-`step`; `runtime/engine.py`, `_load_checkpoint`.
+Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_state_dict` and `_optimizer_step`.
 """
 
 from __future__ import annotations
@@ -60,37 +59,18 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa:
 
 @dataclass(frozen=True, slots=True)
 class HeldParameter:
-    """This rank's partition of a parameter.
+    """This rank's partition of a parameter."""
 
-    Attributes:
-        name: in the engine's module.
-        shape: of the parameter.
-        mine: the elements that this rank holds.
-        first: where they start in the flat tensor of the sub-group, in elements; 0 for a frozen parameter.
-        numel: count of them, padding included.
-        tensor: the parameter.
-    """
-
-    name: str
+    name: str  # in the engine's module
     shape: tuple[int, ...]
     mine: FlatRange
-    first: int
-    numel: int
+    first: int  # where `mine` starts in the flat tensor of the sub-group, in elements; 0 for a frozen parameter
+    numel: int  # of `mine`, padding included
     tensor: nn.Parameter
 
 
 class Zero3State:
-    """The training state of a ZeRO-3 engine.
-
-    Attributes:
-        sub_groups: the parameters of the optimizer, by sub-group.
-        frozen: the other parameters.
-        buffers: of the module's state dict, by name.
-
-    Raises:
-        UnsupportedError: it is no engine of plain ZeRO-3.
-        IncompatibleVersionError: this DeepSpeed lacks an attribute.
-    """
+    """The training state of a ZeRO-3 engine: its parameters by sub-group, frozen ones, and buffers that are saved."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._zero = engine, _plain_zero3(engine)
@@ -158,25 +138,20 @@ class Zero3State:
                     f"only one of the two has {', '.join(differing)}"
                 )
 
-    # -- filling it --------------------------------------------------------------------------------------------------
-
     def prepare(self) -> None:
         """Partition the parameters that are gathered now. Local."""
         self._zero.checkpoint_event_prologue()
 
     @contextlib.contextmanager
     def memory(self, sub_group: int, moments: Sequence[str]) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Yield the flat fp32 values of a sub-group and its moments; afterwards copy the values to the partitions.
-
-        Moments that the optimizer lacks are made as zeros.
-        """
+        """Yield the flat fp32 values of a sub-group and its moments; afterwards copy the values to the partitions."""
         zero, master = self._zero, self._zero.fp32_partitioned_groups_flat[sub_group]
         is_swapped = zero._swappable_optimizer_subgroup(sub_group)
         if is_swapped:
             zero._optimizer_states_and_gradient_swap_in(sub_group, *_timers())
         state = self.base.state[master] if moments else {}
         for key in moments:
-            if not isinstance(state.get(key), torch.Tensor):
+            if not isinstance(state.get(key), torch.Tensor):  # the optimizer has not stepped
                 state[key] = torch.zeros_like(master, requires_grad=False)
         try:
             yield master.detach(), {key: state[key].detach().view(-1) for key in moments}
@@ -256,7 +231,7 @@ def mark_usable(engine: nn.Module) -> None:
 
 
 def _timers() -> tuple[set[str], ...]:
-    """Return the further arguments of a swap: deepspeed 0.16.4 wants a set for the names of a step's timers."""
+    """Return the further arguments of a swap: deepspeed 0.16.4 wants a set for the names of timers."""
     parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in).parameters
     return (set(),) if parameters["timer_names"].default is inspect.Parameter.empty else ()
 

@@ -1,7 +1,4 @@
-"""Properties of ZeRO-3 parameters: shapes, groups, partitions in memory or on nvme, gathering.
-
-Written for deepspeed 0.16.4 to 0.19.8. Glossary: `ds/partition.py`.
-"""
+"""Properties of ZeRO-3 parameters: shapes, groups, partitions, gathering. For the words see `ds/partition.py`."""
 
 from __future__ import annotations
 
@@ -14,14 +11,12 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require
-from lowmem_load.ds.releases import KEEPS_FP32, has, refuse_absent_fp32
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
 
 require(
     DEEPSPEED,
     {
-        **({KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")} if has(KEEPS_FP32) else {}),
         "deepspeed.runtime.zero.partition_parameters": (
             *("GatheredParameters", "PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
         ),
@@ -50,10 +45,8 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def is_sliced(parameter: torch.Tensor) -> bool:
-    """Return whether this rank holds a slice of `parameter` under DeepSpeed's tensor parallelism (AutoTP).
-
-    Source: deepspeed 0.19.8 `module_inject/layers.py:501`.
-    """
+    """Return whether this rank holds a slice of `parameter` under DeepSpeed's tensor parallelism (AutoTP)."""
+    # Source: deepspeed 0.19.8 module_inject/layers.py:501.
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
@@ -76,10 +69,8 @@ def group_size_of(parameter: torch.Tensor) -> int:
 
 
 def group_of(parameter: torch.Tensor) -> Any:
-    """Return the process group among whose ranks a ZeRO-3 parameter is partitioned: under MiCS the shard group.
-
-    Source: deepspeed 0.19.6 `mics.py:176` and `mics.py:307`; there `ds_process_group` has all ranks.
-    """
+    """Return the process group among whose ranks a ZeRO-3 parameter is partitioned: under MiCS the shard group."""
+    # Source: deepspeed 0.19.6 mics.py:176 and mics.py:307; there ds_process_group has all ranks.
     mics = getattr(parameter, "comm", None)
     return parameter.ds_process_group if mics is None else mics.param_shard_group
 
@@ -99,10 +90,8 @@ def is_first_replica(parameter: torch.Tensor) -> bool:
 
 
 def has_master(parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer of DeepSpeed holds fp32 master values of a ZeRO-3 parameter.
-
-    Source: deepspeed 0.19.8 `utils/tensor_fragment.py`, `safe_get_local_fp32_param`.
-    """
+    """Return whether an optimizer of DeepSpeed holds fp32 master values of a ZeRO-3 parameter."""
+    # Source: deepspeed 0.19.8 utils/tensor_fragment.py, safe_get_local_fp32_param.
     return getattr(parameter, "_z3_optimizer", None) is not None and parameter.requires_grad
 
 
@@ -125,11 +114,7 @@ def held_range(parameter: torch.Tensor) -> FlatRange:
 
 @contextlib.contextmanager
 def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
-    """Yield this rank's partition of a ZeRO-3 parameter, flat, padding included, read from nvme if it is there.
-
-    Raises:
-        UnsupportedError: all buffers of the swapper are in use.
-    """
+    """Yield this rank's partition of a ZeRO-3 parameter, flat, padding included, read from nvme if it is there."""
     partition = parameter.ds_tensor
     if partition.status == PartitionedParamStatus.AVAILABLE:
         yield partition
@@ -153,10 +138,7 @@ def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Te
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, every rank has the full values of these parameters, partitioned or not.
-
-    Collective: all ranks that hold partitions of them.
-    """
+    """Inside, every rank has the full values of these parameters, partitioned or not. Collective."""
     partitioned = [parameter for parameter in parameters if is_zero_param(parameter)]
     with GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
         yield
@@ -167,8 +149,6 @@ def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
 
     Changes in such a block reach the partitions only at its end. Older releases do not mark its parameters, but in all
     releases the block is an object that lives while it is open, and an engine gathers without one.
-
-    Source: deepspeed 0.16.4 to 0.19.8 `partition_parameters.py`, `GatheredParameters`.
     """
     if not any(is_zero_param(p) and p.ds_status == ZeroParamStatus.AVAILABLE for p in parameters):
         return []
@@ -179,23 +159,3 @@ def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
         for position, parameter in enumerate(parameters)
         if id(parameter) in held and parameter.ds_status == ZeroParamStatus.AVAILABLE
     ]
-
-
-def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
-
-    Args:
-        module: the model.
-        setting: data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
-        dtype: of the parameters.
-
-    Raises:
-        UnsupportedError: the ds_config names modules, and this DeepSpeed would ignore them.
-    """
-    refuse_absent_fp32(setting)
-    if not has(KEEPS_FP32):
-        return []
-    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
-
-    pattern = keep_in_fp32_pattern(module, setting, dtype)
-    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)

@@ -3,8 +3,7 @@
 Stock `zero.Init` allocates a parameter in full, broadcasts it from rank 0, attaches the ZeRO methods
 (`_convert_to_deepspeed_param`), allocates `ds_tensor` (this rank's partition, padded to the same size on all ranks),
 copies the partition and frees the rest. Here the parameter starts with no elements, gets the same methods, and
-`ds_tensor` is allocated for the caller to fill. `zero.Init` is constructed for its settings but never entered as a
-context, so it does not patch `torch` and `nn.Module`.
+`ds_tensor` is allocated for the caller to fill. `zero.Init` is constructed for its settings but never entered.
 
 Glossary: `ds_numel` of a parameter is its unpadded count, `ds_numel_aligned` the padded one. `ds_tensor.ds_numel` is
 the padded count of the partition. `ds_status` says whether the full parameter is available on this rank,
@@ -16,6 +15,8 @@ Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 from __future__ import annotations
 
 import contextlib
+import mmap
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds import swapping
-from lowmem_load.ds.pinning import new_pinned
 from lowmem_load.ds.releases import refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -71,6 +71,11 @@ with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it,
     import deepspeed.module_inject.auto_ep_config
 
 
+MIN_REGISTERED_BYTES = 1 << 20
+"""From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
+and never gives it back."""
+
+
 class Partitioner:
     """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
 
@@ -81,16 +86,10 @@ class Partitioner:
         group: the ranks among which parameters are partitioned; None for all.
 
     Attributes:
-        dtype: of parameters in DeepSpeed: bfloat16, float16 or float32.
-        device: where parameters are gathered and buffers live.
         rank: in the group; under MiCS in the shard group.
         world_size: ranks among which a parameter is partitioned.
         secondary: rank and size of the group that shares hpZ's secondary partitions; (0, 0) without hpZ.
         swapping: the swapper of offload_param to nvme; None without one.
-
-    Raises:
-        ConfigError: DeepSpeed refuses the ds_config, or a setting contradicts an earlier model in this process.
-        UnsupportedError: names the setting that cannot be followed, and why.
     """
 
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
@@ -119,15 +118,17 @@ class Partitioner:
         self.secondary: tuple[int, int] = (0, 0)
         if self._init.zero_param_process_group is not None:
             self.secondary = self._init.rank_in_group, self._init.num_ranks_in_param_group
-        if self._init.mem_efficient_linear:
-            _use_mem_efficient_linear(self._init)
+        if self._init.mem_efficient_linear:  # zero.Init does this when it is entered
+            enable = getattr(self._init, "_enable_mem_efficient_linear", None)  # since deepspeed 0.19.4
+            if enable is not None:
+                enable()
+            else:
+                torch.nn.functional.linear = zero3_linear_wrap
 
     def reserve_ids(self, module: nn.Module) -> dict[int, int]:
-        """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them.
-
-        zero.Init converts the parameters of a module when its `__init__` returns, so children come first.
-        """
+        """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them."""
         ids: dict[int, int] = {}
+        # zero.Init converts the parameters of a module when its __init__ returns, so children come first.
         for owner in _children_first(module, set()):
             for parameter in owner.parameters(recurse=False):
                 if id(parameter) not in ids and not is_zero_param(parameter):
@@ -136,7 +137,7 @@ class Partitioner:
         return ids
 
     def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, ds_id: int) -> nn.Parameter:
-        """Return a ZeRO-3 parameter of `shape` whose partition is not allocated yet. Allocates no element."""
+        """Return a ZeRO-3 parameter of `shape` whose partition is not allocated yet."""
         empty = torch.empty(0, dtype=dtype, device=self.device)
         parameter = nn.Parameter(empty, requires_grad=requires_grad)
         next_id = Init.param_id
@@ -157,16 +158,8 @@ class Partitioner:
     def allocate(self, parameter: nn.Parameter, held: Sequence[int]) -> list[torch.Tensor]:
         """Allocate the partition of `parameter` and, under hpZ, its secondary partition; the caller fills them.
 
-        `held` is how many elements of the parameter each of them has. The padding behind these is zeroed here: stock
-        leaves it uninitialised, so its hashes differ from run to run.
-
-        Under offload_param to nvme the partition lies in one of the swapper's buffers. `swapping.swap_out` must follow
-        once it is filled, at the latest when `swapping.is_swap_due`.
-
-        Memory: exactly the partitions.
-
-        Raises:
-            UnsupportedError: a frozen parameter under zero_quantized_nontrainable_weights.
+        `held` is how many elements of the parameter each of them has. Under offload_param to nvme the partition lies in
+        one of the swapper's buffers. `Swapping.swap_out` must follow, at the latest when `is_swap_due`.
         """
         init = self._init
         if not parameter.requires_grad and init.quantized_nontrainable_weights:
@@ -190,7 +183,7 @@ class Partitioner:
             parameter.ds_secondary_tensor = secondary
             tensors.append(secondary)
         for tensor, count in zip(tensors, held, strict=True):
-            tensor[count:].zero_()
+            tensor[count:].zero_()  # stock leaves padding uninitialised, so its hashes differ from run to run
         return tensors
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +195,7 @@ class Partitioner:
 
 
 class _Mpu:
-    """A model-parallel unit as far as DeepSpeedConfig asks one: the number of ranks that share a batch."""
+    """A model-parallel unit as far as DeepSpeedConfig asks one."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -233,11 +226,7 @@ def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
 
 
 def _parse(ds_config: Mapping[str, Any], mpu: _Mpu | None) -> DeepSpeedConfig:
-    """Return DeepSpeed's own reading of the ds_config. zero.Init reads it too, but raises for other reasons as well.
-
-    Raises:
-        ConfigError: DeepSpeed refuses a value, or fails over one of a type that it did not expect.
-    """
+    """Return DeepSpeed's own reading of the ds_config, with its errors as ConfigError."""
     refuses = f"deepspeed {deepspeed.__version__} refuses"
     try:
         return DeepSpeedConfig(dict(ds_config), mpu)
@@ -264,23 +253,8 @@ def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: _Mpu | None) -> An
     )
 
 
-def _use_mem_efficient_linear(context: Any) -> None:
-    """Do as zero.Init does when it is entered, so that streamed models train with the linear of stock.
-
-    Source: deepspeed 0.16.4 `partition_parameters.py:555`; a method of its own since 0.19.4.
-    """
-    if hasattr(context, "_enable_mem_efficient_linear"):
-        context._enable_mem_efficient_linear()
-    else:
-        torch.nn.functional.linear = zero3_linear_wrap
-
-
 def _secondary_group(size: int) -> Any:
-    """Return the hpZ group that an earlier model has made, if any: DeepSpeed cannot make another.
-
-    Raises:
-        ConfigError: the earlier model has another size.
-    """
+    """Return the hpZ group that an earlier model has made, if any: DeepSpeed cannot make another."""
     group = groups._get_zero_param_intra_parallel_group() if size > 1 else None
     if group is not None and dist.get_world_size(group) != min(size, dist.get_world_size()):
         raise ConfigError(
@@ -297,3 +271,42 @@ def _described(partition: torch.Tensor, numel: int, final_location: OffloadDevic
     partition.status = PartitionedParamStatus.AVAILABLE
     partition.final_location = final_location
     return partition
+
+
+def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return flat page-locked memory, uninitialised; ordinary memory if the accelerator is the CPU."""
+    accelerator = get_accelerator()
+    nbytes = numel * dtype.itemsize
+    if nbytes >= MIN_REGISTERED_BYTES and accelerator.device_name() != "cpu":
+        registered = _registered(accelerator, nbytes)
+        if registered is not None:
+            return registered.view(dtype)
+    if hasattr(accelerator, "pin_empty"):  # which older releases lack, like register_host_memory
+        pinned: torch.Tensor = accelerator.pin_empty(numel, dtype=dtype)
+        return pinned
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=accelerator.device_name() != "cpu")
+
+
+def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
+    """Return bytes that are registered with the device until their last view is gone; None if it registers none."""
+    if not hasattr(accelerator, "register_host_memory"):
+        return None
+    # Pages of their own, since a page is registered once, at the start of a storage, where torch looks for pinned ones.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    whole_pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        is_registered = accelerator.register_host_memory(memory.data_ptr(), whole_pages)
+    except RuntimeError:  # CUDA's raises where others return False
+        is_registered = False
+    if not is_registered:
+        return None
+    device, address = accelerator.current_device(), memory.data_ptr()
+    weakref.finalize(memory.untyped_storage(), _unregister, accelerator, device, address).atexit = False
+    return memory
+
+
+def _unregister(accelerator: Any, device: int, address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # an error of earlier work on the device, which its caller gets as well
+        accelerator.synchronize(device)  # copies may still read it
+    accelerator.unregister_host_memory(address)

@@ -10,18 +10,18 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from packaging.version import Version
+from torch import nn
 
+from lowmem_load.contract import DEEPSPEED, require
 from lowmem_load.errors import UnsupportedError
 
+# Modules of DeepSpeed that keep buffers in fp32, run torch.autocast, read expert_parallel, and implement MiCS.
 KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
-"""Keeps buffers in fp32."""
 HAS_AUTOCAST = "deepspeed.runtime.torch_autocast"
-"""Runs torch.autocast."""
 HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
-"""Reads expert_parallel."""
 HAS_MICS = "deepspeed.runtime.zero.mics"
-"""Implements MiCS."""
 
 
 def has(module: str) -> bool:
@@ -37,23 +37,34 @@ def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
         raise _absent("torch_autocast", "would ignore it", "0.17.2 is the first that does not")
     if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
         raise _absent("expert_parallel", "would ignore it", "0.19.8 does not")
-    refuse_absent_fp32((ds_config.get("data_types") or {}).get("keep_in_fp32_modules"))
+    _refuse_absent_fp32((ds_config.get("data_types") or {}).get("keep_in_fp32_modules"))
 
 
-def refuse_absent_fp32(setting: Any) -> None:
-    """Raise UnsupportedError if data_types.keep_in_fp32_modules is a list that the installed DeepSpeed ignores."""
+def _refuse_absent_fp32(setting: Any) -> None:
     if isinstance(setting, list) and setting and not has(KEEPS_FP32):
         raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
 
 
-def warn_of_deadlocks(ds_config: Mapping[str, Any]) -> None:
-    """Warn if reads and writes of the swapper may never end.
+def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
 
-    Source: `csrc/aio/py_lib/py_ds_aio.cpp`. To 0.17.6, `wait` holds the interpreter's lock, which the I/O thread may
-    need; 0.18.4 releases it. From Python only the version tells them apart.
+    `setting` is data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
     """
+    _refuse_absent_fp32(setting)
+    if not has(KEEPS_FP32):
+        return []
+    require(DEEPSPEED, {KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")})
+    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
+
+    pattern = keep_in_fp32_pattern(module, setting, dtype)
+    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
+
+
+def warn_of_deadlocks(ds_config: Mapping[str, Any]) -> None:
+    """Warn if reads and writes of the swapper may never end."""
     import deepspeed
 
+    # To 0.17.6 `wait` of csrc/aio/py_lib/py_ds_aio.cpp holds the interpreter's lock, which the I/O thread may need.
     device = (ds_config["zero_optimization"].get("offload_param") or {}).get("device")
     if device == "nvme" and Version(deepspeed.__version__) < Version("0.18"):
         warnings.warn(

@@ -31,13 +31,8 @@ require(
         "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
         "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.nvme",),
         _SWAPPER: (
-            "_io_aligned_numel",
-            "available_swap_in_buffers",
-            "get_buffer",
-            "get_path",
-            "swap_out_and_release",
-            "swappable_tensor",
-            "synchronize_writes",
+            *("_io_aligned_numel", "available_swap_in_buffers", "get_buffer", "get_path", "swap_out_and_release"),
+            *("swappable_tensor", "synchronize_writes"),
         ),
     },
     arguments={
@@ -53,10 +48,7 @@ Folder = tuple[str, str]
 
 
 def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
-    """Return the folder of the swapper that zero.Init will make; None if it will make none.
-
-    `targets/zero3.py` has checked that there is an nvme_path.
-    """
+    """Return the folder of the swapper that zero.Init will make; None if it will make none."""
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     if offload.get("device") != OffloadDeviceEnum.nvme:
         return None
@@ -68,23 +60,30 @@ def prepare(folder: Folder, ds_config: Mapping[str, Any], offload: Any) -> None:
     """Check what zero.Init does not check, or reports in ways that nobody understands.
 
     `offload` is the section offload_param as DeepSpeed has parsed it.
-
-    Raises:
-        ConfigError: the folder holds another model, the buffers do not fit into memory, or there is no libaio.
     """
     Swapping.refuse_held(folder)
-    _refuse_buffers(offload, itemsize=2 if folder[1] else 4)
-    _load_async_io(ds_config)
+    # Source: deepspeed 0.19.8 partitioned_param_swapper.py, _configure_aio, which allocates all buffers.
+    nbytes = offload.buffer_count * offload.buffer_size * (2 if folder[1] else 4)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > memory:
+        raise ConfigError(
+            f"offload_param: {offload.buffer_count} buffers (buffer_count) of {offload.buffer_size} elements "
+            f"(buffer_size) are {nbytes} bytes, this machine has {memory}; lower buffer_size to what the largest "
+            "partition of a parameter needs"
+        )
+    if (ds_config.get("aio") or {}).get("use_gds"):
+        return  # another op, which needs no libaio
+    try:
+        load_async_io()  # zero.Init loads it too, but raises RuntimeError for other reasons as well
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
+            "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
+        ) from error
 
 
 class Swapping:
-    """Partitions in the buffers of a swapper, on their way to its files.
-
-    While half of the buffers are written to files, the other half is filled.
-
-    Raises:
-        IncompatibleVersionError: the swapper lacks an attribute that this module reads.
-    """
+    """Partitions in the buffers of a swapper: half of the buffers are written to files while the others are filled."""
 
     # Live swappers by folder. One table per process, as DeepSpeed empties such a folder whenever it makes a swapper.
     _live: ClassVar[weakref.WeakValueDictionary[Folder, Any]] = weakref.WeakValueDictionary()
@@ -106,10 +105,7 @@ class Swapping:
 
     @classmethod
     def refuse_held(cls, folder: Folder) -> None:
-        """Raise ConfigError if a live model's weights lie in the folder: DeepSpeed empties it for each swapper.
-
-        Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`.
-        """
+        """Raise ConfigError if a live model's weights lie in the folder: DeepSpeed empties it for each swapper."""
         if folder in cls._live:
             gc.collect()  # parameters and their methods refer to each other
         if folder in cls._live:
@@ -123,11 +119,7 @@ class Swapping:
         return bool(self._swapper.swappable_tensor(numel=numel))
 
     def buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
-        """Return memory for a partition of `parameter` in one of the buffers. `swap_out` must follow.
-
-        Raises:
-            ConfigError: the buffers are too small.
-        """
+        """Return memory for a partition of `parameter` in one of the buffers. `swap_out` must follow."""
         swapper = self._swapper
         if numel > swapper.elements_per_buffer:
             raise ConfigError(
@@ -146,10 +138,8 @@ class Swapping:
         return partition
 
     def files(self, numels: Iterable[int]) -> dict[str, int]:
-        """Return how many bytes partitions of `numels` elements will take in files, by folder.
-
-        Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `get_buffer`: a file is as long as the aligned buffer.
-        """
+        """Return how many bytes partitions of `numels` elements will take in files, by folder."""
+        # Source: deepspeed 0.19.8 partitioned_param_swapper.py, get_buffer: a file is as long as the aligned buffer.
         swapper = self._swapper
         swapped = [numel for numel in numels if self.swaps(numel)]
         return {swapper.swap_folder: sum(map(swapper._io_aligned_numel, swapped)) * swapper.swap_element_size}
@@ -161,10 +151,7 @@ class Swapping:
         return is_half or bool(self._swapper.available_swap_in_buffers() == 0)
 
     def swap_out(self) -> None:
-        """Start to write the filled buffers to files; return when a buffer is free.
-
-        Raises: see `finish`.
-        """
+        """Start to write the filled buffers to files; return when a buffer is free."""
         self._await_writes()
         if self._filling:
             parameters, self._filling = self._filling, []
@@ -178,16 +165,11 @@ class Swapping:
             self._await_writes()
 
     def finish(self) -> None:
-        """Write all filled buffers to files, and free them.
-
-        Raises:
-            ConfigError: a file is shorter than what was written to it. DeepSpeed would train on zeros.
-        """
+        """Write all filled buffers to files, and free them."""
         self.swap_out()
         self._await_writes()
 
     def _await_writes(self) -> None:
-        """Wait for the writes under way, and free their buffers."""
         if not self._writing:
             return
         self._swapper.synchronize_writes()
@@ -195,7 +177,7 @@ class Swapping:
         self._writing.clear()
         for path, written in files:
             found = os.stat(path).st_size if os.path.exists(path) else 0
-            if found < written:
+            if found < written:  # DeepSpeed would train on zeros
                 free = shutil.disk_usage(os.path.dirname(path)).free
                 raise ConfigError(
                     f"offload_param.nvme_path: {path} has {found} bytes after {written} were written to it ({free} "
@@ -203,45 +185,8 @@ class Swapping:
                 )
 
 
-def _refuse_buffers(offload: Any, itemsize: int) -> None:
-    """Raise ConfigError if the swapper's buffers are larger than the machine's memory: DeepSpeed allocates them.
-
-    Source: deepspeed 0.19.8 `partitioned_param_swapper.py`, `_configure_aio`.
-    """
-    nbytes = offload.buffer_count * offload.buffer_size * itemsize
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory:
-        raise ConfigError(
-            f"offload_param: {offload.buffer_count} buffers (buffer_count) of {offload.buffer_size} elements "
-            f"(buffer_size) are {nbytes} bytes, this machine has {memory}; lower buffer_size to what the largest "
-            "partition of a parameter needs"
-        )
-
-
-def _load_async_io(ds_config: Mapping[str, Any]) -> None:
-    """Load the op of zero.Init's swapper, compiled first if need be.
-
-    zero.Init loads it too, but raises RuntimeError for other reasons as well.
-
-    Raises:
-        ConfigError: the op cannot be built or loaded.
-    """
-    if (ds_config.get("aio") or {}).get("use_gds"):
-        return  # another op, which needs no libaio
-    try:
-        load_async_io()
-    except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
-            "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
-        ) from error
-
-
 def _free_with_last_view(swapper: Any, writing: Sized) -> None:
-    """Free the swapper's page-locked buffers when the last tensor in them is gone. DeepSpeed never frees them.
-
-    They are GBs by default, and each load that fails would leak as many. `writing` tells whether a write is under way,
-    which is waited for.
+    """Free the swapper's page-locked buffers, GBs by default, with the last tensor in them. DeepSpeed never frees them.
 
     Source: deepspeed 0.19.8 `deepspeed_pin_tensor.cpp`, `alloc`: a process-wide table owns the memory.
     """

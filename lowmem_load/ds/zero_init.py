@@ -1,10 +1,7 @@
 """Switches off a `deepspeed.zero.Init` that the caller has entered while a load runs, and compares it with the load.
 
-Inside a zero.Init every module is partitioned when its `__init__` returns, and `torch.empty`, `torch.zeros`, ... return
-its dtype, whatever was asked for. Lightning calls `configure_model` inside one. Nothing here imports DeepSpeed: if it
-is not imported, there is no zero.Init.
-
-Written for deepspeed 0.16.4 to 0.19.8.
+Inside one, each module is partitioned when its `__init__` returns, and `torch.empty` and the like return its dtype.
+Lightning calls `configure_model` inside one. Nothing here imports DeepSpeed: without it there is no zero.Init.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[Any]:
-    """Inside, a zero.Init that was entered around this has no effect, as inside `deepspeed.initialize`.
-
-    Yields the outermost one; None if there is none.
-    """
+    """Inside, a zero.Init that was entered around this has no effect. Yields the outermost one, or None."""
     zero: Any = sys.modules.get(_ZERO)
     if zero is None:
         yield None
@@ -46,23 +40,16 @@ def set_aside() -> Iterator[Any]:
 
 
 def refuse_another(init: Any, *, dtype: torch.dtype, device: str, world_size: int) -> None:
-    """Raise unless a zero.Init around a load makes the same parameters as the load.
+    """Raise unless a zero.Init around a load, as `set_aside` yields it, makes the same parameters as the load.
 
-    Stock ZeRO-3 makes them as that zero.Init says, whatever ds_config transformers sees.
-
-    Args:
-        init: as `set_aside` yields it.
-        dtype: of the load's parameters.
-        device: where its partitions stay: "cpu", "nvme", or the accelerator's type.
-        world_size: ranks among which they are partitioned.
-
-    Raises:
-        UnsupportedError: names both settings.
+    Stock ZeRO-3 makes them as that zero.Init says, whatever ds_config transformers sees. `device` is where partitions
+    stay: "cpu", "nvme", or the accelerator's type.
     """
     if init is None:
         return
     require_attributes(DEEPSPEED, init, ("dp_world_size", "dtype", "remote_device"))
-    found = (init.dtype, _device_type(init.remote_device), init.dp_world_size)
+    device_found = str(getattr(init.remote_device, "value", init.remote_device)).partition(":")[0]  # it may be an enum
+    found = (init.dtype, device_found, init.dp_world_size)
     if found != (dtype, device, world_size):
         raise UnsupportedError(
             f"inside a deepspeed.zero.Init that makes {found[0]} parameters on {found[1]} for {found[2]} rank(s); "
@@ -72,11 +59,7 @@ def refuse_another(init: Any, *, dtype: torch.dtype, device: str, world_size: in
 
 
 def refuse_partitioned(model: nn.Module) -> None:
-    """Raise if a parameter of a described model is a ZeRO-3 parameter already.
-
-    Raises:
-        UnsupportedError: names the first.
-    """
+    """Raise UnsupportedError if a parameter of a described model is a ZeRO-3 parameter already."""
     if _ZERO not in sys.modules:
         return
     from lowmem_load.ds.parameters import is_partitioned
@@ -87,8 +70,3 @@ def refuse_partitioned(model: nn.Module) -> None:
                 f"{name}: was partitioned by a zero.Init before its values were known; it was entered inside the "
                 f"load, such as in the __init__ of {type(model).__name__} or of a module of it: remove it there"
             )
-
-
-def _device_type(device: Any) -> str:
-    """Return "cpu", "nvme" or the accelerator's type for a torch.device, DeepSpeed's enum or a string."""
-    return str(getattr(device, "value", device)).partition(":")[0]

@@ -88,7 +88,7 @@ def test_parameters_without_a_name_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_name_that_only_newer_releases_have_is_checked_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(f"{releases.KEEPS_FP32}.buffers_to_keep_in_fp32")
     with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format("buffers_to_keep_in_fp32")):
-        check(parameters)
+        releases.fp32_buffers(nn.Module(), None, torch.bfloat16)
 
 
 def test_arguments_are_names_too(monkeypatch: pytest.MonkeyPatch) -> None:

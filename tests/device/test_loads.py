@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.ds.pinning import MIN_REGISTERED_BYTES
+from lowmem_load.ds.partition import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
 from lowmem_load.io.uploads import NUM_STREAMS, SLOT_BYTES
 from tests import builders
