@@ -20,12 +20,9 @@ TargetMaker = Callable[[Settings, nn.Module], Target]
 
 
 def target_maker(rank: int, device: torch.device, group: Any = None) -> TargetMaker:
-    """Return a function that makes targets for a rank.
+    """Return a function that makes targets for a rank of the partition group; for planning the device needs no index.
 
-    Args:
-        rank: of the partition group.
-        device: the accelerator; for planning its type is enough.
-        group: of torch.distributed among whose ranks parameters are partitioned; None for all ranks.
+    `group` of torch.distributed has the ranks among which parameters are partitioned; None means all.
     """
 
     def make(settings: Settings, model: nn.Module) -> Target:
@@ -62,13 +59,7 @@ class Replicated(Target):
 
 
 class Partial(Target):
-    """Sends each parameter to one of two targets, by its name: partial ZeRO-3.
-
-    Args:
-        chosen: names of modules; see [Note: chosen modules] in `targets/partition_choice.py`.
-        inside: the target of the parameters of these modules, and of all buffers.
-        outside: the target of the other parameters.
-    """
+    """Partial ZeRO-3: parameters of the chosen modules, and all buffers, go to `inside`, others to `outside`."""
 
     def __init__(self, chosen: Collection[str], inside: Target, outside: Target) -> None:
         self._chosen, self._inside, self._outside = chosen, inside, outside
@@ -83,11 +74,7 @@ class Partial(Target):
         return self._inside.fp32_buffers(model)
 
     def check(self, model: nn.Module, /) -> None:
-        """See `Target`.
-
-        Raises:
-            ConfigError: a chosen and another module share a parameter.
-        """
+        """See `Target`."""
         check_ties(model, {name: model.get_submodule(name) for name in self._chosen})
 
     def prepare(self, model: nn.Module, /) -> None:

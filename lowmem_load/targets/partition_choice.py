@@ -22,10 +22,7 @@ MARK = "lowmem_load_partitioned"
 def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -> dict[str, nn.Module]:
     """Return the topmost chosen modules by name, in the order of the model; "" is the model itself.
 
-    An empty sequence chooses nothing. With `must_match`, an entry that chooses no module of this model is refused.
-
-    Raises:
-        ConfigError: an entry is malformed or chooses nothing, or a chosen module holds no parameter.
+    With `must_match`, an entry that chooses no module of this model, or none with parameters, is refused.
     """
     entries = choices_of(partition)
     hits = [0] * len(entries)
@@ -50,11 +47,7 @@ def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -
 
 
 def check_ties(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
-    """Refuse parameters that a chosen and another module share; see [Note: chosen modules].
-
-    Raises:
-        ConfigError: names the parameters and the modules to add.
-    """
+    """Raise ConfigError for parameters that a chosen and another module share; see [Note: chosen modules]."""
     inside = chosen_parameters(chosen)
     shared = [
         (prefix, f"{prefix}.{name}" if prefix else name)
@@ -86,8 +79,7 @@ def partitioned_modules(model: nn.Module, is_partitioned: Callable[[torch.Tensor
     """Return the topmost modules that are partitioned already, by name.
 
     These are the marked ones. Where a model was partitioned by other means, they are the modules of which all
-    parameters are partitioned, and those that own a partitioned one beside whole ones further below; a module above a
-    marked one is never among the former, for the marked one may be called on its own.
+    parameters are partitioned, and those that own a partitioned one beside whole ones further below.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=True):
@@ -104,7 +96,7 @@ def _marked(module: nn.Module) -> bool:
 def _partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> bool:
     if any(is_partitioned(parameter) for parameter in module.parameters(recurse=False)):
         return True
-    parameters = list(module.parameters())
+    parameters = list(module.parameters())  # no module above a marked one, which may be called on its own
     return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_marked, module.modules()))
 
 

@@ -25,18 +25,9 @@ _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
 class Zero3(Target):
-    """Every parameter becomes a ZeRO-3 parameter, in the dtype in which DeepSpeed will run.
+    """Every parameter of `modules`, topmost ones by name, becomes a ZeRO-3 parameter, in the dtype of DeepSpeed's run.
 
-    Args:
-        settings: resolved for the model.
-        rank: of the partition group.
-        device: the accelerator; for planning its type is enough.
-        group: of torch.distributed among whose ranks parameters are partitioned; None for all ranks.
-        modules: names of the topmost modules whose parameters come here; "" is the model itself.
-
-    Raises:
-        ConfigError: DeepSpeed cannot partition parameters among this number of ranks.
-        UnsupportedError: names the setting that cannot be followed, and why.
+    `rank` is that of the partition group; `group` None means all ranks. For planning the device needs no index.
     """
 
     def __init__(
@@ -134,7 +125,6 @@ def _names_fp32(module: nn.Module) -> bool:
 
 
 def _refuse(settings: Settings, group: Any) -> None:
-    """Raise for settings that DeepSpeed itself refuses, and for those that would be ignored."""
     has_secondary = settings.secondary_size > 0
     if settings.ds_config.get("weight_quantization", {}).get("quantized_initialization"):
         raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")

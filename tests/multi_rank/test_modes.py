@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "has no swapper for secondary partitions",
     ),
     "no path": ({"offload_param": {"device": "nvme"}}, "there is no offload_param.nvme_path"),
-    "a typing error": ({"offload_parm": {"device": "cpu"}}, "refuses zero_optimization: offload_parm"),
+    "a typing error": ({"offload_parm": {"device": "cpu"}}, "refuses the ds_config: .*\noffload_parm"),
 }
 
 
