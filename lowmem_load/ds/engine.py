@@ -123,7 +123,7 @@ class PartitionedPart:
         model: nn.Module,
         chosen: Mapping[str, nn.Module],
         ds_config: Mapping[str, Any],
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer | None] | None,
     ) -> None:
         _refuse(ds_config)
         config = {key: value for key, value in ds_config.items() if key != "scheduler"}

@@ -5,7 +5,6 @@ ZeRO-3's collectives would not match across ranks there. Here they cover only wh
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,7 +51,7 @@ class PartialEngine(nn.Module):
         super().__init__()
         self.module, self._split = model, split
         self.lr_scheduler: Any = None
-        derive = None if split is None else functools.partial(_derived, split)
+        derive = None if split is None else lambda parameters: split.derive({id(p): p for p in parameters})
         with DistributedInterface().step("making the ZeRO-3 engine"):
             self._part = PartitionedPart(model, chosen, settings.ds_config, derive)
         mark(chosen.values())
@@ -102,11 +101,7 @@ class PartialEngine(nn.Module):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward. Collective: all ranks.
-
-        Raises:
-            ConfigError: a parameter that was frozen when the engine was made is to be trained now.
-        """
+        """Run the model's forward. Collective: all ranks."""
         thawed = [name for name, parameter in self._replicated.frozen.items() if parameter.requires_grad]
         if thawed:
             raise ConfigError(
@@ -180,10 +175,7 @@ class PartialEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save as `DeepSpeedEngine.save_checkpoint` does, with one file for the replicated part. Collective: all ranks.
-
-        `load_checkpoint` needs the same number of ranks.
-        """
+        """Save as `DeepSpeedEngine.save_checkpoint` does, with one file for the replicated part. Collective."""
         save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
         distributed = DistributedInterface()
         writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
@@ -195,15 +187,8 @@ class PartialEngine(nn.Module):
                     "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
                 }
                 save_replicated(os.path.join(save_dir, tag), state)
-        return bool(
-            self.zero3.save_checkpoint(
-                save_dir,
-                tag,
-                dict(client_state or {}),
-                save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
-        )
+        arguments = (save_dir, tag, dict(client_state or {}), save_latest)
+        return bool(self.zero3.save_checkpoint(*arguments, exclude_frozen_parameters=exclude_frozen_parameters))
 
     def load_checkpoint(
         self,
@@ -213,13 +198,14 @@ class PartialEngine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        load_zero3: Callable[..., tuple[str | None, Any]] | None = None,
     ) -> tuple[str | None, Any]:
         """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) if there is nothing.
 
-        It needs as many ranks as have saved; `lowmem_load.load_checkpoint` takes any number.
-
-        `load_module_only` leaves optimizers, schedulers and step counts as they are. Use it for a model that trains
-        parameters that were frozen when it was saved. DeepSpeed cannot load the reverse.
+        It needs as many ranks as have saved; `lowmem_load.load_checkpoint` takes any number, and passes `load_zero3`,
+        which fills the ZeRO-3 engine. `load_module_only` leaves optimizers, schedulers and step counts as they are: for
+        a model that trains parameters that were frozen when it was saved. DeepSpeed cannot load the reverse.
 
         Collective: all ranks.
 
@@ -228,31 +214,20 @@ class PartialEngine(nn.Module):
             ConfigError: it is of other parameters.
             RankError: only some ranks find a checkpoint.
         """
-        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        with DistributedInterface().step("finding", name=str(load_dir)):
-            folder, without = find_checkpoint(os.fspath(load_dir), tag), load_module_only or not load_optimizer_states
-            if folder is not None and without and folder != find_checkpoint(os.fspath(load_dir), None):
-                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
-                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
-                )
-        return self.load_checkpoint_by(self.zero3.load_checkpoint, load_dir, tag, *flags)
-
-    def load_checkpoint_by(
-        self,
-        load_zero3: Callable[..., tuple[str | None, Any]],
-        load_dir: str | os.PathLike[str],
-        tag: str | None,
-        load_module_strict: bool,
-        load_optimizer_states: bool,
-        load_lr_scheduler_states: bool,
-        load_module_only: bool,
-    ) -> tuple[str | None, Any]:
-        """Load as `load_checkpoint` does; `load_zero3` takes its arguments and fills the ZeRO-3 engine."""
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
         with distributed.step("checking", name=str(load_dir)) as step:  # before anything is changed
             folder = find_checkpoint(load_dir, tag)
+            if (
+                load_zero3 is None
+                and folder
+                and not load_optimizer_states
+                and folder != find_checkpoint(load_dir, None)
+            ):
+                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
+                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
+                )
             step.digest = {"checkpoint": "none" if folder is None else os.path.basename(folder)}
             state = None if folder is None else load_replicated(folder)
             if state is not None:
@@ -262,7 +237,7 @@ class PartialEngine(nn.Module):
                     raise ConfigError(f"the checkpoint's optimizer has {found} parameter groups, this one {expected}")
         if state is None:
             return None, None
-        path, client_state = load_zero3(
+        path, client_state = (load_zero3 or self.zero3.load_checkpoint)(
             load_dir,
             tag,
             load_module_strict=load_module_strict,
@@ -318,9 +293,3 @@ class PartialEngine(nn.Module):
     def module_state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the ZeRO-3 engine would return its part only, with empty tensors."""
         raise UnsupportedError("module_state_dict has empty parameters under ZeRO-3; call consolidated_state_dict()")
-
-
-def _derived(split: SplitOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    derived = split.derive({id(parameter): parameter for parameter in parameters})
-    assert derived is not None  # `initialize` has checked that the user's optimizer holds some of them
-    return derived

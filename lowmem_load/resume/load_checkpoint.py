@@ -82,7 +82,7 @@ def load_checkpoint(
     flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
     if isinstance(engine, PartialEngine):
         load_zero3 = functools.partial(_load_zero3, engine.zero3, trusted, progress)
-        return engine.load_checkpoint_by(load_zero3, load_dir, tag, *flags)
+        return engine.load_checkpoint(load_dir, tag, *flags, load_zero3=load_zero3)
     return _load_zero3(engine, trusted, progress, load_dir, tag, *flags)
 
 
