@@ -192,10 +192,9 @@ class PartitionedPart:
         return bool(self.engine.is_gradient_accumulation_boundary() or (managed is not None and not managed()))
 
     def step(self, replicated_norm: float) -> float | None:
-        """Run the engine's step at a boundary; see [Note: one more norm group]. Collective.
+        """Step at a boundary, given the norm of the replicated part's gradients, times the loss scale. Collective.
 
-        `replicated_norm` is that of the replicated part's gradients, times the loss scale. Returns the factor that
-        unscales and clips these gradients; None if the step is skipped.
+        Returns the factor that unscales and clips these gradients; None if the step is skipped.
         """
         scale = self.loss_scale  # before a step that overflows lowers it
         self._replicated_norm = replicated_norm

@@ -58,11 +58,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
-from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
-    Init,
-    PartitionedParamStatus,
-    ZeroParamStatus,
-)
+from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus  # noqa: E402
 from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
@@ -78,17 +74,11 @@ and never gives it back."""
 class Partitioner:
     """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
 
-    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `distributed/process_group.py`).
+    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `distributed/process_group.py`). `group` has the ranks
+    among which parameters are partitioned; None means all.
 
-    Args:
-        ds_config: of stage 3, without an "auto" that ZeRO-3 reads.
-        group: the ranks among which parameters are partitioned; None for all.
-
-    Attributes:
-        rank: in the group; under MiCS in the shard group.
-        world_size: ranks among which a parameter is partitioned.
-        secondary: rank and size of the group that shares hpZ's secondary partitions; (0, 0) without hpZ.
-        swapping: the swapper of offload_param to nvme; None without one.
+    `rank` and `world_size` are those of the group, under MiCS of the shard group; `secondary` those of the group that
+    shares hpZ's secondary partitions, (0, 0) without hpZ.
     """
 
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:

@@ -27,31 +27,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class _Slot:
-    """A trained parameter.
-
-    Attributes:
-        parameter: the model's own.
-        master: what the optimizer updates: the parameter itself if it is float32, else a float32 copy.
-        gradient: a view of the flat buffer in the parameter's shape.
-        used: whether the current micro-batch has used the parameter.
-    """
+    """A trained parameter."""
 
     parameter: nn.Parameter
-    master: nn.Parameter
-    gradient: torch.Tensor
-    used: bool = False
+    master: nn.Parameter  # what the optimizer updates: the parameter itself if it is float32, else a float32 copy
+    gradient: torch.Tensor  # a view of the flat buffer
+    used: bool = False  # by the current micro-batch
 
 
 class ReplicatedPart:
     """The tensors that every rank holds in full, outside of `chosen` modules. For `average` see `initialize`.
 
-    Memory: a float32 gradient per trained element, and a float32 master copy of parameters in lower precision.
+    `frozen` has the parameters of the full model that required no gradient when this was made, by name.
 
-    Attributes:
-        parameters: by name.
-        buffers: by name.
-        frozen: parameters of the full model that required no gradient when this was made, by name.
-        optimizer: of the masters; None if no parameter is trained.
+    Memory: a float32 gradient per trained element, and a float32 master copy of parameters in lower precision.
     """
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], average: Average) -> None:
@@ -112,10 +101,9 @@ class ReplicatedPart:
             slot.used = False
 
     def reduce(self, micro_batches: int) -> float:
-        """Average the gradients over the ranks; return their norm, infinite or nan on overflow. Collective: all ranks.
+        """Average the gradients, loss scale included, over the ranks; return their norm, not finite on overflow.
 
-        Gradients and norm include the loss scale. `micro_batches` is the number of gradient accumulation steps, by
-        which each loss was divided.
+        `micro_batches` is the number of gradient accumulation steps, by which each loss was divided. Collective.
         """
         if not self._slots:
             return 0.0
