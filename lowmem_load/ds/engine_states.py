@@ -221,8 +221,12 @@ def wants_universal(engine: Any) -> bool:
 
 def mark_unusable(engine: nn.Module) -> None:
     """Make an engine's forward raise, since it is about to hold half of a checkpoint."""
+
+    def refuse(*_: Any) -> None:
+        raise ConfigError("a checkpoint was loaded into this engine halfway; load one again before you run it")
+
     if _REFUSAL not in engine.__dict__:
-        engine.__dict__[_REFUSAL] = engine.register_forward_pre_hook(_refuse_to_run)
+        engine.__dict__[_REFUSAL] = engine.register_forward_pre_hook(refuse)
 
 
 def mark_usable(engine: nn.Module) -> None:
@@ -234,10 +238,6 @@ def _timers() -> tuple[set[str], ...]:
     """Return the further arguments of a swap: deepspeed 0.16.4 wants a set for the names of timers."""
     parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in).parameters
     return (set(),) if parameters["timer_names"].default is inspect.Parameter.empty else ()
-
-
-def _refuse_to_run(*_: Any) -> None:
-    raise ConfigError("a checkpoint was loaded into this engine halfway; load one again before you run it")
 
 
 def _held_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterator[HeldParameter]:

@@ -37,7 +37,7 @@ def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -
     if idle and must_match:
         names = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
-            f"partition: {', '.join(_spelled(entry) for entry in idle)} choose(s) no module of "
+            f"partition: {', '.join(getattr(entry, '__name__', repr(entry)) for entry in idle)} choose(s) no module of "
             f"{type(model).__name__}; its modules are {listed(names)}"
         )
     empty = [name for name, module in found.items() if next(module.parameters(), None) is None]
@@ -111,7 +111,3 @@ def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
 def is_below(name: str, chosen: Iterable[str]) -> bool:
     """Whether the module or parameter of this name is a chosen one or lies below one."""
     return any(not top or name == top or name.startswith(f"{top}.") for top in chosen)
-
-
-def _spelled(entry: Choice) -> str:
-    return repr(entry) if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
