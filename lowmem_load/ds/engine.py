@@ -169,11 +169,6 @@ class PartitionedPart:
         basic: torch.optim.Optimizer = self.engine.basic_optimizer
         return basic
 
-    @property
-    def loss_scale(self) -> float:
-        """Factor of losses before the backward pass; 1 unless fp16."""
-        return float(self.engine.optimizer.loss_scale)
-
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the full model's forward through the engine. Collective."""
         self._inside, self._depth = True, 0
@@ -196,7 +191,7 @@ class PartitionedPart:
 
         Returns the factor that unscales and clips these gradients; None if the step is skipped.
         """
-        scale = self.loss_scale  # before a step that overflows lowers it
+        scale = float(self.engine.optimizer.loss_scale)  # before a step that overflows lowers it
         self._replicated_norm = replicated_norm
         if self.engine.fp16_enabled() and not math.isfinite(replicated_norm):
             self.engine.optimizer.inf_or_nan_tracker.fill_(True)

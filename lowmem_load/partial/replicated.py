@@ -240,11 +240,6 @@ class PartialOptimizer:
         """Whether the last step was skipped, because gradients of either part overflowed."""
         return bool(self._part.engine.optimizer.overflow)
 
-    @property
-    def loss_scale(self) -> float:
-        """Factor of losses before the backward pass; 1 unless fp16."""
-        return self._part.loss_scale
-
     def state_dict(self) -> dict[str, Any]:
         """Return the replicated part's state; the partitioned part's is in the engine's checkpoints only."""
         return self._replicated.state_dict()

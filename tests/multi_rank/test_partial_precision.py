@@ -41,7 +41,7 @@ def train_in_low_precision(path: str, name: str) -> None:
     after = engine.consolidated_state_dict()
     assert {p.dtype for g in engine._replicated.optimizer.param_groups for p in g["params"]} == {torch.float32}
     assert engine.skipped_steps == 0
-    assert engine.optimizer.loss_scale == (SCALE if name == "float16" else 1.0)
+    assert engine.zero3.optimizer.loss_scale == (SCALE if name == "float16" else 1.0)
     expected, expected_losses = reference(path, 2, STEPS)
     all_losses = payloads(DistributedInterface(), losses)
     mean = [sum(values) / 2 for values in zip(*all_losses, strict=True)]
@@ -72,7 +72,7 @@ def overflow(path: str) -> None:
     train(engine, 0, 2, dtype=torch.float16)
     for skipped, kind in enumerate(("none", "whole part", "both")):
         before = state_of(engine)
-        scale, epoch = engine.optimizer.loss_scale, engine.lr_scheduler.last_epoch
+        scale, epoch = engine.zero3.optimizer.loss_scale, engine.lr_scheduler.last_epoch
         batch = {**batch_of(2, 0, 2, torch.float16), "kind": "sound", "features": torch.ones(1, 2, 5).half()}
         batch["input_ids"] = batch["input_ids"][:1]
         weight = engine.module.sound.project.weight
@@ -90,7 +90,7 @@ def overflow(path: str) -> None:
             assert changed == set(), kind
             assert all(bool(value.isfinite().all()) for value in after.values()), kind
         assert engine.optimizer.overflow is (kind != "none"), kind
-        assert engine.optimizer.loss_scale / scale == (1 if kind == "none" else 0.5), kind
+        assert engine.zero3.optimizer.loss_scale / scale == (1 if kind == "none" else 0.5), kind
         assert engine.lr_scheduler.last_epoch - epoch == (kind == "none"), kind
         assert engine.skipped_steps == skipped, kind
 
