@@ -82,24 +82,15 @@ def consolidate(
             if found is None:
                 raise CheckpointError(f"{checkpoint_folder}: has no file 'latest'; name the tag")
             checkpoint = open_checkpoint(found, executor)
-            tensors = _tensors_of(checkpoint)
+            tensors = {**checkpoint.replicated, **checkpoint.of_module}
+            tensors |= {name: tensors[other] for name, other in checkpoint.shared.items() if other in tensors}
             saved = _describe(checkpoint, tensors, scratch, config, dtype or torch.float32, max_shard_size)
             files = [lay_out_saved(file, scratch) for file in saved]
             writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
         with progress_bar(total_bytes(writes), "Consolidating", progress, 0) as update:
-
-            def on_bytes(num_bytes: int) -> None:
-                update(num_bytes)
-                report.sample_memory()
-
-            _write(files, writes, tensors, executor, scratch, report, on_bytes)
+            _write(files, writes, tensors, executor, scratch, report, update)
     report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
     return report
-
-
-def _tensors_of(checkpoint: Checkpoint) -> dict[str, SavedParameter]:
-    found = {**checkpoint.replicated, **checkpoint.of_module}
-    return found | {name: found[other] for name, other in checkpoint.shared.items() if other in found}
 
 
 def _describe(
@@ -162,8 +153,12 @@ def _write(
     executor: Executor,
     scratch: Path,
     report: SaveReport,
-    on_bytes: Callable[[int], None],
+    update: Callable[[int], object],
 ) -> None:
+    def on_bytes(num_bytes: int) -> None:
+        update(num_bytes)
+        report.sample_memory()
+
     staging = folders.make_staging([folders.find_target(report.folder)], files)
     try:
         with report.phase("write"), Writer([staging.path / file.name for file in files], on_bytes) as writer:
@@ -181,7 +176,6 @@ def _write(
 
 
 def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:
-    """Copy one chunk of a parameter at a time, and have everything reach the disk."""
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     for name, mine in held_writes(writes, {name: [FlatRange(0, each.numel)] for name, each in tensors.items()}).items():
         source = tensors[name].pieces[FP32]

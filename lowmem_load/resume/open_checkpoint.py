@@ -191,10 +191,8 @@ def _frozen_for_all(files: Files, file: TorchObjects, known: Collection[str]) ->
 
 def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
     module = at(file.tree, "module", dict, file.path)
-    names = at(file.tree, "buffer_names", list, file.path)
-    return {
-        name: files.replicated(file, name, module[name]) for name in names if isinstance(name, str) and name in module
-    }
+    names = [name for name in at(file.tree, "buffer_names", list, file.path) if isinstance(name, str)]
+    return {name: files.replicated(file, name, module[name]) for name in names if name in module}
 
 
 def _replicated(files: Files) -> dict[str, SavedParameter]:

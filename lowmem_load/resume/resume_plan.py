@@ -89,11 +89,11 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
             _scalars_of(number, [saved[one.name] for one in group if one.name in saved], state, param_groups)
             for number, group in enumerate(state.sub_groups)
         ]
-    parts = [
-        [_part(planner, one, key, saved, *state.master_of(number)) for key in (FP32, *moments) for one in group]
-        for number, group in enumerate(state.sub_groups)
-    ]
-    frozen = [_part(planner, one, FP32, saved, *state.partition_of(one)) for one in state.frozen]
+    parts = []
+    for number, group in enumerate(state.sub_groups):
+        where, keys = state.master_of(number), (FP32, *moments)
+        parts.append([_part(planner, one, key, saved.get(one.name), *where) for key in keys for one in group])
+    frozen = [_part(planner, one, FP32, saved.get(one.name), *state.partition_of(one)) for one in state.frozen]
     buffers = {}
     for name, buffer in state.buffers.items():
         if name in checkpoint.replicated:
@@ -157,14 +157,9 @@ def _scalars_of(
 
 
 def _part(
-    planner: Planner,
-    held: HeldParameter,
-    key: str,
-    saved: Mapping[str, SavedParameter],
-    dtype: torch.dtype,
-    on_host: bool,
+    planner: Planner, held: HeldParameter, key: str, saved: SavedParameter | None, dtype: torch.dtype, on_host: bool
 ) -> Part:
-    if held.name not in saved:
+    if saved is None:
         return Part(held, key, None)
-    values, numel = cast(saved[held.name].pieces[key].part(held.mine), dtype), held.mine.numel
+    values, numel = cast(saved.pieces[key].part(held.mine), dtype), held.mine.numel
     return Part(held, key, planner.plan_fill(f"{held.name} ({key})", values, FlatRange(0, numel), on_host=on_host))
