@@ -65,10 +65,8 @@ def test_results_come_in_rank_order_from_fresh_processes():
     assert os.getpid() not in pids
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_deepspeed_makes_a_process_group(world_size):
-    total = world_size * (world_size + 1) / 2
-    assert run_ranks(_sum_of_ranks, world_size=world_size) == [(total, 1)] * world_size
+def test_deepspeed_makes_a_process_group():
+    assert run_ranks(_sum_of_ranks, world_size=4) == [(10, 1)] * 4
 
 
 def test_a_failing_rank_is_reported_with_its_traceback_and_ends_the_others():
