@@ -24,15 +24,12 @@ import torch
 from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.planning.expression import Shape
 
-MAX_OPCODES = 1 << 22
-"""A tensor needs about 25. Each may create an object of some 64 bytes."""
-
+MAX_OPCODES = 1 << 22  # a tensor needs about 25; each may create an object of some 64 bytes
 MIN_NBYTES_PER_OBJECT, FREE_OBJECTS = 6, 4096
 """Bound on objects by the bytes of the pickle, so that memory stays below 30 times these bytes. A tensor has about ten
 containers and ten memo entries of at least nine bytes each, and takes up to 14 times the bytes of its pickle."""
 
-MAX_DIMS = 64
-"""The limit of numpy. Many tensors may share one long tuple."""
+MAX_DIMS = 64  # the limit of numpy: many tensors may share one long tuple
 
 STORAGE_DTYPES: Mapping[str, torch.dtype] = {
     "torch.DoubleStorage": torch.float64,

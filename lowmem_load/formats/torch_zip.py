@@ -47,7 +47,7 @@ class TorchZip:
         for name, tensor in state_dict(opened.pickled, path).items():
             view = repr(tensor)
             if view not in expressions:
-                expressions[view] = _expression(tensor, opened.storage(tensor), path, name)
+                expressions[view] = opened.expression(tensor, name)
             named[name] = expressions[view]
         return CheckpointFile(path, source.nbytes, opened.digest, version, tuple(named), None, named.__getitem__)
 
@@ -71,11 +71,7 @@ def describe_objects(source: ByteSource) -> TorchObjects:
     """Read the directory and `data.pkl` of a torch file with any content, without running it."""
     version, opened = source.version, _open(source)
     tree = objects(opened.pickled, source.path)
-
-    def expression(tensor: Tensor, name: str) -> Expression:
-        return _expression(tensor, opened.storage(tensor), source.path, name)
-
-    return TorchObjects(source.path, source.nbytes, opened.digest, version, tree, expression)
+    return TorchObjects(source.path, source.nbytes, opened.digest, version, tree, opened.expression)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +82,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
+    path: str
     entries: Mapping[str, _Entry]
     prefix: str
     pickled: bytes
@@ -96,18 +93,50 @@ class _Opened:
         digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in self.entries.items())).encode())
         return digest.hexdigest()[:16]
 
-    def storage(self, tensor: Tensor) -> _Entry | None:
-        return self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
+    def expression(self, tensor: Tensor, name: str) -> Expression:
+        """Return the bytes that a view spans in the entry of its storage, permuted."""
+        path, entry = self.path, self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
+        storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
+        storage_nbytes = storage.numel * storage.dtype.itemsize
+        if entry is None or entry.nbytes != storage_nbytes:
+            held = "is absent" if entry is None else f"has {entry.nbytes} bytes"
+            raise CheckpointError(
+                f"{path}: tensor {name!r} needs data/{storage.key} of {storage_nbytes} bytes, which {held}"
+            )
+        if math.prod(max(1, n) for n in size) * itemsize >= 1 << 63:
+            raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {size}")
+        span = 1 + sum((n - 1) * stride for n, stride in zip(size, tensor.strides, strict=True)) if 0 not in size else 0
+        if (tensor.offset + span) * itemsize > storage_nbytes:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} ends at element {tensor.offset + span} of data/{storage.key}, "
+                f"which has {storage_nbytes // itemsize}"
+            )
+        start = entry.start + tensor.offset * itemsize
+        order = _dense_order(size, tensor.strides)
+        if order is None:
+            region = Source(path, name, start, (span,), tensor.dtype)
+
+            def strided(values: Sequence[torch.Tensor]) -> torch.Tensor:
+                return values[0].as_strided(size, tensor.strides).contiguous()
+
+            return Computed("as_strided", strided, (region,), size, tensor.dtype)
+        stored = Source(path, name, start, tuple(size[dim] for dim in order), tensor.dtype)
+        return permute(stored, sorted(range(len(size)), key=lambda place: order[place]))
 
 
 def _open(source: ByteSource) -> _Opened:
     refuse_git_lfs_pointer(source)
     entries = _read_directory(source)
-    prefix = _prefix(entries, source.path)
+    prefixes = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(prefixes) != 1:
+        raise CheckpointError(f"{source.path}: a zip with {len(prefixes)} data.pkl, expected one; no torch checkpoint")
+    (prefix,) = prefixes
+    if f"{prefix}/constants.pkl" in entries:
+        raise CheckpointError(f"{source.path}: is a TorchScript program; save its state dict with torch.save instead")
     byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)
     if byte_order not in (b"", b"little"):
         raise CheckpointError(f"{source.path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
-    return _Opened(entries, prefix, _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES))
+    return _Opened(source.path, entries, prefix, _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES))
 
 
 def _read_directory(source: ByteSource) -> dict[str, _Entry]:
@@ -190,50 +219,12 @@ def _implied_start(info: zipfile.ZipInfo, end: int) -> int | None:
     return None
 
 
-def _prefix(entries: Mapping[str, _Entry], path: str) -> str:
-    prefixes = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(prefixes) != 1:
-        raise CheckpointError(f"{path}: a zip with {len(prefixes)} data.pkl, expected one; not a torch checkpoint")
-    if f"{prefixes[0]}/constants.pkl" in entries:
-        raise CheckpointError(f"{path}: is a TorchScript program; save its state dict with torch.save instead")
-    return prefixes[0]
-
-
 def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> bytes:
     if entry is None:
         return b""
     if entry.nbytes > max_nbytes:
         raise CheckpointError(f"{source.path}: a zip entry for metadata has {entry.nbytes} bytes, at most {max_nbytes}")
     return read_bytes(source, entry.start, entry.nbytes)
-
-
-def _expression(tensor: Tensor, entry: _Entry | None, path: str, name: str) -> Expression:
-    storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
-    storage_nbytes = storage.numel * storage.dtype.itemsize
-    if entry is None or entry.nbytes != storage_nbytes:
-        held = "is absent" if entry is None else f"has {entry.nbytes} bytes"
-        raise CheckpointError(
-            f"{path}: tensor {name!r} needs data/{storage.key} of {storage_nbytes} bytes, which {held}"
-        )
-    if math.prod(max(1, n) for n in size) * itemsize >= 1 << 63:
-        raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {size}")
-    span = 1 + sum((n - 1) * stride for n, stride in zip(size, tensor.strides, strict=True)) if 0 not in size else 0
-    if (tensor.offset + span) * itemsize > storage_nbytes:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} ends at element {tensor.offset + span} of data/{storage.key}, "
-            f"which has {storage_nbytes // itemsize}"
-        )
-    start = entry.start + tensor.offset * itemsize
-    order = _dense_order(size, tensor.strides)
-    if order is None:
-        region = Source(path, name, start, (span,), tensor.dtype)
-
-        def strided(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            return values[0].as_strided(size, tensor.strides).contiguous()
-
-        return Computed("as_strided", strided, (region,), size, tensor.dtype)
-    stored = Source(path, name, start, tuple(size[dim] for dim in order), tensor.dtype)
-    return permute(stored, sorted(range(len(size)), key=lambda place: order[place]))
 
 
 def _dense_order(size: Shape, strides: Shape) -> list[int] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,9 @@ FP8_MODULE = "transformers.integrations.finegrained_fp8"
 MXFP4_MODULE = "transformers.integrations.mxfp4"
 
 Dequantize = Callable[..., torch.Tensor]
+
+_Pattern = tuple[Expression, tuple[Slot, ...], torch.Tensor]
+"""The expression that all instances share, its slots, and a meta tensor like it."""
 
 
 def fp8() -> list[Replacement]:
@@ -87,15 +89,9 @@ class Patterns:
         found = self._known[kind]
         if found is None:
             return function(*tensors)
+        expression, slots, meta = found
         inputs = tuple(tensor.expression for tensor in tensors)
-        return SymbolicTensor(Instance(found.expression, found.slots, inputs), tensors[0].read_now, found.meta)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pattern:
-    expression: Expression
-    slots: tuple[Slot, ...]
-    meta: torch.Tensor
+        return SymbolicTensor(Instance(expression, slots, inputs), tensors[0].read_now, meta)
 
 
 def _pattern(function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor]) -> _Pattern | None:
@@ -105,7 +101,7 @@ def _pattern(function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTe
         result: Any = function(*symbols)
     except _NeedsValuesError:
         return None
-    return _Pattern(result.expression, slots, result.meta)
+    return result.expression, slots, result.meta
 
 
 class _NeedsValuesError(Exception):
