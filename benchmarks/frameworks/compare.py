@@ -27,10 +27,12 @@ class RankResult:
     Attributes:
         losses: what engines were handed to go back from, in order.
         load_bytes: resident, up to the first engine, when everything is loaded; files that are mapped count.
+        load_s: seconds from the first `from_pretrained` to then.
     """
 
     losses: list[float]
     load_bytes: int
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def compare(stock: Run, ours: Run) -> dict[str, Any]:
         "saved": {"tensors": len(stock.saved), "different": different(stock.saved, ours.saved)},
         "streamed loads": ours.num_streamed,
         "peaks": {"load": [_peak(run) for run in (stock, ours)]},
+        "seconds": {"load": [round(max(rank.load_s for rank in run.ranks), 1) for run in (stock, ours)]},
     }
 
 

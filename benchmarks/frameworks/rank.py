@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -39,18 +40,23 @@ def watch() -> None:
     if "RANK" in os.environ:
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
         seen = _Seen()
+        stood_in = stand_ins.hooks()
         after = {
-            **stand_ins.hooks(),
-            "accelerate.state": _tell_the_backend,
+            **stood_in,
+            "accelerate.state": functools.partial(_tell_the_backend, stood_in.get("accelerate.state")),
+            "accelerate.accelerator": seen.watch_accelerators,
             "transformers.modeling_utils": seen.watch_loads,
             "deepspeed.comm.torch": _without_shm_comm,
             "deepspeed.runtime.engine": seen.watch_engines,
+            "llamafactory.v1.trainers.sft_trainer": seen.watch_llamafactory_v1,
         }
         sys.meta_path.insert(0, _Finder(after))
 
 
-def _tell_the_backend(module: ModuleType) -> None:
+def _tell_the_backend(also: Callable[[ModuleType], None] | None, module: ModuleType) -> None:
     """Have accelerate count CPU ranks: it does where it is told a backend, which no environment variable can."""
+    if also is not None:
+        also(module)
     ordinary = module.PartialState.__init__
 
     @functools.wraps(ordinary)
@@ -71,14 +77,19 @@ class _Seen:
     def __init__(self) -> None:
         self._sampler: PeakMemory | None = None
         self._load_bytes: int | None = None
+        self._begin_s = self._load_s = 0.0
         self._losses: list[float] = []
 
     def watch_loads(self, module: ModuleType) -> None:
-        """Start to measure memory in the first `from_pretrained`."""
-        ordinary = module.PreTrainedModel.__dict__["from_pretrained"].__func__
+        """Start to measure memory in the first `from_pretrained` or `from_config`."""
+        for name in ("from_pretrained", "_from_config"):
+            self._watch_load(module.PreTrainedModel, name)
+
+    def _watch_load(self, model_class: Any, name: str) -> None:
+        ordinary = model_class.__dict__[name].__func__
 
         @functools.wraps(ordinary)
-        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def load(cls: type, *args: Any, **kwargs: Any) -> Any:
             if self._sampler is None:
                 import torch
 
@@ -87,10 +98,11 @@ class _Seen:
                 torch.manual_seed(0)  # axolotl seeds after it has made adapters: they differ from run to run
                 self._sampler = PeakMemory()
                 self._sampler.__enter__()
+                self._begin_s = time.perf_counter()
                 atexit.register(self._write)
             return ordinary(cls, *args, **kwargs)
 
-        module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        setattr(model_class, name, classmethod(load))
 
     def watch_engines(self, module: ModuleType) -> None:
         """Note when the first engine is made, and what engines are handed to go back from."""
@@ -111,15 +123,52 @@ class _Seen:
 
         module.DeepSpeedEngine.__init__, module.DeepSpeedEngine.backward = noted_make, noted_backward
 
+    def watch_accelerators(self, module: ModuleType) -> None:
+        """Note when the first model is prepared for FSDP, and what accelerators without an engine go back from."""
+        prepare, backward = module.Accelerator.prepare, module.Accelerator.backward
+
+        @functools.wraps(prepare)
+        def noted_prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            prepared = prepare(accelerator, *args, **kwargs)
+            if accelerator.distributed_type == "FSDP" and any(hasattr(each, "parameters") for each in args):
+                self._end_load()
+            return prepared
+
+        @functools.wraps(backward)
+        def noted_backward(accelerator: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+            if accelerator.distributed_type != "DEEPSPEED":
+                self._losses.append(float(loss.detach()))
+            backward(accelerator, loss, *args, **kwargs)
+
+        module.Accelerator.prepare, module.Accelerator.backward = noted_prepare, noted_backward
+
+    def watch_llamafactory_v1(self, module: ModuleType) -> None:
+        """Note when its trainer has sharded the model, and its losses."""
+        shard, compute_loss = module.SFTTrainer._shard_model, module.SFTTrainer.compute_loss
+
+        @functools.wraps(shard)
+        def noted_shard(trainer: Any) -> None:
+            shard(trainer)
+            self._end_load()
+
+        @functools.wraps(compute_loss)
+        def noted_loss(trainer: Any, batch: Any) -> Any:
+            loss = compute_loss(trainer, batch)
+            self._losses.append(float(loss.detach()))
+            return loss
+
+        module.SFTTrainer._shard_model, module.SFTTrainer.compute_loss = noted_shard, noted_loss
+
     def _end_load(self) -> None:
         """Note the most memory until the first engine is made, or until the end where none is."""
         if self._sampler is not None and self._load_bytes is None:
+            self._load_s = time.perf_counter() - self._begin_s
             self._sampler.__exit__()
             self._load_bytes = self._sampler.peak_bytes
 
     def _write(self) -> None:
         self._end_load()
-        result = {"losses": self._losses, "load_bytes": self._load_bytes}
+        result = {"losses": self._losses, "load_bytes": self._load_bytes, "load_s": self._load_s}
         Path(os.environ[FOLDER], f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 

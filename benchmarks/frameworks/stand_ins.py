@@ -6,6 +6,7 @@ takes part in loading a model, or in training one.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,15 +18,34 @@ EMPTY_PACKAGES = "FRAMEWORKS_EMPTY_PACKAGES"
 """Names of packages that may be imported, and whose names may be, but are errors when they are called."""
 CUDA_IS_CPU = "FRAMEWORKS_CUDA_IS_CPU"
 """If set, the CUDA calls that a framework makes by itself, not through DeepSpeed's accelerator, mean the CPU."""
+FSDP_ON_CPU = "FRAMEWORKS_FSDP_ON_CPU"
+"""If set, accelerate takes the FSDP that it is asked for on CPU ranks, too."""
 
 
 def hooks() -> dict[str, Callable[[ModuleType], None]]:
     """Put the empty packages in place; return what is to be called after which module has been executed."""
     if names := os.environ.get(EMPTY_PACKAGES, "").split():
         sys.meta_path.append(_EmptyPackages(names))
-    if CUDA_IS_CPU not in os.environ:
-        return {}
-    return {"torch.cuda": _cuda_is_cpu, "torch.distributed.device_mesh": _meshes_are_of_cpus}
+    found = {"accelerate.state": fsdp_on_cpu} if FSDP_ON_CPU in os.environ else {}
+    if CUDA_IS_CPU in os.environ:
+        found |= {"torch.cuda": _cuda_is_cpu, "torch.distributed.device_mesh": _meshes_are_of_cpus}
+    return found
+
+
+def fsdp_on_cpu(module: ModuleType) -> None:
+    """Have accelerate choose FSDP for CPU ranks, as it does for GPUs."""
+    ordinary = module.AcceleratorState.__init__
+
+    @functools.wraps(ordinary)
+    def make(state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        ordinary(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and state.distributed_type == module.DistributedType.MULTI_CPU:
+            if state._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(state._mixed_precision)
+            state.fsdp_plugin, state.distributed_type = fsdp_plugin, module.DistributedType.FSDP
+            module.PartialState._shared_state["distributed_type"] = module.DistributedType.FSDP
+
+    module.AcceleratorState.__init__ = make
 
 
 def _cuda_is_cpu(module: ModuleType) -> None:

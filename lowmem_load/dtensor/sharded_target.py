@@ -15,7 +15,7 @@ from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
 from lowmem_load.targets.target import Layout, Target
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
 """What torch.compile, activation checkpointing and PEFT put around a module: no part of a checkpoint's names."""
 
 
@@ -30,6 +30,7 @@ class ShardedModel:
     Attributes:
         parameters: by name; tied ones under each of their names.
         buffers: by name.
+        left: as given.
         planned_device: as given.
 
     Raises:
@@ -47,8 +48,9 @@ class ShardedModel:
             model.named_parameters(remove_duplicate=False),
             model.named_buffers(remove_duplicate=False),
         )
-        self.parameters = {plain_name(name): parameter for name, parameter in parameters if name not in left}
-        self.buffers = {plain_name(name): buffer for name, buffer in buffers if name not in left}
+        self.left = {plain_name(name) for name in left}
+        self.parameters = {plain_name(name): each for name, each in parameters if plain_name(name) not in self.left}
+        self.buffers = {plain_name(name): each for name, each in buffers if plain_name(name) not in self.left}
         self.planned_device = planned_device
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
@@ -71,7 +73,7 @@ class ShardedModel:
         ):
             problems = {
                 f"{kind} that neither a file nor a rule fills": sorted(ours.keys() - theirs.keys()),
-                f"{kind} of the checkpoint that the model lacks": sorted(theirs.keys() - ours.keys()),
+                f"{kind} of the checkpoint that the model lacks": sorted(theirs.keys() - ours.keys() - self.left),
                 f"{kind} of other shapes": [
                     f"{name} {tuple(ours[name].shape)} instead of {tuple(theirs[name].shape)}"
                     for name in sorted(ours.keys() & theirs.keys())
@@ -89,6 +91,8 @@ class ShardedModel:
     def fill_buffers(self, described: nn.Module) -> None:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
         for name, buffer in _named(described.named_buffers(remove_duplicate=False)).items():
+            if name in self.left:
+                continue
             source, (grid, memory) = buffer, self.shard(self.buffers[name])
             for dim, runs in enumerate(grid.runs):
                 parts = [source.narrow(dim, start, end - start) for start, end in runs]
@@ -119,6 +123,7 @@ class Sharded(Target):
     def __init__(self, sharded: ShardedModel, described: nn.Module) -> None:
         self._sharded, self._described = sharded, described
         self._names: dict[str, list[str]] = {}
+        self._left: Target = Unfilled()
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Tied parameters have one region for each tensor that the sharded model has for them."""
@@ -127,13 +132,15 @@ class Sharded(Target):
             numel = parameter.numel()
             return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
         tensors = list(self._tensors(self._names.get(name, [name])))
+        if not tensors:
+            return self._left.layout(name, parameter)
         shards = [self._sharded.shard(tensor) for tensor in tensors]
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             raise UnsupportedError(f"{name}: tied parameters have the dtypes {dtypes}; give them one dtype")
         grids = tuple(grid for grid, _ in shards)
         on_host = all((self._sharded.planned_device or memory.device.type) == "cpu" for _, memory in shards)
-        return Layout(SHARDED, dtypes.pop(), grids, tuple(grid.numel for grid in grids), on_host)
+        return Layout(SHARDED, dtypes.pop(), grids, tuple(grid.numel for grid in grids), on_host, keeps_casts=True)
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
@@ -155,11 +162,13 @@ class Sharded(Target):
     def make(
         self,
         plan: TargetPlan,
-        parameter: nn.Parameter,  # noqa: ARG002  the protocol's
-        wait: Callable[[], None],  # noqa: ARG002  the protocol's
+        parameter: nn.Parameter,
+        wait: Callable[[], None],
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """Return the sharded model's parameter and its memory. See `Target`."""
         tensors = list(self._tensors(plan.names))
+        if not tensors:
+            return self._left.make(plan, parameter, wait)
         return self._sharded.parameters[plain_name(plan.name)], [self._sharded.shard(tensor)[1] for tensor in tensors]
 
     def _tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -169,13 +178,22 @@ class Sharded(Target):
 
 
 class Unfilled(Target):
-    """Every parameter on meta, for `load_into` to fill once its owner has sharded the model. A `Target`."""
+    """Every parameter on meta, but for those of some names, which are whole in host memory. A `Target`."""
 
     device = torch.device("cpu")
 
-    def layout(self, _: str, parameter: torch.Tensor) -> Layout:
+    def __init__(self, whole: Collection[str] = ()) -> None:
+        self._whole = whole
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`."""
-        return Layout(SHARDED, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
+        numel = parameter.numel() if name in self._whole else 0
+        return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
+
+    def check(self, model: nn.Module) -> None:
+        """See `Target`."""
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise UnsupportedError(f"{type(model).__name__}: its quantized weights cannot be filled after sharding")
 
     def make(
         self,
@@ -183,9 +201,11 @@ class Unfilled(Target):
         parameter: nn.Parameter,
         wait: Callable[[], None],  # noqa: ARG002  the protocol's
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
-        """Return a parameter without memory. See `Target`."""
-        values = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
-        return nn.Parameter(values, requires_grad=parameter.requires_grad), [torch.empty(0, dtype=plan.dtype)]
+        """See `Target`."""
+        is_whole = plan.names[0] in self._whole
+        values = torch.empty(plan.shape, dtype=plan.dtype, device="cpu" if is_whole else "meta")
+        memory = values.view(-1) if is_whole else torch.empty(0, dtype=plan.dtype)
+        return nn.Parameter(values, requires_grad=parameter.requires_grad), [memory]
 
 
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

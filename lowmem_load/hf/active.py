@@ -107,3 +107,8 @@ def transformers_models(module: nn.Module) -> list[PreTrainedModel]:
     if isinstance(module, PreTrainedModel):
         return [module]
     return [found for child in module.children() for found in transformers_models(child)]
+
+
+def transformers_class() -> type[PreTrainedModel]:
+    """Return the class of all transformers models."""
+    return PreTrainedModel

@@ -66,6 +66,12 @@ def outermost() -> contextlib.AbstractContextManager[None]:
     return _loading(False)
 
 
+def handled(handler: Handler, call: Call) -> tuple[Any, dict[str, Any]]:
+    """Have a handler do a load in this thread. Loads that the model's own code makes are part of it."""
+    with load_lock(), _loading(True):
+        return handler(call)
+
+
 @contextlib.contextmanager
 def intercepted(
     handler: Handler, wanted: Callable[[Mapping[str, Any]], bool] = lambda _: True, *, everywhere: bool = False
@@ -75,23 +81,19 @@ def intercepted(
     `wanted` is asked with the keywords of the call. `everywhere` means all threads. The innermost block counts.
     """
 
-    def handled(call: Call) -> tuple[Any, dict[str, Any]]:
-        with load_lock(), _loading(True):
-            return handler(call)
-
     def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
         if _IS_LOADING.get() or not wanted(kwargs):
             return ordinary(cls, *args, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = handled(Call(ordinary, cls, args, kwargs))
+        model, info = handled(handler, Call(ordinary, cls, args, kwargs))
         return (model, info) if wants_info else model
 
     def from_config(ordinary: Callable[..., Any], cls: Any, /, config: Any, **kwargs: Any) -> Any:
-        if _IS_LOADING.get() or not wanted(kwargs):
+        as_load = {"config": config, "state_dict": {}, **kwargs}
+        if _IS_LOADING.get() or not wanted(as_load):
             return ordinary(cls, config, **kwargs)
         from_config = functools.partial(ordinary, cls, config, **kwargs)
-        as_load = {"config": config, "state_dict": {}, **kwargs}
-        model, _ = handled(Call(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config))
+        model, _ = handled(handler, Call(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config))
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 

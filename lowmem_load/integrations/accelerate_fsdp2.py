@@ -10,33 +10,40 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.api.load_into import load_into
 from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.group import RankGroup, has_group
 from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatter_into
-from lowmem_load.dtensor.sharded_target import Unfilled, plain_name
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, plain_name
+from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
 from lowmem_load.hf import intercept, loader
-from lowmem_load.hf.active import active_zero3_config, transformers_models
-from lowmem_load.hf.replaced import replaced
-from lowmem_load.hf.skeleton import allocate, file_keywords
-from lowmem_load.pipeline.load import Load
+from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
+from lowmem_load.hf.replaced import Replacement, replaced
+from lowmem_load.hf.skeleton import allocate
+from lowmem_load.integrations.startup_hook import after_import
+from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import OnLoad
+from lowmem_load.targets.make_target import TargetMaker
 
 _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""
 
-_NOT_PENDING = ("device_map", "quantization_config", "gguf_file", "distributed_config", "tp_plan", "tp_size")
+_NOT_PENDING = (
+    *("device_map", "quantization_config", "gguf_file", "distributed_config", "tp_plan", "tp_size"),
+    "state_dict",  # of a from_config, too, whose random values are drawn in another order than missing ones
+)
 """Keywords of loads that transformers does by itself."""
 
 _SETTINGS = {"zero_optimization": {"stage": 3}}  # parameters are cut up; by whom, the target knows
@@ -48,102 +55,83 @@ class _PendingLoad:
     """The load that a model waits for.
 
     Attributes:
-        name, kwargs: of the `from_pretrained`.
-        dtype: of the model that it returned.
+        call: the `from_pretrained`.
         random_state: when it was called: parameters that no file has are drawn from it.
+        load: as `Load` has it, by the maker of the target.
     """
 
-    name: str
-    kwargs: Mapping[str, Any]
-    dtype: torch.dtype
+    call: loader.Call
     random_state: torch.Tensor
+    load: Callable[[TargetMaker], Load]
+
+    def __deepcopy__(self, _: Any) -> _PendingLoad:
+        return self
+
+    def again(self, run: Callable[[loader.Call], Any]) -> nn.Module:
+        """Return the model of the call, run once more, with the same random numbers."""
+        after = torch.get_rng_state()
+        torch.set_rng_state(self.random_state)
+        try:
+            model: nn.Module = intercept.handled(run, self.call)[0]
+            return model
+        finally:
+            torch.set_rng_state(after)
 
 
 @contextlib.contextmanager
-def pending_loads(*, progress: bool | None, verify: bool, on_load: OnLoad | None) -> Iterator[None]:
+def pending_loads(
+    *, progress: bool | None, verify: bool, on_load: OnLoad | None, is_lenient: bool = False
+) -> Iterator[None]:
     """Inside, models for accelerate's FSDP2 are filled when they have been sharded. For all threads."""
-    is_preparing = False
 
-    def fill(model: nn.Module, device: torch.device, policy: Any, added: Mapping[str, torch.Tensor]) -> None:
-        device = torch.device("cpu") if offloads({"offload_policy": policy}) else device
-        report = _fill(model, device, added, progress=progress, verify=verify)
-        if on_load is not None:
-            on_load(report)
-
-    def prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
-        import accelerate.utils.fsdp_utils as fsdp_utils
-
-        nonlocal is_preparing
-        if not _is_pending(model):
-            return ordinary(accelerator, model)  # type: ignore[no-any-return]
-        added = _added(model)  # now: accelerate moves the model to meta
-        is_preparing = True
-        try:
-            with replaced((fsdp_utils, "fsdp2_load_full_state_dict", _load_nothing)):
-                prepared: nn.Module = ordinary(accelerator, model)
-        finally:
-            is_preparing = False
-        fill(prepared, accelerator.device, accelerator.state.fsdp_plugin.cpu_offload, added)
-        return prepared
-
-    def shard(ordinary: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Fill a model that somebody else shards: TRL does so with the reference model of DPO."""
-        if is_preparing or not isinstance(module, nn.Module) or not _is_pending(module):
-            return ordinary(module, *args, **kwargs)
-        added = _added(module)
-        sharded = ordinary(module, *args, **kwargs)
-        fill(module, mesh_device(module), kwargs.get("offload_policy"), added)
-        return sharded
+    def load(make_target: TargetMaker, *, is_last: bool = True) -> Load:
+        ranks = RankGroup(None)
+        settings = read_settings(_SETTINGS, world_size=ranks.world_size)
+        if is_last:
+            return Load(settings, ranks, make_target, progress, verify, on_load)
+        return Load(settings, ranks, make_target, progress=False, is_lenient=is_lenient)
 
     with contextlib.ExitStack() as hooks:
         hooked: list[Any] = []
 
-        def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        def begin(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
             if not hooked:  # not before: most jobs have no FSDP2, and need not import all this
-                hooked.append(hooks.enter_context(_hooks(prepare, shard)))
-            return _load_pending(call)
+                hooked.append(hooks.enter_context(_hooks()))
+            state = torch.get_rng_state()
+            model, info = load(lambda *_: Unfilled(), is_last=False)(call)
+            if any(parameter.is_meta for parameter in model.parameters()):  # not left to stock
+                _mark_pending(model, _PendingLoad(call, state, load))
+            return model, info
 
-        hooks.enter_context(intercept.intercepted(load, _is_fsdp2, everywhere=True))
+        hooks.enter_context(intercept.intercepted(begin, _is_fsdp2, everywhere=True))
         yield
 
 
-def _hooks(prepare: Any, shard: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which these prepare and shard models, and PEFT keeps adapters in host memory."""
-    import accelerate.accelerator
-    import accelerate.utils.fsdp_utils as fsdp_utils
-
-    replacements = [(owner, "fsdp2_prepare_model", prepare) for owner in (fsdp_utils, accelerate.accelerator)]
-    replacements.append((fsdp_package(), "fully_shard", shard))
-    if importlib.util.find_spec("peft") is not None:
-        from peft.tuners.tuners_utils import BaseTuner
-
-        replacements.append((BaseTuner, "inject_adapter", _keep_adapters))
-    return replaced(*replacements, everywhere=True)
-
-
-def _is_pending(model: nn.Module) -> bool:
-    return any(hasattr(found, _PENDING) for found in transformers_models(model))
-
-
-def _added(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that were put on a pending model, and have values."""
-    return {plain_name(name): tensor.detach() for name, tensor in model.named_parameters() if not tensor.is_meta}
-
-
-def _load_nothing(*args: Any, **_: Any) -> Any:
-    """Return the sharded model as it is, in place of the broadcast."""
-    return args[2]  # after the ordinary function and the accelerator
+# -- which loads -----------------------------------------------------------------------------------------------------
 
 
 def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate will shard a model by FSDP2 that is loaded with these keywords now."""
     if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_PENDING):
         return False
+    return _fsdp_version() == "2" and active_zero3_config() is None and _knows_fsdp2()
+
+
+def _fsdp_version() -> str:
+    """Return the version of FSDP that an `Accelerator`, the environment or `TrainingArguments` ask for."""
     state: Any = sys.modules.get("accelerate.state")  # whoever has an Accelerator has imported it
     plugin = None if state is None else state.AcceleratorState._shared_state.get("fsdp_plugin")  # noqa: SLF001
-    in_environment = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
-    version = plugin.fsdp_version if plugin is not None else os.environ.get("FSDP_VERSION") if in_environment else None
-    return str(version) == "2" and active_zero3_config() is None and _knows_fsdp2()
+    if plugin is not None:
+        return str(plugin.fsdp_version)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        return os.environ.get("FSDP_VERSION", "")
+    # TrainingArguments(fsdp=...) set this variable, and keep all else to themselves until a Trainer is made.
+    module: Any = sys.modules.get("transformers.training_args")
+    if module is None or "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ:
+        return ""
+    arguments = (each for each in gc.get_objects() if issubclass(type(each), module.TrainingArguments))
+    plugins = [getattr(each, "fsdp_plugin_args", None) or {} for each in arguments]
+    return next((str(each["fsdp_version"]) for each in plugins if "fsdp_version" in each), "")
 
 
 def _knows_fsdp2() -> bool:
@@ -152,56 +140,176 @@ def _knows_fsdp2() -> bool:
     return hasattr(fsdp_utils, "fsdp2_load_full_state_dict")  # accelerate 1.6 on
 
 
-def _load_pending(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model of a `from_pretrained`, with its buffers, and leave its parameters on meta."""
-    ranks, state = RankGroup(None), torch.get_rng_state()
-    settings = read_settings(_SETTINGS, world_size=ranks.world_size)
-    model, info = Load(settings, ranks, lambda *_: Unfilled(), progress=False)(call)
+def _mark_pending(model: nn.Module, pending: _PendingLoad) -> None:
     for parameter in model.parameters():
         # accelerate tells the parameters of an optimizer by their addresses, and all of meta have the address 0.
         setattr(parameter, "data_ptr", functools.partial(int, next(_NUMBERS)))  # noqa: B010  a method, for mypy
-    dtype = next(each.dtype for each in model.parameters() if each.dtype.is_floating_point)
-    setattr(model, _PENDING, _PendingLoad(call.name, call.kwargs, dtype, state))
-    return model, info
+    setattr(model, _PENDING, pending)
+    model.register_forward_pre_hook(_before_forward)
+
+
+def _pending_model(model: nn.Module) -> Any:
+    """Return the transformers model within a model that waits for its load; None if there is none."""
+    return next((found for found in transformers_models(model) if hasattr(found, _PENDING)), None)
+
+
+# -- the load --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _hooks() -> Iterator[None]:
+    """Inside, pending models are filled where they are sharded, and where their values are needed before."""
+    import accelerate.accelerator
+    import accelerate.utils.fsdp_utils as fsdp_utils
+
+    with contextlib.ExitStack() as stack:
+
+        def hook_peft(module: ModuleType) -> None:
+            stack.enter_context(replaced((module.BaseTuner, "inject_adapter", _keep_adapters), everywhere=True))
+
+        replacements: list[Replacement] = [
+            (fsdp_utils, "fsdp2_prepare_model", _prepare),
+            (accelerate.accelerator, "fsdp2_prepare_model", _prepare),
+            (fsdp_package(), "fully_shard", _shard),
+            (transformers_class(), "resize_token_embeddings", _resize),
+            (nn.Module, "to", _move),
+            (nn.Module, "cuda", _move),
+        ]
+        stack.enter_context(replaced(*replacements, everywhere=True))
+        stack.callback(after_import("peft.tuners.tuners_utils", hook_peft))
+        yield
+
+
+def _prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
+    import accelerate.utils.fsdp_utils as fsdp_utils
+
+    base = _pending_model(model)
+    if base is None:
+        return ordinary(accelerator, model)  # type: ignore[no-any-return]
+    added = _added(model, base)  # now: accelerate moves the model to meta
+    pending = vars(base).pop(_PENDING)  # else `_shard` would take what accelerate shards
+    with replaced((fsdp_utils, "fsdp2_load_full_state_dict", _load_nothing)):
+        prepared: nn.Module = ordinary(accelerator, model)
+    is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
+    _fill(prepared, base, pending, torch.device("cpu") if is_offloaded else accelerator.device, added)
+    return prepared
+
+
+def _shard(ordinary: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Fill a model that somebody else shards: TRL does so with the reference model of DPO."""
+    base = _pending_model(module) if isinstance(module, nn.Module) else None
+    if base is None:
+        return ordinary(module, *args, **kwargs)
+    added = _added(module, base)
+    sharded = ordinary(module, *args, **kwargs)
+    device = torch.device("cpu") if offloads(kwargs) else mesh_device(module)
+    _fill(module, base, vars(base).pop(_PENDING), device, added)
+    return sharded
+
+
+def _added(model: nn.Module, base: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a pending model that have values: put on it, or read before.
+
+    Raises:
+        UnsupportedError: somebody has written into one that has none.
+    """
+    if changed := [name for name, each in base.named_parameters() if each.is_meta and each._version]:  # noqa: SLF001
+        raise UnsupportedError(
+            f"{type(base).__name__}: {listed(changed)} changed before FSDP2 has sharded the model, when it holds no "
+            "values; change them after Accelerator.prepare, or load without lowmem_load"
+        )
+    return {plain_name(name): tensor.detach() for name, tensor in model.named_parameters() if not tensor.is_meta}
+
+
+def _load_nothing(*args: Any, **_: Any) -> Any:
+    """Return the sharded model as it is, in place of the broadcast."""
+    return args[2]  # after the ordinary function and the accelerator
 
 
 def _fill(
-    model: nn.Module,
-    device: torch.device,
-    added: Mapping[str, torch.Tensor],
-    *,
-    progress: bool | None,
-    verify: bool,
-) -> Any:
-    """Fill a model that accelerate has sharded on meta: from its files, and what was added from rank 0's values."""
-    (base,) = transformers_models(model)
-    pending: _PendingLoad = getattr(base, _PENDING)
+    model: nn.Module, base: Any, pending: _PendingLoad, device: torch.device, added: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill a model that was sharded on meta: from its files, and what was added from rank 0's values."""
     model.to_empty(device=device)
     allocate(base, None)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
-    left = [name for name, _ in base.named_parameters() if plain_name(prefix + name) in added]
-    after = torch.get_rng_state()
-    torch.set_rng_state(pending.random_state)
-    try:
-        with intercept.outermost():
-            report = load_into(
-                *(base, pending.name),
-                dtype=pending.dtype,
-                leave=left,
-                progress=progress,
-                verify=verify,
-                **file_keywords(pending.kwargs),
-            )
-    finally:
-        torch.set_rng_state(after)
+    given = {id(each) for name, each in base.named_parameters() if plain_name(prefix + name) in added}
+    left = [name for name, each in base.named_parameters(remove_duplicate=False) if id(each) in given]
+    sharded = ShardedModel(base, left)
+    loaded = pending.again(pending.load(lambda _, described: Sharded(sharded, described)))
+    with torch.no_grad():
+        sharded.fill_buffers(loaded)
     for name, parameter in model.named_parameters():
         if plain_name(name) in added:
             scatter_into(parameter, added[plain_name(name)])
-    delattr(base, _PENDING)
-    return report
+    setattr(base, REPORT_ATTRIBUTE, getattr(loaded, REPORT_ATTRIBUTE))
 
 
-def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+# -- what needs values before ----------------------------------------------------------------------------------------
+
+
+def _read_whole(base: nn.Module, modules: Collection[nn.Module]) -> None:
+    """Read the parameters of some modules of a pending model, whole on every rank. Collective."""
+    pending: _PendingLoad = getattr(base, _PENDING)
+    held = {id(each) for module in modules for each in module.parameters() if each.is_meta}
+    named = {name: each for name, each in base.named_parameters(remove_duplicate=False) if id(each) in held}
+    if named:
+        wanted = {plain_name(name) for name in named}
+        _give(base, pending.again(pending.load(lambda *_: Unfilled(wanted))), named)
+
+
+def _make_whole(base: nn.Module, why: str) -> None:
+    """Load a pending model as stock does, and warn of what that costs. Nothing of it is pending any more."""
+    nbytes = sum(each.nbytes for each in base.parameters() if each.is_meta)
+    warnings.warn(
+        f"{type(base).__name__}: {why} needs its weights before FSDP2 has sharded it, so it was loaded whole, as "
+        f"without lowmem_load: {nbytes / 2**20:.0f} MiB",
+        NotStreamedWarning,
+        stacklevel=outside_level(),
+    )
+    pending: _PendingLoad = vars(base).pop(_PENDING)
+    _give(base, pending.again(loader.Call.run), dict(base.named_parameters(remove_duplicate=False)))
+
+
+def _give(base: nn.Module, loaded: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    """Give parameters that have no values those of a loaded model."""
+    values = dict(loaded.named_parameters(remove_duplicate=False))
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in named.items():
+        if not parameter.is_meta:
+            continue
+        if id(parameter) not in made:
+            value = values[plain_name(name)].detach().to(parameter.dtype)
+            made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            loader.copy_marks(parameter, made[id(parameter)])
+        owner, _, last = name.rpartition(".")
+        setattr(base.get_submodule(owner), last, made[id(parameter)])
+
+
+def _resize(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read the embeddings of a pending model, which are then resized like any other."""
+    if hasattr(model, _PENDING):
+        embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+        _read_whole(model, [each for each in embeddings if each is not None])
+    return ordinary(model, *args, **kwargs)
+
+
+def _move(ordinary: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Load a pending model whole before it is moved to a device."""
+    asked = kwargs.get("device", args[0] if args else None)
+    asked = asked.device if isinstance(asked, torch.Tensor) else asked
+    moves = isinstance(asked, str | int | torch.device) and torch.device(asked).type != "meta"
+    if (moves or not (args or kwargs)) and (base := _pending_model(module)) is not None:
+        _make_whole(base, f"{type(module).__name__}.to a device")
+    return ordinary(module, *args, **kwargs)
+
+
+def _before_forward(model: nn.Module, _: Any) -> None:
+    if hasattr(model, _PENDING):
+        _make_whole(model, "its forward")
+
+
+def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     """Leave the adapters that PEFT puts on a model without memory in host memory, where they have values.
 
     PEFT moves each adapter to the device of its layer. On meta its values would be lost.
@@ -209,6 +317,17 @@ def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, *args: Any, **kw
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    base = _pending_model(model)
+    if base is not None:
+        config = tuner.peft_config[adapter_name]
+        copied = tuple(getattr(config, "modules_to_save", None) or ())
+        if _needs_weights(config):
+            _make_whole(base, f"a {config.peft_type} adapter that is made from them")
+        elif copied:
+            _read_whole(base, [module for name, module in base.named_modules() if name.endswith(copied)])
+    if _pending_model(model) is None:
+        ordinary(tuner, model, adapter_name, *args, **kwargs)
+        return
     made: list[tuple[nn.Module, str, nn.Parameter]] = []
 
     def note(ordinary: Any, layer: Any, adapter_name: str, device: torch.device | None = None) -> None:
@@ -218,12 +337,16 @@ def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, *args: Any, **kw
                 (module, name, each) for name, each in module.named_parameters(recurse=False) if not each.is_meta
             )
 
-    if not _is_pending(model):
-        ordinary(tuner, model, *args, **kwargs)
-        return
     with replaced((BaseTunerLayer, "_move_adapter_to_device_of_base_layer", note)):
-        ordinary(tuner, model, *args, **kwargs)
+        ordinary(tuner, model, adapter_name, *args, **kwargs)
     for module, name, parameter in made:
         moved = getattr(module, name)
         if moved.is_meta:
             setattr(module, name, parameter.requires_grad_(moved.requires_grad))
+
+
+def _needs_weights(config: Any) -> bool:
+    """Return whether PEFT computes an adapter from the weights that it adapts, or copies some of them."""
+    is_plain_lora = str(config.peft_type).endswith("LORA") and config.init_lora_weights in (True, False, "gaussian")
+    others = ("use_dora", "target_parameters", "trainable_token_indices", "lora_bias")
+    return not is_plain_lora or any(getattr(config, each, None) for each in others)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
+from lowmem_load.api.load_into import load_into
 from lowmem_load.api.load_model import load_report, why_left_to_stock
 from lowmem_load.api.streaming import following
 from lowmem_load.config.ds_config import read_ds_config
@@ -23,7 +24,9 @@ from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf.active import transformers_models
+from lowmem_load.hf.replaced import replaced
 from lowmem_load.integrations.accelerate_fsdp2 import pending_loads
+from lowmem_load.integrations.startup_hook import after_import
 from lowmem_load.integrations.trainer_saves import HookedSaves
 from lowmem_load.report import OnLoad
 from lowmem_load.resume.load_checkpoint import load_checkpoint
@@ -76,7 +79,8 @@ def install(
         stack.enter_context(
             following(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict, everywhere=True)
         )
-        stack.enter_context(pending_loads(progress=progress, verify=verify, on_load=on_load))
+        stack.enter_context(pending_loads(progress=progress, verify=verify, on_load=on_load, is_lenient=not strict))
+        stack.enter_context(_llamafactory_hooked(progress=progress, verify=verify, on_load=on_load))
         stack.enter_context(hooked(_cast_adapters))
         if saves:
             stack.enter_context(hooked(stack.enter_context(HookedSaves()).begin))
@@ -96,6 +100,28 @@ class _Installed:
     """The only mutable state of this module. The names that it replaces in other packages exist once per process."""
 
     stack: ClassVar[contextlib.ExitStack | None] = None
+
+
+@contextlib.contextmanager
+def _llamafactory_hooked(*, progress: bool | None, verify: bool, on_load: OnLoad | None) -> Iterator[None]:
+    """Inside, LLaMA-Factory v1 fills what it has made by `init_on_meta` and sharded by FSDP2 as `load_into` does.
+
+    Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
+    """
+
+    def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
+        report = load_into(model, name, progress=progress, verify=verify)
+        if on_load is not None:
+            on_load(report)
+
+    with contextlib.ExitStack() as stack:
+
+        def hook(module: Any) -> None:
+            replacement = (module.FSDP2Engine, "_load_weights_from_hf_checkpoint", load)
+            stack.enter_context(replaced(replacement, everywhere=True))
+
+        stack.callback(after_import("llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2", hook))
+        yield
 
 
 def _ds_config_of(given: Mapping[str, Any]) -> Any:

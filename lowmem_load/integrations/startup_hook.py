@@ -59,20 +59,42 @@ def watch() -> None:
     Calling it again does nothing.
     """
     if os.environ.get(SWITCH) not in ("", OFF) and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        after_import(AWAITED, _await_load)
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call `act` with a module once the import system has executed it. Return what calls this off."""
+    if name in sys.modules:
+        act(sys.modules[name])
+        return lambda: None
+    finder = _Finder(name, act)
+    sys.meta_path.insert(0, finder)
+    return finder.leave
+
+
+def _await_load(module: ModuleType) -> None:
+    before_first_load(module.PreTrainedModel, switch_on)
 
 
 class _Finder:
-    """Finds `AWAITED` as the finders behind it do, and acts after the import system has executed that module.
+    """Finds a module as the finders behind it do, and acts after the import system has executed it.
 
     Finding alone does not count: `importlib.util.find_spec` asks finders too, and loads nothing.
     """
+
+    def __init__(self, awaited: str, act: Callable[[ModuleType], None]) -> None:
+        self._awaited, self._act = awaited, act
+
+    def leave(self) -> None:
+        """Await nothing any more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`."""
-        if name != AWAITED:
+        if name != self._awaited:
             return None
         # Python itself asks the finders in front. One of them may be like this one, and would ask it again.
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -89,8 +111,9 @@ class _Finder:
         def exec_module(module: ModuleType) -> None:
             execute(module)
             del loader.exec_module  # type: ignore[attr-defined]
-            sys.meta_path.remove(self)
-            before_first_load(module.PreTrainedModel, switch_on)
+            if self in sys.meta_path:  # else nobody waits any more
+                self.leave()
+                self._act(module)
 
         loader.exec_module = exec_module  # type: ignore[attr-defined]
 

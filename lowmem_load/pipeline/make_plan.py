@@ -145,7 +145,7 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
     is_recast = expression.dtype != layout.dtype
     found = leaves(expression)
     whole = fingerprint([_line(parameter, found), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
-    if is_recast and isinstance(expression, Cast):  # the loader's own: what the file holds is cast once, as stock does
+    if is_recast and isinstance(expression, Cast) and not layout.keeps_casts:  # the loader's own: stock casts once
         expression = expression.part
     stored = cast(expression, layout.dtype)
     destinations = tuple(_destinations(planner, name, stored, layout))

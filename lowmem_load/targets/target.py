@@ -28,6 +28,8 @@ class Layout:
     numels: tuple[int, ...]
     """Elements to allocate for each region, padding included."""
     on_host: bool
+    keeps_casts: bool = False
+    """Whether values go through the dtype of the ordinary load if `dtype` is another one."""
 
 
 class Target(ABC):

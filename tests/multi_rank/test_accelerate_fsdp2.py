@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 import types
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +16,26 @@ import transformers
 from torch import nn
 
 import lowmem_load
+from lowmem_load import NotStreamedWarning
 from tests import builders
 from tests.multi_rank.test_distributed_config import losses
 from tests.multi_rank.test_load_into import start
 from tests.ranks import run_ranks
 
 ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+LORA: dict[str, dict[str, Any]] = {
+    "lora": {"init_lora_weights": False},
+    "lora, head": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "lora, dora": {"use_dora": True},
+    "lora, pissa": {"init_lora_weights": "pissa"},
+}
+WHOLE = {
+    "lora, dora": "a PeftType.LORA adapter",
+    "lora, pissa": "a PeftType.LORA adapter",
+    "run": "its forward",
+    "moved": "to a device",
+}
+"""What of these loads the whole model before it is sharded, as the warning has it."""
 
 
 def prepare(model: nn.Module, *, efficient: bool, mixed_precision: str = "no") -> nn.Module:
@@ -51,11 +69,22 @@ def from_files(path: str, kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "missing":
         return transformers.LlamaForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16, num_labels=3)
+    if kind == "from_config":
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    if kind == "lora":
+    model.generation_config.eos_token_id = 3
+    if kind.startswith("resized"):
+        model.resize_token_embeddings(model.config.vocab_size + 7)
+    if kind == "copied":
+        model = copy.deepcopy(model)
+    if kind == "run":
+        model(torch.tensor([[1, 2]]))
+    if kind == "moved":
+        model.to("cpu")
+    if kind in LORA:
         import peft
 
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **LORA[kind]})
         model = peft.get_peft_model(model, config)
     return model
 
@@ -63,13 +92,18 @@ def from_files(path: str, kind: str) -> nn.Module:
 def compare(path: str, kind: str) -> None:
     """Rank function: stock and ours, then training."""
     start()
+    warnings.simplefilter("always", NotStreamedWarning)
     for efficient in (True, False):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # the launcher sets it, and stock loads by it
-        precision = "no" if kind == "lora" else "bf16"
+        precision = "no" if kind in LORA else "bf16"
         stock = prepare(from_files(path, kind), efficient=efficient, mixed_precision=precision)
         lowmem_load.install()
-        pending = from_files(path, kind)
-        assert any(parameter.is_meta for parameter in pending.parameters())
+        with warnings.catch_warnings(record=True) as seen:
+            pending = from_files(path, kind)
+        said = [str(each.message) for each in seen if issubclass(each.category, NotStreamedWarning)]
+        assert [WHOLE[kind] in text for text in said] == ([True] if kind in WHOLE else []), said
+        is_pending = any(parameter.is_meta for parameter in pending.parameters())
+        assert is_pending == (kind not in WHOLE and kind != "from_config")
         ours = prepare(pending, efficient=efficient, mixed_precision=precision)
         lowmem_load.integrations.install.uninstall()
         expected, found = whole(stock), whole(ours)
@@ -78,13 +112,53 @@ def compare(path: str, kind: str) -> None:
             assert tensor.dtype == expected[name].dtype, name
             assert torch.equal(tensor, expected[name]), (name, kind, efficient)
         if kind == "plain":
+            assert ours.generation_config.eos_token_id == 3
             assert losses(ours, 3) == losses(stock, 3)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "missing", "lora"])
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "tied", "missing", "from_config", "resized", "resized, tied", "copied", "fp32", *LORA, "run", "moved"],
+)
 def test_what_accelerate_prepares_equals_stock(checkpoints: Path, kind: str) -> None:
-    path = builders.tiny_qwen2_tied(checkpoints) if kind == "tied" else builders.tiny_llama(checkpoints)
+    path = builders.tiny_qwen2_tied(checkpoints) if "tied" in kind else builders.tiny_llama(checkpoints)
+    if kind == "fp32":
+        path = builders.tiny_llama(checkpoints, torch.float32)
     run_ranks(compare, str(path), kind, env=ENVIRONMENT, timeout_s=120)
+
+
+def refuse_changes(path: str) -> None:
+    """Rank function: values that would be lost are an error."""
+    start()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
+        del sys.modules[name]
+    lowmem_load.install()
+    model = from_files(path, "plain")
+    assert not any(name.startswith("peft.") for name in sys.modules)  # it takes longer to import than a load takes
+    torch.nn.init.zeros_(model.lm_head.weight)
+    with pytest.raises(lowmem_load.UnsupportedError, match=r"lm_head.weight changed before FSDP2"):
+        prepare(model, efficient=True)
+
+
+def test_changes_of_a_pending_model_are_refused(checkpoints: Path) -> None:
+    run_ranks(refuse_changes, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
+def load_for_trainer(path: str, folder: str) -> None:
+    """Rank function: nothing but TrainingArguments asks for FSDP2."""
+    start()
+    lowmem_load.install()
+    arguments = transformers.TrainingArguments(folder, fsdp=True, fsdp_config={"fsdp_version": 2}, use_cpu=True)
+    pending = from_files(path, "plain")
+    assert all(parameter.is_meta for parameter in pending.parameters())
+    arguments.fsdp_plugin_args["fsdp_version"] = 1
+    assert not any(parameter.is_meta for parameter in from_files(path, "plain").parameters())
+
+
+def test_training_arguments_alone_ask_for_fsdp2(checkpoints: Path, tmp_path: Path) -> None:
+    if not hasattr(transformers.TrainingArguments, "_process_fsdp_args"):
+        pytest.skip("this release sets the environment")
+    run_ranks(load_for_trainer, str(builders.tiny_llama(checkpoints)), str(tmp_path))
 
 
 def map_optimizer(path: str) -> None:
