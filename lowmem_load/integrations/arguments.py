@@ -184,19 +184,10 @@ def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArgum
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Values that a caller passed.
-
-    Attributes:
-        where: their name in messages.
-        values: by name.
-        folder: of the YAML file that they come from.
-        is_foreign: they come from another library's dataclass, so other readers have fields in it too.
-    """
-
-    where: str
+    where: str  # their name in messages
     values: Mapping[str, Any]
-    folder: Path | None = None
-    is_foreign: bool = False
+    folder: Path | None = None  # of the YAML file that they come from
+    is_foreign: bool = False  # from another library's dataclass, so other readers have fields in it too
 
 
 def _read(argument: Any, where: str) -> _Given:
@@ -233,7 +224,6 @@ def _plain(values: Any, where: str) -> dict[str, Any]:
 
 
 def _split(given: _Given) -> tuple[ModelArguments, _Given | None, dict[str, Any]]:
-    """Return the model arguments, the dist_config section or None, and the keys of others."""
     values = _translated(given)
     section = values.pop("dist_config", None)
     extra: dict[str, Any] = {}
@@ -247,7 +237,6 @@ def _split(given: _Given) -> tuple[ModelArguments, _Given | None, dict[str, Any]
 
 
 def _translated(given: _Given) -> dict[str, Any]:
-    """Return the values with our names in place of LLaMA-Factory's."""
     values = dict(given.values)
     if values.pop("quant_config", None) is not None:
         raise UnsupportedError(
@@ -304,7 +293,6 @@ def _found(name: str, given: _Given) -> str:
 
 
 def _known(cls: type[ModelArguments | DistConfig]) -> list[str]:
-    """Return every key that is understood in place of this dataclass."""
     return [*_fields(cls), *_ALIASES, "model_class", "dist_config"] if cls is ModelArguments else _fields(cls)
 
 

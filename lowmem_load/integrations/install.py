@@ -125,18 +125,12 @@ def _llamafactory_hooked(*, progress: bool | None, verify: bool, on_load: OnLoad
 
 
 def _ds_config_of(given: Mapping[str, Any]) -> Any:
-    """Return the ds_config among the arguments of `deepspeed.initialize`; None if there is none."""
     configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
     return next((config for config in configs if config is not None), None)
 
 
 def _cast_adapters(given: Mapping[str, Any]) -> None:
-    """Cast the parameters that were added to a streamed model of 4-bit weights, as stock does.
-
-    DeepSpeed's engine casts the parameters of a model to the dtype in which it runs, unless one of them is partitioned
-    (deepspeed 0.19.8 `engine.py`, `_configure_distributed_model`). In stock no weight of a quantized model is, so
-    adapters, which PEFT keeps in float32, train in bf16 or fp16.
-    """
+    """Cast what was added to a streamed model of 4-bit weights: stock's engine does, where nothing is partitioned."""
     model = given.get("model")
     if not isinstance(model, nn.Module) or not any(map(_is_packed, transformers_models(model))):
         return
@@ -159,15 +153,11 @@ def _is_packed(model: nn.Module) -> bool:
 
 
 def _check_load_order(given: Mapping[str, Any]) -> None:
-    """Warn for each transformers model that `deepspeed.initialize` partitions only now.
-
-    A model with any partition was loaded while ZeRO-3 was active. Its other parameters were added since, and stock does
-    not partition them either: adapters, new heads, resized embeddings.
-    """
+    """Warn for each transformers model that `deepspeed.initialize` partitions only now."""
     model = given.get("model")
     if not isinstance(model, nn.Module) or is_shell(model) or not _is_stage_3(_ds_config_of(given)):
         return
-    for found in transformers_models(model):
+    for found in transformers_models(model):  # with any partition, it was loaded under ZeRO-3, and added to since
         parameters = list(found.parameters())
         if parameters and not any(map(is_partitioned, parameters)) and not why_left_to_stock(found):
             mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
@@ -192,10 +182,7 @@ def _is_stage_3(ds_config: Any) -> bool:
 
 
 def _load_checkpoint(engine: Any, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
-    """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None.
-
-    Collective: all ranks, as that is.
-    """
+    """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None."""
     if not is_plain_zero3(engine) or wants_universal(engine) or given["custom_load_fn"] is not None:
         return None
     ranks = ranks_of(unwrapped(engine))

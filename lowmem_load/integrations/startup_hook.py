@@ -43,21 +43,15 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def switched_on(environment: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
-    """Return a copy of an environment with lowmem_load switched on.
-
-    Other entries of PYTHONPATH keep their order and spelling behind `FOLDER`. No empty entry is added, since that would
-    mean the current folder.
-    """
+    """Return a copy of an environment with lowmem_load switched on. Other entries of PYTHONPATH keep their order."""
     before = environment.get("PYTHONPATH", "")
+    # Not [""]: an empty entry means the current folder.
     others = [entry for entry in before.split(os.pathsep) if entry != FOLDER] if before else []
     return {**environment, SWITCH: STRICT if strict else ON, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
 
 def watch() -> None:
-    """Call `switch_on` before the first load of this process, unless the environment says no.
-
-    Calling it again does nothing.
-    """
+    """Call `switch_on` before the first load of this process, unless the environment says no."""
     if os.environ.get(SWITCH) not in ("", OFF) and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         after_import(AWAITED, _await_load)
 
@@ -77,10 +71,7 @@ def _await_load(module: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds a module as the finders behind it do, and acts after the import system has executed it.
-
-    Finding alone does not count: `importlib.util.find_spec` asks finders too, and loads nothing.
-    """
+    """Finds a module as the finders behind it do, and acts after it is executed: `find_spec` alone loads nothing."""
 
     def __init__(self, awaited: str, act: Callable[[ModuleType], None]) -> None:
         self._awaited, self._act = awaited, act

@@ -43,10 +43,7 @@ from lowmem_load.saving.save import ranks_of, save_described, save_model
 
 
 class HookedSaves(contextlib.ExitStack):
-    """Hooks the saves of each library at the first `deepspeed.initialize` after its import, until closed.
-
-    It imports no library itself: Trainer takes seconds to import, and many scripts never use it.
-    """
+    """Hooks the saves of each library at the first `deepspeed.initialize` after its import, until closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,15 +91,7 @@ def _noted() -> Iterator[list[WantedSave]]:
 
 
 def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
-    """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is.
-
-    These saves are left to stock: models without partitions, `.bin` files, quantized models, models of neither
-    transformers nor PEFT, and saves that push to the Hub. So are saves in which other code looks into the weights or
-    saves another model; these cause a warning.
-
-    Raises:
-        RankError: another rank failed.
-    """
+    """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is."""
     model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
     if engine is None or not any(map(is_partitioned, model.parameters())) or not _is_plain(trainer, model):
         with _stock_states():
@@ -150,12 +139,7 @@ def _is_plain(trainer: Any, model: Any) -> bool:
 
 
 def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool | None:
-    """Do what `engine.save_16bit_model` does, whatever the ds_config allows; return None to leave it to stock.
-
-    As in stock, `torch.save` writes the file, with the keys of the module, and no conversion is reversed.
-
-    Collective: all ranks, as that is.
-    """
+    """Do what `engine.save_16bit_model` does, whatever the ds_config allows; return None to leave it to stock."""
     model = unwrapped(engine)
     if not any(map(is_partitioned, model.parameters())):
         return None
@@ -172,10 +156,7 @@ def save_of_engine(engine: Any, given: Mapping[str, Any]) -> bool | None:
 
 
 def save_of_accelerator(accelerator: Any, ordinary: Callable[..., None], given: Mapping[str, Any]) -> bool:
-    """Do what `Accelerator.save_model` does, without gathering; return False to leave it to stock.
-
-    Collective: all ranks, as that is under ZeRO-3.
-    """
+    """Do what `Accelerator.save_model` does, without gathering; return False to leave it to stock."""
     model, folder = unwrapped(given["model"]), given["save_directory"]
     if not any(map(is_partitioned, model.parameters())) or os.path.isfile(folder):
         return False
@@ -189,10 +170,7 @@ def save_of_accelerator(accelerator: Any, ordinary: Callable[..., None], given: 
 
 
 def state_of_accelerator(engine: Any) -> NotGathered | None:
-    """Return a placeholder for `save_pretrained` on all ranks where stock `Accelerator.get_state_dict` refuses.
-
-    None lets the call go on: the ds_config allows gathering, Trainer calls, or nothing is partitioned.
-    """
+    """Return a placeholder for `save_pretrained` where stock `get_state_dict` refuses; None lets the call go on."""
     model = unwrapped(engine)
     if engine is model or _IN_STOCK.get() or not any(map(is_partitioned, model.parameters())) or may_gather(engine):
         return None
@@ -200,11 +178,7 @@ def state_of_accelerator(engine: Any) -> NotGathered | None:
 
 
 def save_of_state(save: WantedSave) -> None:
-    """Do what `save_pretrained` does with the placeholder of `state_of_accelerator`. Collective: all ranks.
-
-    Raises:
-        RankError: a rank failed, or did not call this within `LOWMEM_LOAD_SILENCE_S` seconds.
-    """
+    """Do what `save_pretrained` does with the placeholder of `state_of_accelerator`. Collective: all ranks."""
     noted = _NOTED.get()
     if noted is not None:  # `save_of_trainer` saves it
         noted.append(save)
@@ -216,11 +190,7 @@ def save_of_state(save: WantedSave) -> None:
 
 
 def refuse_empty(model: Any) -> None:
-    """Raise if `save_pretrained` would write partitioned parameters with shape [0].
-
-    Raises:
-        UnsupportedError: names the first parameter.
-    """
+    """Raise if `save_pretrained` would write partitioned parameters with shape [0]."""
     adapters_only = saves_adapters_only(model)
     for name, parameter in model.named_parameters():
         is_saved = parameter.requires_grad or not adapters_only

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from benchmarks.pipelines import import_example
 from lowmem_load import (
     CheckpointError,
     ConfigError,
@@ -143,6 +144,21 @@ def test_shards_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_s
     if world_size == 4:  # tensor parallelism takes even sizes
         del cases["llama, odd sizes, sharded, cast"]
     run_ranks(fill_all, cases, world_size=world_size, timeout_s=240)
+
+
+def train_on_mesh(path: str, out: str) -> None:
+    """Rank function: the example trains as after a plain load, and goes on from a checkpoint of DCP as if unstopped."""
+    main = import_example("mesh_loop").main
+    for tp in ("1", "2"):
+        common = ["--model", path, "--save-steps", "2", "--tp", tp, "--output"]
+        stock = main([*common, f"{out}/stock{tp}", "--steps", "4", "--stock"])
+        assert main([*common, f"{out}/{tp}", "--steps", "2"]) == stock[:2]
+        assert main([*common, f"{out}/{tp}", "--steps", "4", "--resume"]) == stock[2:]
+
+
+def test_the_example_trains_as_stock_and_resumes(tmp_path: Path) -> None:
+    import_example("make_model").main([str(tmp_path / "tiny")])
+    run_ranks(train_on_mesh, str(tmp_path / "tiny"), str(tmp_path), timeout_s=120)
 
 
 def refuse_all(path: str) -> None:
