@@ -23,8 +23,16 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint
 from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of, find_folder
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.file_layout import FileLayout, lay_out_saved
-from lowmem_load.saving.writer import SaveReport, Write, Writer, held_writes, plan_writes, total_bytes
+from lowmem_load.saving.writer import (
+    FileLayout,
+    SaveReport,
+    Write,
+    Writer,
+    held_writes,
+    lay_out_saved,
+    plan_writes,
+    total_bytes,
+)
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
 """Files beside a configuration that are copied into the folder: what Trainer writes for the tokenizer."""

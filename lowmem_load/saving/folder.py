@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.saving.file_layout import FileLayout
+from lowmem_load.saving.writer import FileLayout
 
 PROBE = ".lowmem_load_probe"
 """File by which ranks tell that they see one folder. It marks the staging folder of a save that has not ended."""

@@ -16,8 +16,8 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.file_layout import FileLayout
 from lowmem_load.saving.folder import PROBE, Staging, Target
+from lowmem_load.saving.writer import FileLayout
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = "model.safetensors.index.json"

@@ -11,8 +11,8 @@ from safetensors.torch import save
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.formats.safetensors import DTYPES, PACKED
 from lowmem_load.planning.expression import Source
-from lowmem_load.saving.file_layout import digest_of, lay_out, lay_out_zip
 from lowmem_load.saving.folder import find_target, make_staging
+from lowmem_load.saving.writer import digest_of, lay_out, lay_out_zip
 
 
 @pytest.mark.parametrize("metadata", [{"format": "pt"}, {}])

@@ -14,8 +14,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import writer as writer_module
-from lowmem_load.saving.file_layout import FileLayout, lay_out
-from lowmem_load.saving.writer import Writer, held_writes, plan_writes, total_bytes
+from lowmem_load.saving.writer import FileLayout, Writer, held_writes, lay_out, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7,)}
