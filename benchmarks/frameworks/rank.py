@@ -61,6 +61,7 @@ def _tell_the_backend(also: Callable[[ModuleType], None] | None, module: ModuleT
 
     @functools.wraps(ordinary)
     def make(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+        cpu = cpu or stand_ins.FSDP_ON_CPU in os.environ
         ordinary(state, cpu, **{**kwargs, "backend": kwargs.get("backend") or "gloo"})
 
     module.PartialState.__init__ = make
