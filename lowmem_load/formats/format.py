@@ -38,12 +38,7 @@ class CheckpointFormat(Protocol):
     """Describes the files of one kind."""
 
     def describe(self, source: ByteSource) -> CheckpointFile:
-        """Read where the tensors of a file lie, and nothing else.
-
-        Raises:
-            CheckpointError: the file is malformed, unsafe, or not of this format.
-            TruncatedFileError: the file is shorter than it says.
-        """
+        """Read where the tensors of a file lie, and nothing else. CheckpointError: it is malformed or unsafe."""
 
 
 def refuse_git_lfs_pointer(source: ByteSource) -> None:

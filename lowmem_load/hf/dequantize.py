@@ -115,9 +115,7 @@ def _no_values(expression: Expression, reason: str) -> torch.Tensor:
 # -- mxfp4 (gpt-oss): a value is one of 16 numbers times one of 256 powers of two, so it is looked up in a table -------
 
 NUM_CODES = 16
-
-LOOKED_UP = 1 << 16
-"""Elements that are looked up at a time: their indexes stay in the processor's cache."""
+LOOKED_UP = 1 << 16  # elements at a time: their indexes stay in the processor's cache
 
 _HALVES = held(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
 """Bits by which a byte is shifted right for its first and its second code."""

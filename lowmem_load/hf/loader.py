@@ -38,8 +38,7 @@ _INITIALISES = (
 )
 """Initialises the parameters that no file has. transformers 4.51 marks the others in the same method."""
 
-constructors: list[object] = []
-"""One object for each constructor of a model that runs in the thread that loads."""
+constructors: list[object] = []  # one object for each constructor of a model that runs in the thread that loads
 
 MAX_MODULES = 1 << 18
 """Modules of a model, of some kilobytes each: twice as many as the largest published models have."""

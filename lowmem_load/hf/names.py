@@ -14,8 +14,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, s
 from lowmem_load.formats.index import base_of_adapter, check_model_config
 from lowmem_load.hf.hub import adapter_config_file, config_file, has_file, hub_keywords
 
-MAX_QUOTED = 1000
-"""Characters of another package's error in a message: transformers lists all model types."""
+MAX_QUOTED = 1000  # characters of another package's error in a message: transformers lists all model types
 
 DTYPE_KEYWORD = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
 """The keyword of `from_pretrained`. transformers 4.56 renamed it and made the old name a property."""

@@ -13,8 +13,7 @@ import torch
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
 from lowmem_load.planning.ranges import FlatRange
 
-PAGES_NBYTES = 128 << 10
-"""Smallest block that gets pages of its own: the default threshold of glibc."""
+PAGES_NBYTES = 128 << 10  # smallest block that gets pages of its own: the default threshold of glibc
 
 UNINITIALISED = "torch.empty"
 """Operation of the `Computed` that stands for a parameter before it is initialised."""

@@ -18,11 +18,8 @@ from lowmem_load.symbolic.initialise import ReadNow
 aten = torch.ops.aten
 Args = tuple[Any, ...]
 
-EQUAL_NUMEL = 1 << 21
-"""Elements that `equal` compares at a time. They take a few tens of MiB."""
-
-_PLACE = object()
-"""Stands for a tensor in a `Template`."""
+EQUAL_NUMEL = 1 << 21  # elements that `equal` compares at a time: they take a few tens of MiB
+_PLACE = object()  # stands for a tensor in a `Template`
 
 
 class Template:
