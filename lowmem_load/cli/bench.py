@@ -94,21 +94,18 @@ def bench(
     is_equal = len({row.digest for row in rows if row.digest}) <= 1
     verdict = "All ended with the same weights." if is_equal else "The weights differ; see the digests of --json."
     columns = ("method", "slowest rank", "peak of host memory", "of device memory")
-    title = f"{folder}, {ranks} ranks"
+    cells = []
+    for row in rows:
+        device = size(row.device_peak_bytes) if row.device_peak_bytes else ""
+        ran = row.method, f"{row.seconds:.2f} s", size(row.peak_bytes), device
+        cells.append((row.method, row.skipped, "", "") if row.skipped else ran)
     answer(
         as_json,
         {"rows": [asdict(row) for row in rows], "equal_weights": is_equal},
-        lambda: [table(title, columns, list(map(_cells, rows)), right=columns[1:]), verdict],
+        lambda: [table(f"{folder}, {ranks} ranks", columns, cells, right=columns[1:]), verdict],
     )
     if not is_equal:
         raise typer.Exit(NO)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    if row.skipped:
-        return row.method, row.skipped, "", ""
-    device = size(row.device_peak_bytes) if row.device_peak_bytes else ""
-    return row.method, f"{row.seconds:.2f} s", size(row.peak_bytes), device
 
 
 def compare(

@@ -204,10 +204,6 @@ def check_devices() -> Iterator[Finding]:
             yield Finding("devices", PROBLEM, f"memory cannot be pinned: {first}", advice)
     else:
         yield Finding("devices", NOTE, "torch sees no accelerator", "ranks would run on the CPU (DS_ACCELERATOR=cpu)")
-    yield from _ops()
-
-
-def _ops() -> Iterator[Finding]:
     try:
         from lowmem_load.ds.extensions import ops
 

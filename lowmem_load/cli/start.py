@@ -85,18 +85,16 @@ def main() -> None:
         signal.signal(signal.SIGINT, interrupted)
     try:
         app(prog_name="lowmem-load")
-    except BaseException as error:  # noqa: BLE001 - Python's own exit code 1 means "no" here
+    except BaseException as error:
         # An interrupt may arrive as another error: transformers' imports convert it, and it ends the ranks of bench.
-        sys.exit(INTERRUPTED if interrupts else _exit_code(error))
+        if interrupts:
+            sys.exit(INTERRUPTED)
+        if isinstance(error, SystemExit):
+            raise
+        if not isinstance(error, LowMemLoadError):
+            traceback.print_exception(error)
+            sys.exit(FAILED)
+        print(f"lowmem-load: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(exit_code(error))
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _exit_code(error: BaseException) -> str | int | None:
-    if isinstance(error, SystemExit):
-        return error.code
-    if isinstance(error, LowMemLoadError):
-        print(f"lowmem-load: {error}", file=sys.stderr)  # noqa: T201
-        return exit_code(error)
-    traceback.print_exception(error)
-    return FAILED

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
@@ -59,9 +59,14 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         optimizer = zero_state(optims[0])
         _check_worlds(models, optims, stage)
         trained = trained_parameters(files, groups, optims, stage)
-    shared, buffers = _shared(models[0]), _buffers(files, models[0])
+    buffers = _buffers(files, models[0])
+    shared: dict[str, str] = at(models[0].tree, "shared_params", dict, models[0].path)
+    if not all(isinstance(name, str) for pair in shared.items() for name in pair):
+        raise CheckpointError(f"{models[0].path}: its 'shared_params' are malformed")
     if one_for_all:
-        others = _frozen_for_all(files, models[0], {*trained, *shared, *buffers})
+        module, known = at(models[0].tree, "module", dict, models[0].path), {*trained, *shared, *buffers}
+        rest = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
+        others = {name: files.replicated(models[0], name, each) for name, each in rest.items() if name not in known}
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
         others = {name: _fragments(files, name, shape, models) for name, shape in (frozen or {}).items()}
@@ -183,12 +188,6 @@ def _fragments(files: Files, name: str, shape: Shape, models: Sequence[TorchObje
     return place_fragments(name, shape, flats)
 
 
-def _frozen_for_all(files: Files, file: TorchObjects, known: Collection[str]) -> dict[str, SavedParameter]:
-    module = at(file.tree, "module", dict, file.path)
-    found = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
-    return {name: files.replicated(file, name, each) for name, each in found.items() if name not in known}
-
-
 def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
     module = at(file.tree, "module", dict, file.path)
     names = [name for name in at(file.tree, "buffer_names", list, file.path) if isinstance(name, str)]
@@ -224,13 +223,6 @@ def _refuse_confused(file: TorchObjects) -> None:
 def _world_size(file: TorchObjects) -> int:
     count: int = at(file.tree, "dp_world_size", int, file.path)
     return count
-
-
-def _shared(file: TorchObjects) -> dict[str, str]:
-    shared: dict[str, str] = at(file.tree, "shared_params", dict, file.path)
-    if not all(isinstance(name, str) for pair in shared.items() for name in pair):
-        raise CheckpointError(f"{file.path}: its 'shared_params' are malformed")
-    return shared
 
 
 def _checked(file: TorchObjects, shapes: Any) -> dict[str, Shape]:

@@ -139,7 +139,9 @@ def save_described(
             with ranks.step("planning the save", name=save.folder) as step, report.phase("plan"):
                 target = folders.find_target(folder)
                 planned = save.plan(model, describe, scratch, masters)
-                step.digest = _compared(arguments, planned.files)
+                step.digest = {key: repr(value) for key, value in arguments.items()}
+                step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in planned.files])
+                step.digest["headers of the files"] = digest_of(planned.files)
                 step.payload = planned.own_bytes, *target
             each = [num_bytes for num_bytes, *_ in step.payloads]
             if sum(each) != planned.all_bytes:  # see [Note: the plan read backwards]
@@ -272,7 +274,10 @@ class _Save:
         if merges:
             with self.ranks.step("gathering the adapters", name=self.folder) as step, self.report.phase("merge"):
                 adapters = gathered_adapters(merges.values())
-                step.digest = {"adapters with values": digest_of_values(adapters.values())}
+                digest = hashlib.sha256()  # ranks with different adapters would write a mixture of models
+                for tensor in adapters.values():
+                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+                step.digest = {"adapters with values": digest.hexdigest()[:16]}
             self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
             self.report.num_merged += len(merges)
 
@@ -285,12 +290,6 @@ class _Save:
                 yield from held
 
         return pieces
-
-
-def _compared(arguments: Mapping[str, Any], files: Sequence[FileLayout]) -> dict[str, str]:
-    names = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
-    values = {key: repr(value) for key, value in arguments.items()}
-    return {**values, "files": names, "headers of the files": digest_of(files)}
 
 
 def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
@@ -345,14 +344,6 @@ def gathered_adapters(merges: Iterable[Merge]) -> dict[int, torch.Tensor]:
     parameters = [parameter for merge in merges for parameter in merge.adapters()]
     with _gathered(parameters):
         return {id(parameter): parameter.detach().clone() for parameter in parameters}
-
-
-def digest_of_values(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a digest of the bytes of tensors: ranks with different adapters would write a mixture of models."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()[:16]
 
 
 def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
