@@ -14,7 +14,9 @@ from tests.ranks import REPO
 
 FILE = REPO / "docs" / "pipelines" / "frameworks.md"
 MARKED = re.compile(r"(<!-- written by benchmarks/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, stock", "load peak, lowmem_load")
+COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak: stock, lowmem_load")
+_UNTOLD = ("python", "datasets")
+"""Packages whose releases only results.json has."""
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -36,7 +38,8 @@ def table(cases: Sequence[Case], results: Results) -> str:
     for case in cases:
         result = results.get(case.name, {})
         stock, ours = result.get("peaks", {}).get("load", ["", ""])
-        rows.append([case.framework, case.what, case.model, verdict(result), _mib(stock), _mib(ours)])
+        peaks = ", ".join(filter(None, (_mib(stock), _mib(ours))))
+        rows.append([case.framework, case.what, case.model, verdict(result), peaks])
     return markdown(rows)
 
 
@@ -50,7 +53,7 @@ def verdict(result: Mapping[str, Any]) -> str:
         return "nothing was streamed"
     saved = result["saved"]
     if is_equal(result):
-        return f"equal, {saved['tensors']} tensors"
+        return f"equal, {saved['tensors']}"
     losses = result["losses"]["first difference"] or "equal"
     return f"losses: {losses}; tensors: {len(saved['different'])} of {saved['tensors']} differ"
 
@@ -69,7 +72,8 @@ def _versions(cases: Sequence[Case], results: Results) -> list[str]:
     for case in cases:
         result = results.get(case.name, {})
         if "versions" in result:
-            text = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+            versions = {name: version for name, version in result["versions"].items() if name not in _UNTOLD}
+            text = ", ".join(f"{name} {version}" for name, version in versions.items())
             frameworks, date = found.get(text, ({}, ""))
             found[text] = ({**frameworks, case.framework: None}, max(result["date"], date))
     return [f"- {', '.join(frameworks)}: {text}; {date}" for text, (frameworks, date) in found.items()]
