@@ -15,7 +15,7 @@ from tests.ranks import REPO
 FILE = REPO / "docs" / "pipelines" / "frameworks.md"
 MARKED = re.compile(r"(<!-- written by benchmarks/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak: stock, lowmem_load")
-_UNTOLD = ("python", "datasets")
+_UNTOLD = ("python", "peft", "datasets")
 """Packages whose releases only results.json has."""
 
 Results = Mapping[str, Mapping[str, Any]]

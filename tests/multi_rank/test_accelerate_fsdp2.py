@@ -38,7 +38,7 @@ WHOLE = {
 """What of these loads the whole model before it is sharded, as the warning has it."""
 
 
-def prepare(model: nn.Module, *, efficient: bool, mixed_precision: str = "no") -> nn.Module:
+def prepare(model: nn.Module, *, efficient: bool, mixed_precision: str = "no", checkpointed: bool = False) -> nn.Module:
     """What `Accelerator.prepare` does with a model. accelerate itself chooses no FSDP on CPU ranks."""
     import accelerate.utils.fsdp_utils as fsdp_utils
     from accelerate import PartialState
@@ -55,6 +55,9 @@ def prepare(model: nn.Module, *, efficient: bool, mixed_precision: str = "no") -
         is_main_process=torch.distributed.get_rank() == 0,
         torch_device_mesh=None,
     )
+    if checkpointed:  # `Accelerator.prepare` does so before
+        plugin.set_auto_wrap_policy(model)
+        model = fsdp_utils.fsdp2_apply_ac(accelerator, model)
     return fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
@@ -96,7 +99,8 @@ def compare(path: str, kind: str) -> None:
     for efficient in (True, False):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # the launcher sets it, and stock loads by it
         precision = "no" if kind in LORA else "bf16"
-        stock = prepare(from_files(path, kind), efficient=efficient, mixed_precision=precision)
+        how: Any = {"efficient": efficient, "mixed_precision": precision, "checkpointed": kind == "checkpointed"}
+        stock = prepare(from_files(path, kind), **how)
         lowmem_load.install()
         with warnings.catch_warnings(record=True) as seen:
             pending = from_files(path, kind)
@@ -104,13 +108,15 @@ def compare(path: str, kind: str) -> None:
         assert [WHOLE[kind] in text for text in said] == ([True] if kind in WHOLE else []), said
         is_pending = any(parameter.is_meta for parameter in pending.parameters())
         assert is_pending == (kind not in WHOLE and kind != "from_config")
-        ours = prepare(pending, efficient=efficient, mixed_precision=precision)
+        ours = prepare(pending, **how)
         lowmem_load.integrations.install.uninstall()
         expected, found = whole(stock), whole(ours)
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             assert tensor.dtype == expected[name].dtype, name
             assert torch.equal(tensor, expected[name]), (name, kind, efficient)
+        if kind == "checkpointed":
+            assert any("_checkpoint_wrapped_module" in name for name, _ in ours.named_modules())
         if kind == "plain":
             assert ours.generation_config.eos_token_id == 3
             assert losses(ours, 3) == losses(stock, 3)
@@ -118,7 +124,20 @@ def compare(path: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "tied", "missing", "from_config", "resized", "resized, tied", "copied", "fp32", *LORA, "run", "moved"],
+    [
+        "plain",
+        "tied",
+        "missing",
+        "from_config",
+        "resized",
+        "resized, tied",
+        "copied",
+        "checkpointed",
+        "fp32",
+        *LORA,
+        "run",
+        "moved",
+    ],
 )
 def test_what_accelerate_prepares_equals_stock(checkpoints: Path, kind: str) -> None:
     path = builders.tiny_qwen2_tied(checkpoints) if "tied" in kind else builders.tiny_llama(checkpoints)
