@@ -206,36 +206,24 @@ class PartialEngine(nn.Module):
         It needs as many ranks as have saved; `lowmem_load.load_checkpoint` takes any number, and passes `load_zero3`,
         which fills the ZeRO-3 engine. `load_module_only` leaves optimizers, schedulers and step counts as they are: for
         a model that trains parameters that were frozen when it was saved. DeepSpeed cannot load the reverse.
-
         Collective: all ranks.
-
-        Raises:
-            CheckpointError: the folder lacks the replicated part.
-            ConfigError: it is of other parameters.
-            RankError: only some ranks find a checkpoint.
         """
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
         with distributed.step("checking", name=str(load_dir)) as step:  # before anything is changed
             folder = find_checkpoint(load_dir, tag)
-            if (
-                load_zero3 is None
-                and folder
-                and not load_optimizer_states
-                and folder != find_checkpoint(load_dir, None)
-            ):
+            by_latest = load_zero3 is None and not load_optimizer_states
+            if folder and by_latest and folder != find_checkpoint(load_dir, None):
                 raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
                     f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
                 )
             step.digest = {"checkpoint": "none" if folder is None else os.path.basename(folder)}
-            state = None if folder is None else load_replicated(folder)
-            if state is not None:
-                self._replicated.check(state, strict=load_module_strict, optimizer=load_optimizer_states)
-                found, expected = len(state["groups"]), len(self._leader.param_groups)
-                if load_optimizer_states and found != expected:
-                    raise ConfigError(f"the checkpoint's optimizer has {found} parameter groups, this one {expected}")
-        if state is None:
+            if folder is not None:
+                state = load_replicated(folder)
+                num_groups = len(self._leader.param_groups) if load_optimizer_states else None
+                self._replicated.check(state, strict=load_module_strict, num_groups=num_groups)
+        if folder is None:
             return None, None
         path, client_state = (load_zero3 or self.zero3.load_checkpoint)(
             load_dir,

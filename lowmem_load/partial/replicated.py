@@ -162,8 +162,11 @@ class ReplicatedPart:
             "whole": self.state_dict(),
         }
 
-    def check(self, state: Mapping[str, Any], *, strict: bool, optimizer: bool) -> None:
-        """Raise ConfigError if a tensor of a checkpoint's `state` does not fit or, if strict, if names differ."""
+    def check(self, state: Mapping[str, Any], *, strict: bool, num_groups: int | None) -> None:
+        """Raise ConfigError if a tensor of a checkpoint's `state` does not fit or, if strict, if names differ.
+
+        `num_groups` is that of the optimizer that is loaded; None if none is.
+        """
         for kind, held in self._persistent().items():
             differ = sorted(set(state[kind]) ^ (set(held) - set(state["excluded"]))) if strict else []
             shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
@@ -177,7 +180,12 @@ class ReplicatedPart:
                 f"{listed(frozen)} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
                 "cannot load; freeze it after loading, or go by way of save_16bit_model"
             )
-        different = sorted(set(state["whole"]["masters"]) ^ set(self._slots)) if optimizer else []
+        if num_groups is None:
+            return
+        if len(state["groups"]) != num_groups:
+            found = len(state["groups"])
+            raise ConfigError(f"the checkpoint's optimizer has {found} parameter groups, this one {num_groups}")
+        different = sorted(set(state["whole"]["masters"]) ^ set(self._slots))
         if different:
             raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
 

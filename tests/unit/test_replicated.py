@@ -105,17 +105,19 @@ def test_state_goes_into_another_part() -> None:
         model["a"](torch.ones(1, 3)).sum().backward()
         part.reduce(1)
         part.step(1.0)
-    state = copy.deepcopy(part.state(exclude_frozen=False))  # from a file they are copies, too
-    other.check(state, strict=True, optimizer=True)
+    state = {**copy.deepcopy(part.state(exclude_frozen=False)), "groups": [{}]}  # from a file they are copies, too
+    other.check(state, strict=True, num_groups=1)
     other.load(state, optimizer=True)
     for each, whole in ((model, part), (other_model, other)):
         each["a"](torch.ones(1, 3)).square().sum().backward()
         whole.reduce(1)
         whole.step(0.5)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="has 1 parameter groups, this one 2"):
+        other.check(state, strict=True, num_groups=2)
     state["whole"]["masters"].pop("b.bias")
     with pytest.raises(ConfigError, match=r"other parameters: b\.bias"):
-        other.check(state, strict=True, optimizer=True)
+        other.check(state, strict=True, num_groups=1)
 
 
 def test_dtypes_are_checked() -> None:
