@@ -15,18 +15,20 @@ Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import mmap
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
+from packaging.version import Version
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds import swapping
-from lowmem_load.ds.releases import refuse_what_is_absent, warn_of_deadlocks
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 
@@ -69,6 +71,12 @@ with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it,
 MIN_REGISTERED_BYTES = 1 << 20
 """From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
 and never gives it back."""
+
+# Modules of DeepSpeed that keep buffers in fp32, run torch.autocast, read expert_parallel, and implement MiCS.
+KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
+HAS_AUTOCAST = "deepspeed.runtime.torch_autocast"
+HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
+HAS_MICS = "deepspeed.runtime.zero.mics"
 
 
 class Partitioner:
@@ -294,3 +302,60 @@ def _unregister(accelerator: Any, device: int, address: int) -> None:
     with contextlib.suppress(RuntimeError):  # an error of earlier work on the device, which its caller gets as well
         accelerator.synchronize(device)  # copies may still read it
     accelerator.unregister_host_memory(address)
+
+
+# -- what the installed release lacks, most of which it would ignore without a word ----------------------------------
+
+
+def has(module: str) -> bool:
+    """Return whether the installed DeepSpeed has a module, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for the first setting that the installed DeepSpeed does not have."""
+    if ds_config["zero_optimization"].get("mics_shard_size", -1) > 0 and not has(HAS_MICS):
+        raise _absent("mics_shard_size", "has no MiCS", "0.19.6 is the last that does, zero_hpz_partition_size is near")
+    if (ds_config.get("torch_autocast") or {}).get("enabled") and not has(HAS_AUTOCAST):
+        raise _absent("torch_autocast", "would ignore it", "0.17.2 is the first that does not")
+    if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
+        raise _absent("expert_parallel", "would ignore it", "0.19.8 does not")
+    _refuse_absent_fp32((ds_config.get("data_types") or {}).get("keep_in_fp32_modules"))
+
+
+def _refuse_absent_fp32(setting: Any) -> None:
+    if isinstance(setting, list) and setting and not has(KEEPS_FP32):
+        raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
+
+
+def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
+
+    `setting` is data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
+    """
+    _refuse_absent_fp32(setting)
+    if not has(KEEPS_FP32):
+        return []
+    require(DEEPSPEED, {KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")})
+    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
+
+    pattern = keep_in_fp32_pattern(module, setting, dtype)
+    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
+
+
+def warn_of_deadlocks(ds_config: Mapping[str, Any]) -> None:
+    """Warn if reads and writes of the swapper may never end."""
+    # To 0.17.6 `wait` of csrc/aio/py_lib/py_ds_aio.cpp holds the interpreter's lock, which the I/O thread may need.
+    device = (ds_config["zero_optimization"].get("offload_param") or {}).get("device")
+    if device == "nvme" and Version(deepspeed.__version__) < Version("0.18"):
+        warnings.warn(
+            f"deepspeed {deepspeed.__version__} may hang while it swaps parameters to or from nvme: it waits for its "
+            "own thread with the interpreter's lock held; deepspeed 0.18.4 does not",
+            stacklevel=2,
+        )
+
+
+def _absent(setting: str, lack: str, releases: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{setting}: deepspeed {deepspeed.__version__} {lack} ({releases}); remove it, or install another release"
+    )

@@ -64,7 +64,7 @@ class Zero3(Target):
         setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
         if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
             return []  # without importing DeepSpeed
-        from lowmem_load.ds.releases import fp32_buffers
+        from lowmem_load.ds.partition import fp32_buffers
 
         return fp32_buffers(model, setting, self._settings.dtype)
 

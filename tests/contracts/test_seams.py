@@ -30,7 +30,7 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface
-from lowmem_load.ds import comm, hooks, parameters, releases, swapping
+from lowmem_load.ds import comm, hooks, parameters, swapping
 from lowmem_load.ds import engine as zero3_engine
 from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
@@ -84,11 +84,11 @@ def test_parameters_without_a_name_are_refused(monkeypatch: pytest.MonkeyPatch) 
         check(parameters)
 
 
-@pytest.mark.skipif(not releases.has(releases.KEEPS_FP32), reason="this deepspeed keeps no buffers in fp32")
+@pytest.mark.skipif(not zero3.has(zero3.KEEPS_FP32), reason="this deepspeed keeps no buffers in fp32")
 def test_a_name_that_only_newer_releases_have_is_checked_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(f"{releases.KEEPS_FP32}.buffers_to_keep_in_fp32")
+    monkeypatch.delattr(f"{zero3.KEEPS_FP32}.buffers_to_keep_in_fp32")
     with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format("buffers_to_keep_in_fp32")):
-        releases.fp32_buffers(nn.Module(), None, torch.bfloat16)
+        zero3.fp32_buffers(nn.Module(), None, torch.bfloat16)
 
 
 def test_arguments_are_names_too(monkeypatch: pytest.MonkeyPatch) -> None:

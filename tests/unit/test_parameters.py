@@ -9,14 +9,14 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import nn
 
-from lowmem_load.ds import releases
+from lowmem_load.ds import partition
 from lowmem_load.ds.parameters import (
     full_numel,
     is_partitioned,
     partition_in_memory,
     partition_of,
 )
-from lowmem_load.ds.releases import KEEPS_FP32, fp32_buffers, has
+from lowmem_load.ds.partition import KEEPS_FP32, fp32_buffers, has
 from lowmem_load.errors import UnsupportedError
 
 
@@ -128,7 +128,7 @@ def test_buffers_that_stay_in_fp32(setting: Any, dtype: torch.dtype, expected: l
 
 
 def test_a_release_that_keeps_no_buffers_is_not_asked_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "has", lambda _: False)
+    monkeypatch.setattr(partition, "has", lambda _: False)
     assert fp32_buffers(model(), None, torch.bfloat16) == []
     assert fp32_buffers(model(), [], torch.bfloat16) == []
     with pytest.raises(UnsupportedError, match=r"data_types\.keep_in_fp32_modules: deepspeed \d\S+ would ignore it"):

@@ -13,8 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 from lowmem_load.ds import partition, swapping
-from lowmem_load.ds.partition import Partitioner
-from lowmem_load.ds.releases import KEEPS_FP32, has
+from lowmem_load.ds.partition import KEEPS_FP32, Partitioner, has
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError
 

@@ -8,8 +8,8 @@ from typing import Any
 import deepspeed
 import pytest
 
-from lowmem_load.ds import releases
-from lowmem_load.ds.releases import (
+from lowmem_load.ds import partition
+from lowmem_load.ds.partition import (
     HAS_AUTOCAST,
     HAS_AUTOEP,
     HAS_MICS,
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_a_setting_without_its_module_is_refused_by_name(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(releases, "has", lambda asked: asked != module)
+    monkeypatch.setattr(partition, "has", lambda asked: asked != module)
     with pytest.raises(UnsupportedError, match=rf"^{name}\S*: deepspeed \d\S+ .*install another release$"):
         refuse_what_is_absent(SETTINGS[module])
     for other in SETTINGS.keys() - {module}:
@@ -42,7 +42,7 @@ def test_a_setting_without_its_module_is_refused_by_name(
 
 
 def test_what_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "has", lambda _: False)
+    monkeypatch.setattr(partition, "has", lambda _: False)
     refuse_what_is_absent({"zero_optimization": {"stage": 3, "mics_shard_size": -1}})
     refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": {"enabled": False}, "data_types": {}})
     refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": None, "data_types": {"keep_in_fp32_modules": []}})
@@ -64,5 +64,5 @@ def test_a_swapper_that_may_hang_is_warned_of(
 
 
 def test_a_module_is_found_without_its_import() -> None:
-    assert releases.has("deepspeed.runtime.zero.stage3")
-    assert not releases.has("deepspeed.runtime.zero.stage4")
+    assert partition.has("deepspeed.runtime.zero.stage3")
+    assert not partition.has("deepspeed.runtime.zero.stage4")
