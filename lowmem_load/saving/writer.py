@@ -145,18 +145,12 @@ def digest_of(files: Iterable[FileLayout]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Elements of one parameter that go to one tensor of one file.
+    """Elements of one parameter that go to a tensor of a file: its number, and byte and dtype of the tensor in it.
 
-    Attributes:
-        file: number of the file.
-        tensor: its name in the file.
-        start: byte of the file at which the tensor starts.
-        dtype: of the tensor.
-        copy: from the whole parameter to the tensor.
+    `copy` is from the whole parameter to the tensor.
     """
 
     file: int
-    tensor: str
     start: int
     dtype: torch.dtype
     copy: Copy
@@ -192,7 +186,7 @@ def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) ->
                     )
             copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
             prove_coverage(f"{layout.name}: {name}", [copy.nest for copy in copies], numel(expression))
-            writes += [Write(number, name, layout.starts[name], expression.dtype, copy) for copy in copies]
+            writes += [Write(number, layout.starts[name], expression.dtype, copy) for copy in copies]
     return writes
 
 
@@ -223,7 +217,7 @@ class Writer:
         self._opened: tuple[int, int] | None = None  # number and descriptor of a file
         self._written: set[int] = set()
         self._staging: torch.Tensor | None = None
-        self.num_writes = self.written_bytes = self.staged_bytes = self.num_synced = 0
+        self.written_bytes = self.staged_bytes = self.num_synced = 0
 
     def __enter__(self) -> Writer:
         return self
@@ -271,7 +265,6 @@ class Writer:
             size = min(len(data), DIRECT_BYTES)
             with self._named(number):
                 count = os.pwrite(self._descriptor(number), data[:size], offset)
-            self.num_writes += 1
             self.written_bytes += count
             self._on_bytes(count)
             data, offset = data[count:], offset + count
@@ -313,7 +306,6 @@ class SaveReport(Phases):
         files: bytes of each file of weights, by its name.
         rank, world_size: of the ranks that saved together.
         written_bytes: bytes of weights that this rank wrote. All ranks together wrote the data of the files.
-        num_writes: system calls that wrote them.
         staged_bytes: those of `written_bytes` that went through a buffer of 8 MiB, because they were cast, rearranged
             or on a device. The others were written straight from the partitions.
         num_masters: parameters of which the optimizer's fp32 values were written.
@@ -328,7 +320,6 @@ class SaveReport(Phases):
     rank: int = 0
     world_size: int = 1
     written_bytes: int = 0
-    num_writes: int = 0
     staged_bytes: int = 0
     num_masters: int = 0
     num_merged: int = 0
@@ -337,14 +328,13 @@ class SaveReport(Phases):
 
     def note_writes(self, writer: Writer) -> None:
         """Take over what a writer counted."""
-        self.written_bytes, self.num_writes = writer.written_bytes, writer.num_writes
-        self.staged_bytes = writer.staged_bytes
+        self.written_bytes, self.staged_bytes = writer.written_bytes, writer.staged_bytes
 
     def __str__(self) -> str:
         lines = [
             f"{self.folder}: {len(self.files)} files of weights, {size(sum(self.files.values()))}; rank "
             f"{self.rank} of {self.world_size}",
-            f"wrote {size(self.written_bytes)} in {self.num_writes} writes, {size(self.staged_bytes)} through a buffer",
+            f"wrote {size(self.written_bytes)}, {size(self.staged_bytes)} through a buffer",
             f"peak {size(self.peak_memory.total_bytes)} above the start",
             ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]
