@@ -14,7 +14,7 @@ from torch import nn
 from lowmem_load.api.load_into import ordinary_load
 from lowmem_load.api.request import Checked, Request, spelled
 from lowmem_load.config.settings import Partition, read_settings
-from lowmem_load.distributed.fake_group import fake_group
+from lowmem_load.distributed.group import fake_group
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError

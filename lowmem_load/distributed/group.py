@@ -10,48 +10,42 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
-from lowmem_load.distributed.store_client import default_store, new_client
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, spelled
 
 MAX_TEXT = 20_000
 """Characters of an error that are sent to other ranks: megabytes would break the store's connection."""
 
+_NEVER = timedelta(days=7)
+"""Timeout of the store's clients: the thread that uses them finds out for itself that the store is silent."""
+
 _KNOWN = "_lowmem_load_known_to_all"
 """Attribute of errors that all ranks know of."""
 
 
 class Step:
-    """What this rank brings to a step, and what all ranks have brought.
-
-    Attributes:
-        digest: values that must be equal on all ranks, by topic ("commit", "files"); set in the block.
-        payload: for the other ranks, JSON data; set in the block.
-        payloads: of all ranks, by rank; there after the block.
-    """
+    """What this rank brings to a step, and what all ranks have brought."""
 
     __slots__ = ("digest", "payload", "payloads")
 
     def __init__(self) -> None:
-        self.digest: Mapping[str, str] = {}
-        self.payload: Any = None
-        self.payloads: list[Any] = []
+        self.digest: Mapping[str, str] = {}  # values that must be equal on all ranks, by topic ("commit", "files")
+        self.payload: Any = None  # for the other ranks, JSON data
+        self.payloads: list[Any] = []  # of all ranks, by rank; there after the block
 
 
 class RankGroup:
-    """The ranks that load a model together.
-
-    Args:
-        group: of torch.distributed; None for the default group, whichever is live.
-    """
+    """The ranks of a group of torch.distributed, which load a model together; of the live default group for None."""
 
     __slots__ = ("_group",)
 
@@ -80,7 +74,7 @@ class RankGroup:
 
     @property
     def is_fake(self) -> bool:
-        """Whether this is torch's fake backend, which has no other ranks."""
+        """Whether this is torch's fake backend."""
         return bool(dist.get_backend(self._group) == "fake")
 
     @property
@@ -101,18 +95,15 @@ class RankGroup:
 
         All raise if one rank raised, ended or got stuck, if ranks are at steps of different titles, or if their
         digests differ. An interrupt or exit of this rank stays one, and is a `RankError` on the others. Steps may
-        nest. A single rank, or one of torch's fake backend, raises its own error only.
-
-        Collective: one step of `distributed/store_channel.py`, whatever happens.
+        nest. A single rank, or one of torch's fake backend, raises its own error only. Collective.
 
         Args:
             title: what is done: "planning".
             name: what it is done with, for messages. It may differ between ranks.
-            progress: how far the block is; called in another thread. If the amount stays the same for longer than
-                `Limits.silence_s`, the other ranks give this one up. None if the progress is not known: then this
-                rank has the timeout of the process group; see [Note: lost ranks] in `distributed/heartbeat.py`.
-            is_prompt: whether ranks have to come within `Limits.silence_s` instead of the timeout of the process
-                group. For steps that scripts are likely to run on one rank only.
+            progress: how far the block is; called in another thread. None if that is not known: then this rank has the
+                timeout of the process group; see [Note: lost ranks] in `distributed/heartbeat.py`.
+            is_prompt: whether ranks have to come within `Limits.silence_s` instead of that timeout, for steps that
+                scripts are likely to run on one rank only.
 
         Raises:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
@@ -123,7 +114,7 @@ class RankGroup:
             try:
                 if channel is not None:
                     channel.limits = Limits.from_environment(
-                        default_store().timeout.total_seconds(), is_prompt=is_prompt
+                        _default_store().timeout.total_seconds(), is_prompt=is_prompt
                     )
                 yield step
                 payload = json.loads(json.dumps(step.payload))
@@ -136,19 +127,17 @@ class RankGroup:
                 error = caught
                 entry = Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
             verdict = self._verdict(channel, entry)
-        if error is not None and (verdict.is_alike or not isinstance(error, Exception | StoppedError)):
+        if error is not None and (
+            verdict.is_alike or not verdict.failures or not isinstance(error, Exception | StoppedError)
+        ):
             raise _known(error)  # an interrupt stays one, now that the others know of it
         if verdict.failures:
             raise RankError(verdict.title, dict(verdict.failures)) from error
-        step.payloads = list(verdict.payloads)
+        step.payloads = list(verdict.payloads or ())
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
-        """Send heartbeats within the block, also between steps. An error of this rank alone that leaves it aborts it.
-
-        Args:
-            what: is done, for messages: "save_model".
-        """
+        """Send heartbeats within the block, also between steps. An error of this rank alone aborts it for all."""
         with self._doing(what, None):
             try:
                 yield
@@ -158,17 +147,11 @@ class RankGroup:
                 self.abort(what, error)
                 raise
 
-    def abort(self, what: str, error: BaseException, *, any_group: bool = False) -> None:
-        """Tell the other ranks that this one does not come to their next step. Local.
-
-        Args:
-            what: is aborted, for messages: "streaming()".
-            error: the reason; ignored if all ranks know of it.
-            any_group: whether the group of these ranks is not known.
-        """
+    def abort(self, what: str, error: BaseException) -> None:
+        """Tell the other ranks that this one does not come to their next step, unless all know of the error. Local."""
         channel = self._channel() if dist.is_initialized() and not getattr(error, _KNOWN, False) else None
         if channel is not None:
-            channel.abort(None if any_group else self._members(channel), f"left {what}: {spelled(error, MAX_TEXT)}")
+            channel.abort(self._members(channel), f"left {what}: {spelled(error, MAX_TEXT)}")
             _known(error)
 
     def check(self) -> None:
@@ -193,16 +176,11 @@ class RankGroup:
             raise
 
     def _channel(self) -> StoreChannel | None:
-        """Return the channel to the other ranks; None if there are none.
-
-        Raises:
-            ConfigError: the process group has no store (MPI), or this process was forked from a rank.
-        """
         if self.world_size == 1 or self.is_fake:
             return None
         found = RankGroup._channels.get(_default_group())
         if found is None:
-            store = default_store()
+            store = _default_store()
             if store is None:
                 raise ConfigError(f"the process group (backend {dist.get_backend()}) has no store; use gloo or nccl")
             found = RankGroup._channels[_default_group()] = StoreChannel(lambda: new_client(store), dist.get_rank())
@@ -220,14 +198,49 @@ class RankGroup:
 
 
 def _known(error: BaseException) -> BaseException:
-    """Mark an error that all ranks know of."""
     with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
         setattr(error, _KNOWN, True)
     return error
 
 
+@contextlib.contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose other ranks do not exist. Collectives do nothing.
+
+    Source: torch 2.13 `testing/_internal/distributed/fake_pg.py`.
+    """
+    if dist.is_initialized():
+        raise ConfigError("plan: this process has a process group; plan in a process of its own")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def new_client(store: Any) -> Any:
+    """Return another client of a store, for another thread.
+
+    Before torch 2.8 stores have no `clone`. There the client connects anew, without the prefixes of the store, which
+    tell a group from an earlier one; the ranks agree on a new prefix.
+    """
+    if hasattr(store, "clone"):
+        client = store.clone()
+    else:
+        prefix = store.compare_set("lowmem_load", "", secrets.token_hex(8)).decode()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        is_file = isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
+        client = dist.FileStore(store.path) if is_file else dist.TCPStore(store.host, store.port, is_master=False)  # type: ignore[attr-defined]
+        client = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+    client.set_timeout(_NEVER)
+    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]
+
+
 def has_group() -> bool:
-    """Return whether this process has a process group."""
+    """Return whether there is a default group."""
     return dist.is_initialized()
 
 
@@ -243,3 +256,8 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None  # as `require_live` has seen
     return group
+
+
+def _default_store() -> Any:
+    """Source: torch 2.13 distributed_c10d.py. None if the default group has no store."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001

@@ -12,21 +12,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowmem_load.distributed.environment import positive_number
 from lowmem_load.distributed.nodes import pid_space, start_time
-from lowmem_load.distributed.verdict import Stored
-
-ANY_GROUP = "*"
-"""Stands for every group that the rank has not used yet."""
-
-BUSY, WAITING, IDLE = "busy", "waiting", "idle"
-"""What a rank does: its own part of a step; it has done that and waits for other ranks; no load."""
+from lowmem_load.distributed.verdict import Entry, Stored
 
 SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
 """Environment variables that set the limits of the same names, seconds."""
@@ -39,15 +34,10 @@ BUSY_FACTOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a step is.
+    """How far a step is."""
 
-    Attributes:
-        amount: grows as the step makes progress.
-        detail: for messages: "512.0 MiB read, model-00003.safetensors".
-    """
-
-    amount: int
-    detail: str
+    amount: int  # grows as the step makes progress
+    detail: str  # for messages: "512.0 MiB read, model-00003.safetensors"
 
 
 def computing() -> Callable[[], Progress]:
@@ -66,27 +56,16 @@ def computing() -> Callable[[], Progress]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a rank waits for others, seconds.
+    """How long a rank waits for others, seconds."""
 
-    Attributes:
-        silence_s: for a rank that sends heartbeats but makes no progress.
-        gone_s: for a rank that sends no heartbeats and cannot be looked up, and for the store.
-        absence_s: for a rank that has not come to the step.
-        is_prompt: see `RankGroup.step`.
-    """
-
-    silence_s: float = 300.0
-    gone_s: float = 15.0
-    absence_s: float = 1800.0
-    is_prompt: bool = False
+    silence_s: float = 300.0  # for a rank that sends heartbeats but makes no progress
+    gone_s: float = 15.0  # for a rank that sends no heartbeats and cannot be looked up, and for the store
+    absence_s: float = 1800.0  # for a rank that has not come to the step
+    is_prompt: bool = False  # see `RankGroup.step`
 
     @classmethod
     def from_environment(cls, absence_s: float, *, is_prompt: bool = False) -> Limits:
-        """Return the limits that the environment sets, else the defaults. `is_prompt`: see `Limits`.
-
-        Raises:
-            ConfigError: a variable holds no positive number.
-        """
+        """Return the limits that the environment sets, else the defaults."""
         silence_s = positive_number(SILENCE, cls().silence_s, "seconds")
         gone_s = positive_number(GONE, cls().gone_s, "seconds")
         return cls(silence_s, gone_s, silence_s if is_prompt else absence_s, is_prompt)
@@ -94,37 +73,27 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Stored):
-    """What a rank writes about itself.
+    """What a rank writes about itself."""
 
-    Attributes:
-        count: of its heartbeats so far.
-        state: BUSY, WAITING or IDLE.
-        title: of its step.
-        detail: how far that is, for messages.
-        amount: how far that is; None where the step does not report it.
-        group: name of the group of the step.
-        number: of the step in the group.
-        failed: ranks that failed in this step, as far as this rank knows.
-        aborted: by group, or ANY_GROUP, the number of the step that this rank does not come to.
-        why_aborted: for messages.
-        pid_space, pid, started: identify the process; see `nodes.py`.
-        host: name of its machine.
-    """
-
-    count: int
-    state: str
-    title: str
-    detail: str
-    amount: int | None
-    group: str
-    number: int
-    failed: Sequence[int]
-    aborted: Mapping[str, int]
-    why_aborted: str
-    pid_space: str
+    count: int  # of its heartbeats so far
+    title: str  # of its step; "" between loads
+    detail: str  # how far that is, for messages
+    amount: int | None  # how far that is; None where the step does not report it
+    group: str  # name of the group of the step
+    number: int  # of the step in the group
+    entry: Entry | None  # that this rank brings to the step; None until it has done its part
+    failed: Sequence[int]  # ranks that failed in this step, as far as this rank knows
+    left: str  # why this rank does not come to the step; "" if it may
+    pid_space: str  # this and the next two identify the process; see `nodes.py`
     pid: int
     started: str
     host: str
+
+    @classmethod
+    def decoded(cls, content: bytes | str) -> Heartbeat:
+        """Return the object that `encoded` was called on."""
+        fields = json.loads(content)
+        return cls(**fields | {"entry": fields["entry"] and Entry(**fields["entry"])})
 
     @property
     def who(self) -> str:
@@ -134,9 +103,9 @@ class Heartbeat(Stored):
     @property
     def last_seen(self) -> str:
         """What the rank did, for messages."""
-        if self.state == IDLE:
+        if not self.title:
             return "between loads"
-        return f"{'after' if self.state == WAITING else 'while'} {self.title}" + f", {self.detail}" * bool(self.detail)
+        return f"{'after' if self.entry else 'while'} {self.title}" + f", {self.detail}" * bool(self.detail)
 
 
 class Peer:
@@ -149,21 +118,34 @@ class Peer:
 
     def note(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take the latest heartbeat."""
-        before, self.heartbeat = self.heartbeat, heartbeat
+        before = self.heartbeat
         if before is None or (heartbeat.pid, heartbeat.started) != (before.pid, before.started):
             self._was_found, before = False, None
+        elif heartbeat.count < before.count:  # a connection that hung delivers it late
+            return
+        self.heartbeat = heartbeat
         if before is None or heartbeat.count != before.count:
             self._changed_s = now_s
         if before is None or replace(heartbeat, count=0, detail="") != replace(before, count=0, detail=""):
             self._progress_s = now_s
+
+    def entry_in(self, group: str, number: int) -> Entry | None:
+        """Return what the peer brings to a step."""
+        beat = self.heartbeat
+        return beat.entry if beat is not None and (beat.group, beat.number) == (group, number) else None
 
     def failed_in(self, group: str, number: int) -> Sequence[int]:
         """Return the ranks that the peer says failed in a step."""
         beat = self.heartbeat
         return beat.failed if beat is not None and (beat.group, beat.number) == (group, number) else ()
 
+    def is_in(self, group: str, number: int) -> bool:
+        """Return whether the peer is in a step of the group, this one or an earlier one."""
+        beat = self.heartbeat
+        return beat is not None and bool(beat.title) and beat.group == group and beat.number <= number
+
     def has_ended(self) -> bool | None:
-        """Look the process up: return whether it has ended; None where this rank cannot know."""
+        """Look the process up; return None where this rank cannot know."""
         heartbeat = self.heartbeat
         if heartbeat is None or not heartbeat.pid_space or heartbeat.pid_space != pid_space():
             return None
@@ -177,25 +159,17 @@ class Peer:
         return f"its process ({found.who}) has ended, {found.last_seen}" if found and self.has_ended() else ""
 
     def why_lost(self, limits: Limits, group: str, number: int, now_s: float, waited_s: float | None) -> str:
-        """Return the reason for giving up on the peer; "" if there is none.
-
-        Args:
-            limits: how long to wait.
-            group: name of the group in which this rank waits.
-            number: of the step.
-            now_s: this rank's clock.
-            waited_s: how long this rank has waited; None if it is still busy itself.
-        """
+        """Return the reason for giving up on the peer; "" if there is none. `waited_s` is None for a busy rank."""
         heartbeat, is_absent = self.heartbeat, waited_s is not None and waited_s > limits.absence_s
         absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}" if is_absent else ""
         if heartbeat is None:
             return absent
-        has_ended, is_busy = self.has_ended(), heartbeat.state == BUSY
+        has_ended, is_busy = self.has_ended(), heartbeat.entry is None
         if has_ended:
             return self.why_ended()
-        if heartbeat.state == IDLE or (heartbeat.state == WAITING and heartbeat.group != group):
-            has_aborted = heartbeat.aborted.get(group, heartbeat.aborted.get(ANY_GROUP)) == number
-            return heartbeat.why_aborted if has_aborted and waited_s is not None else absent
+        if not heartbeat.title or (heartbeat.entry and heartbeat.group != group):
+            has_left = heartbeat.left and (heartbeat.group, heartbeat.number) == (group, number)
+            return heartbeat.left if has_left and waited_s is not None else absent
         silent_s, gone_s = now_s - self._changed_s, limits.gone_s * (BUSY_FACTOR if is_busy else 1)
         if has_ended is None and silent_s > gone_s:
             return (
@@ -216,10 +190,9 @@ class Peer:
 
 
 class StoreWatch:
-    """Tells whether the store is silent. Seconds are those of this rank's own clock.
+    """Tells whether the store is silent: several looks in a row, a heartbeat apart, see no answer.
 
-    The thread that asks the store may wait for the interpreter's lock, or the process may have been stopped. So the
-    store is silent only if this many looks in a row, a heartbeat apart, see no answer.
+    One look is not enough: the thread that asks may wait for the interpreter's lock, or the process was stopped.
     """
 
     NUM_LOOKS = 5

@@ -146,9 +146,7 @@ class DistributedInterface(RankGroup):
                 f"data_parallel_group: rank {self.rank} is not in it; call this on the ranks of the group only"
             )
         if not is_group:
-            error = ConfigError(f"data_parallel_group: expected a group of torch.distributed, got {group!r}")
-            self.abort("the check of data_parallel_group", error, any_group=True)  # some group may wait for this rank
-            raise error
+            raise ConfigError(f"data_parallel_group: expected a group of torch.distributed, got {group!r}")
         return RankGroup(group)
 
     def destroy(self, *, force: bool = False) -> None:
@@ -270,7 +268,7 @@ class DistributedInterface(RankGroup):
         try:
             choose_device()
         except ConfigError as error:
-            self.abort("DistributedInterface", error, any_group=True)
+            self.abort("DistributedInterface", error)
             raise
         bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 

@@ -29,23 +29,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Stored):
-    """What one rank brings to a step.
+    """What one rank brings to a step."""
 
-    Attributes:
-        title: of the step; equal on all ranks that are at the same one.
-        name: what the step is about, for messages; it may differ between ranks.
-        error: of this rank; None if it has none.
-        is_stopped: whether this rank only stopped because another one failed.
-        digest: values that must be equal on all ranks, by topic.
-        payload: for the other ranks, JSON data.
-    """
-
-    title: str
-    name: str = ""
-    error: str | None = None
-    is_stopped: bool = False
-    digest: Mapping[str, str] = field(default_factory=dict)
-    payload: Any = None
+    title: str  # equal on all ranks that are at the same step
+    name: str = ""  # what the step is about, for messages; it may differ between ranks
+    error: str | None = None  # of this rank
+    is_stopped: bool = False  # whether this rank only stopped because another one failed
+    digest: Mapping[str, str] = field(default_factory=dict)  # values that must be equal on all ranks, by topic
+    payload: Any = None  # for the other ranks, JSON data
 
     @property
     def full_title(self) -> str:
@@ -55,33 +46,26 @@ class Entry(Stored):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Stored):
-    """The outcome of a step.
+    """The outcome of a step."""
 
-    Attributes:
-        title: of the step that failed, for messages.
-        failures: ranks of the world that failed, each with its message; empty if the step succeeded.
-        is_alike: whether all ranks failed with the same message.
-        is_complete: whether the entries of all ranks were there. If not, `failures` are the ranks that were lost.
-        may_be_skipped: whether a lost rank goes on as if there had been no such step; see `Limits.is_prompt`.
-        payloads: of all ranks, by rank, if the step succeeded.
-    """
-
-    title: str = ""
-    failures: Sequence[tuple[int, str]] = ()
-    is_alike: bool = False
-    is_complete: bool = True
-    may_be_skipped: bool = False
-    payloads: Sequence[Any] = ()
+    title: str = ""  # of the step that failed, for messages
+    failures: Sequence[tuple[int, str]] = ()  # ranks of the world that failed, each with its message
+    is_alike: bool = False  # whether all ranks failed with the same message
+    is_complete: bool = (
+        True  # whether the entries of all ranks were there; else `failures` are the ranks that were lost
+    )
+    may_be_skipped: bool = False  # whether a lost rank goes on as if there had been no such step: `Limits.is_prompt`
+    number: int = -1  # of the step in its group
+    # Of all ranks, if the step succeeded and a rank brought one. None if they lie in a key of their own, which is read
+    # once: ranks look at the verdict again and again.
+    payloads: Sequence[Any] | None = ()
 
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
-    """Return the verdict on a step.
+    """Return the verdict on the entries of all ranks, by rank in the world, in the group's order.
 
     Errors count before different titles, and those before different digests. A rank that stopped because of another
     one is named only if no other rank failed.
-
-    Args:
-        entries: of all ranks, by rank in the world, in the group's order.
     """
     errors = {rank: entry.error for rank, entry in entries.items() if entry.error is not None}
     failures = (
@@ -94,7 +78,8 @@ def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
         is_alike = len(errors) == len(entries) and len(set(map(_comparable, errors.values()))) == 1
         title = next(entry for rank, entry in entries.items() if rank in failures).full_title
         return Verdict(title, list(failures.items()), is_alike=is_alike)
-    return Verdict(payloads=[entry.payload for entry in entries.values()])
+    payloads = [entry.payload for entry in entries.values()]
+    return Verdict(payloads=payloads if any(payload is not None for payload in payloads) else ())
 
 
 _OF_ONE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|(?<=[a-z]:)[0-9]+")
@@ -106,7 +91,6 @@ def _comparable(text: str) -> str:
 
 
 def _differing_digests(digests: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
-    """Return a message for each rank with other values than most; it names the topics and both values of each."""
     found: dict[int, list[str]] = {}
     for topic in dict.fromkeys(topic for digest in digests.values() for topic in digest):
         values = {rank: digest.get(topic, "none") for rank, digest in digests.items()}
@@ -116,7 +100,7 @@ def _differing_digests(digests: Mapping[int, Mapping[str, str]]) -> dict[int, st
 
 
 def _differences(values: Mapping[int, str], this: str, others: str) -> dict[int, str]:
-    """Return a message for each rank whose value is not the most frequent one (of equals: the lowest rank's)."""
+    # Of equally frequent values, the lowest rank's is the usual one.
     usual = Counter(values.values()).most_common(1)[0][0]
     usual_ranks = spell_ranks([rank for rank, value in values.items() if value == usual])
     return {

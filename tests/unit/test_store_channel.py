@@ -116,24 +116,36 @@ def test_no_thread_stays() -> None:
 
 
 class CountingClient:
-    """A client of a store that counts round trips: `set` is not answered, and reads wait for the key first."""
+    """A client of a store that counts round trips: `set` is not answered, and `multi_get` waits for the keys first.
+
+    To ask the same again in a step costs nothing: the rank waits for another one.
+    """
 
     def __init__(self, client: Any, counts: Counter[str]) -> None:
         self._client, self._counts = client, counts
+        self._asked: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._client, name)
 
         def counted(*arguments: Any) -> Any:
-            self._counts[name] += {"set": 0, "get": 2, "multi_get": 2}.get(name, 1)
+            question = name if name == "multi_get" else f"{name} {arguments}"
+            if name == "set":
+                self._asked.clear()
+            elif question not in self._asked:
+                self._counts[name] += 2 if name == "multi_get" else 1
+            self._asked.add(question)
             return call(*arguments)
 
         return counted
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_load_takes_at_most_25_round_trips(world_size: int) -> None:
-    """That is, its six steps. Heartbeats, which come too seldom to disturb here, are beside that."""
+def test_ten_steps_take_at_most_25_round_trips(world_size: int) -> None:
+    """No load has more. The leader of more than two ranks makes some more: its machine has the store.
+
+    Heartbeats, which come too seldom to disturb here, are beside that.
+    """
     store, counts = dist.HashStore(), [Counter[str]() for _ in range(world_size)]
     channels = [
         StoreChannel(lambda rank=rank: CountingClient(store, counts[rank]), rank, beat_s=60.0)
@@ -143,15 +155,16 @@ def test_a_load_takes_at_most_25_round_trips(world_size: int) -> None:
     def load(rank: int) -> None:
         group = channels[rank].group("group", tuple(range(world_size)))
         with channels[rank].doing(group, "loading"):
-            for number in range(6):
-                assert not failed(step(channels[rank], group, f"{number}"))
+            for number in range(10):
+                assert not failed(step(channels[rank], group, f"{number}", payload=number if number < 3 else None))
 
     for _ in range(2):
         for count in counts:
             count.clear()
         with ThreadPoolExecutor(world_size) as pool:
             list(pool.map(load, range(world_size)))
-        assert all(0 < count.total() <= 25 for count in counts), counts
+        limits = [25 if world_size == 2 else 40] + [25] * (world_size - 1)
+        assert all(0 < count.total() <= limit for count, limit in zip(counts, limits, strict=True)), counts
 
 
 def test_a_slow_rank_that_makes_progress_is_waited_for() -> None:
@@ -211,13 +224,6 @@ def test_a_rank_that_aborts_is_named_at_once_and_all_can_go_on(leaver: int) -> N
         return step(channel, group)
 
     assert all(not failed(verdict) for verdict in ranks.all(late))
-
-
-def test_a_rank_that_leaves_a_group_that_is_not_known_is_named_in_any() -> None:
-    ranks = Ranks(2)
-    found = ranks.all(lambda channel, group, rank: channel.abort(None, "left: no") if rank else step(channel, group))
-    assert failed(found[0]) == {1: "left: no"}
-    assert all(not failed(verdict) for verdict in ranks.step())
 
 
 def test_ranks_that_all_abort_can_all_come_again() -> None:
