@@ -34,8 +34,8 @@ export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-fast test-device check coverage bench modes pipelines frameworks compat
-.PHONY: compat-here zoo fuzz faults clean gpu-check docs release release-check
+.PHONY: help setup libaio demo test test-fast test-device test-nodes check coverage bench modes pipelines frameworks
+.PHONY: compat compat-here zoo fuzz faults clean gpu-check docs release release-check
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -43,6 +43,7 @@ help:
 	@echo "make test    check, then all tests (8 minutes on 2 cores)"
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
+	@echo "make test-nodes  loads and saves of two nodes, made of network namespaces (root on Linux; 2 minutes)"
 	@echo "make gpu-check  parity, hazards, memory and speed on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
 	@echo "make docs    the documentation site, into build/site (half a minute the first time)"
@@ -142,6 +143,10 @@ test-device: export LOWMEM_TEST_DEVICE := sim
 test-device: export SIM_DEVICES := 8
 test-device: $(EXTENSIONS)
 	cd $(ROOT) && $(RUN) -m pytest $(ON_DEVICE) $(ARGS)
+
+test-nodes: export HF_HUB_OFFLINE := 1
+test-nodes: $(EXTENSIONS)
+	cd $(ROOT) && $(RUN) -m pytest -m release tests/nodes $(ARGS)
 
 gpu-check: export HF_HUB_OFFLINE := 1
 gpu-check: $(STAMP)

@@ -1,0 +1,209 @@
+"""Loads and saves of two nodes with two ranks each: `make test-nodes`.
+
+What one machine cannot show with ordinary ranks: a cable that is cut, a store that is far away, process numbers that
+mean nothing elsewhere, and files that differ under one path. Skipped where namespaces cannot be made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import builders
+from tests.nodes.network import ADDRESSES, INTERFACE, Cable, DelayedPort, Unavailable, in_node
+from tests.parity import BF16
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.release
+
+RANKS_PER_NODE, PORT = 2, 29_400
+LIMIT_S = {0: 30.0, 1: 20.0}
+"""Seconds after a cut, by node: the first one misses heartbeats, the second one the store."""
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    try:
+        with Cable() as cable:
+            yield cable
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def on_node(pids: list[int], work: Callable[..., Any], addresses: tuple[str, str], *arguments: Any) -> Any:
+    """Rank function: runs `work(node, ...)` on this rank's node."""
+    rank = int(os.environ["RANK"])
+    node = rank // RANKS_PER_NODE
+    os.environ |= {"LOCAL_RANK": str(rank % RANKS_PER_NODE), "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE)}
+    os.environ |= {"MASTER_ADDR": addresses[node], "GLOO_SOCKET_IFNAME": INTERFACE}
+    return in_node(pids[node], work, node, *arguments)
+
+
+def run(
+    cable: Cable, work: Callable[..., Any], *arguments: Any, addresses: tuple[str, str] = (ADDRESSES[0],) * 2
+) -> list[Any]:
+    every, port = cable.pids, {"MASTER_PORT": str(PORT)}
+    return run_ranks(on_node, every, work, addresses, *arguments, world_size=4, timeout_s=120, env=port)
+
+
+def mount(source: str, place: str) -> None:
+    """Makes a folder appear at another path, on this rank's node. The first of its ranks does it, before the group."""
+    if os.environ["LOCAL_RANK"] == "0":
+        subprocess.run(["mount", "--bind", source, place], check=True)
+
+
+def load_error(node: int, path: str, other: str | None = None) -> str:
+    """Loads; the second node finds `other` at this path. Returns the error."""
+    from lowmem_load import DistributedInterface, load_model
+    from lowmem_load.errors import LowMemLoadError
+
+    if other is not None and node == 1:
+        mount(other, path)
+    DistributedInterface().barrier()
+    try:
+        load_model(path, BF16)
+    except LowMemLoadError as error:
+        return str(error)
+    return ""
+
+
+def changed_norm(path: Path, copy: Path) -> None:
+    """Writes a copy of a checkpoint that differs in one norm of 2 KB."""
+    shutil.copytree(path, copy)
+    tensors = load_file(copy / "model.safetensors")
+    norm = tensors["model.layers.1.input_layernorm.weight"]
+    assert norm.nbytes == 2048
+    norm[7] += 1
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+
+
+def changed_generation(path: Path, copy: Path) -> None:
+    shutil.copytree(path, copy)
+    generation = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 7}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(changed_norm, "model.safetensors"), (changed_generation, "generation_config.json eos_token_id 7")],
+)
+def test_nodes_whose_files_differ_under_one_path_do_not_load(
+    cable: Cable, checkpoints: Path, tmp_path: Path, change: Callable[[Path, Path], None], words: str
+) -> None:
+    path = builders.tiny_llama(checkpoints, hidden_size=1024, num_key_value_heads=1, head_dim=8)
+    change(path, tmp_path / "other")
+    texts = run(cable, load_error, str(path), str(tmp_path / "other"))
+    assert len(set(texts)) == 1
+    assert words in texts[0]
+
+
+def load_as_clones(node: int, path: str) -> str:
+    """Loads where the nodes cannot tell their process numbers apart, as clones of one virtual machine."""
+    from lowmem_load.distributed import heartbeat, store_channel
+
+    heartbeat.pid_space = store_channel.pid_space = lambda: "one boot id and one namespace"  # type: ignore[assignment]
+    return f"{os.getpid()} {load_error(node, path)}"
+
+
+def test_clones_of_one_machine_load(cable: Cable, checkpoints: Path) -> None:
+    answers = run(cable, load_as_clones, str(builders.tiny_llama(checkpoints)))
+    assert all(answer.endswith(" ") for answer in answers), answers
+
+
+def save_under_two_paths(node: int, path: str, folders: list[str]) -> list[str]:
+    """Saves to one folder that the second node finds at a path of its own; returns what is there."""
+    from lowmem_load import load_model, save_model
+
+    if node == 1:
+        mount(folders[0], folders[1])
+    model = load_model(path, BF16)
+    save_model(model, Path(folders[node]) / "saved")
+    load_model(str(Path(folders[node]) / "saved"), BF16)
+    return sorted(os.listdir(Path(folders[node]) / "saved"))
+
+
+def test_a_folder_may_have_two_paths(cable: Cable, checkpoints: Path, tmp_path: Path) -> None:
+    path, folders = builders.tiny_llama(checkpoints), [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    found = run(cable, save_under_two_paths, str(path), [*map(str, folders)])
+    assert found == [["config.json", "generation_config.json", "model.safetensors"]] * 4
+    assert load_file(folders[0] / "saved" / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
+
+
+def read_slowly(node: int, path: str, marker: str) -> tuple[float, str]:
+    """Loads, a second for each read; returns when and how that failed."""
+    from lowmem_load.io.source import LocalFile
+    from lowmem_load.pipeline import load
+
+    ordinary_read, ordinary_execute = LocalFile.read_into, load.execute
+
+    def read_into(file: Any, offset: int, memory: memoryview) -> None:
+        time.sleep(1)
+        ordinary_read(file, offset, memory)
+
+    def execute(*arguments: Any) -> Any:
+        Path(marker, os.environ["RANK"]).touch()
+        LocalFile.read_into = read_into  # type: ignore[method-assign]
+        return ordinary_execute(*arguments)
+
+    load.execute = execute
+    text = load_error(node, path)
+    return time.monotonic(), text
+
+
+def test_ranks_that_read_notice_a_cut(cable: Cable, checkpoints: Path, tmp_path: Path) -> None:
+    path, cut_at = builders.tiny_llama(checkpoints, num_hidden_layers=24), list[float]()
+
+    def cut() -> None:
+        deadline = time.monotonic() + 60
+        while len(os.listdir(tmp_path)) < 2 * RANKS_PER_NODE and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(2)
+        cut_at.append(time.monotonic())
+        cable.cut()
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    answers = run(cable, read_slowly, str(path), str(tmp_path))
+    cutter.join()
+    seconds = [at - cut_at[0] for at, _ in answers]
+    print([round(each, 1) for each in seconds], {text.partition("\n")[2] for _, text in answers})
+    for rank, (_, text) in enumerate(answers):
+        node = rank // RANKS_PER_NODE
+        assert seconds[rank] < LIMIT_S[node]
+        assert ("the store of the process group" if node else "rank 2: has sent no heartbeat") in text
+
+
+def time_loads(node: int, path: str) -> list[float]:
+    """Returns the seconds of loads, the first one left out."""
+    from lowmem_load import load_model
+
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        load_model(path, BF16)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def test_a_store_that_is_far_away_costs_at_most_25_round_trips(cable: Cable, checkpoints: Path) -> None:
+    path, best = str(builders.tiny_llama(checkpoints)), dict[float, float]()
+    for round_trip_s in (0.0, 0.05, 0.1):
+        if round_trip_s:
+            DelayedPort(cable, PORT, round_trip_s / 2)
+        found = run(cable, time_loads, path, addresses=ADDRESSES if round_trip_s else (ADDRESSES[0],) * 2)
+        best[round_trip_s] = min(map(max, zip(*found, strict=True)))
+    print({f"{trip} s": f"{seconds:.2f} s" for trip, seconds in best.items()})
+    for round_trip_s in (0.05, 0.1):
+        assert best[round_trip_s] - best[0.0] < 25 * round_trip_s
