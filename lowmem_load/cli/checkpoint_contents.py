@@ -20,18 +20,7 @@ from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.io.hub_checkpoint import OpenCheckpoint
-from lowmem_load.planning.expression import (
-    IN_MEMORY,
-    Computed,
-    Elementwise,
-    Expression,
-    Held,
-    Permute,
-    Pick,
-    Source,
-    children,
-    held,
-)
+from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 
 CHOICES = (
@@ -121,7 +110,7 @@ def inspect_checkpoint(checkpoint: OpenCheckpoint, auto_class: str | None = None
     return found
 
 
-def _stored(name: str, expression: Callable[[str], Expression]) -> tuple[str, tuple[int, ...], int]:
+def _stored(name: str, expression: Callable[[str], ex.Expression]) -> tuple[str, tuple[int, ...], int]:
     try:
         found = expression(name)
     except UnsupportedError:
@@ -164,18 +153,19 @@ def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | N
 def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[str, list[str]]:
     """Return what loading does to a described parameter, in words, and the names of its source tensors."""
     nodes = _nodes(parameter)
-    sources = [node for node in nodes if isinstance(node, Source)]
-    parts = [node.origin for node in nodes if isinstance(node, Held) and (node.origin != IN_MEMORY or not sources)]
+    sources = [node for node in nodes if isinstance(node, ex.Source)]
+    origins = [node.origin for node in nodes if isinstance(node, ex.Held)]
+    parts = [origin for origin in origins if origin != ex.IN_MEMORY or not sources]
     if len(sources) > 1:
         parts.append(f"made of {len(sources)} tensors")
     elif sources and math.prod(sources[0].shape) > parameter.numel():
         parts.append("cut out of a larger one")
     elif sources and sources[0].name not in all_names:
         parts.append("renamed")
-    computed = [node for node in nodes if isinstance(node, Computed | Elementwise)]
+    computed = [node for node in nodes if isinstance(node, ex.Computed | ex.Elementwise)]
     for node in computed:
-        parts.append(f"{node.operation} on {'ranges' if isinstance(node, Elementwise) else 'whole tensors'}")
-    if not computed and any(isinstance(node, Permute | Pick) for node in nodes):
+        parts.append(f"{node.operation} on {'ranges' if isinstance(node, ex.Elementwise) else 'whole tensors'}")
+    if not computed and any(isinstance(node, ex.Permute | ex.Pick) for node in nodes):
         parts.append("rearranged")
     if not computed:
         others = [source.dtype for source in sources if source.dtype != parameter.dtype]
@@ -185,14 +175,14 @@ def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[st
     return ", ".join(dict.fromkeys(parts)) or "as it lies", list(dict.fromkeys(source.name for source in sources))
 
 
-def _nodes(parameter: torch.Tensor) -> list[Expression]:
+def _nodes(parameter: torch.Tensor) -> list[ex.Expression]:
     """Return the distinct nodes of a parameter's expression."""
-    found: list[Expression] = [held(parameter)]
+    found: list[ex.Expression] = [ex.held(parameter)]
     if isinstance(parameter, SymbolicTensor):
         found = [parameter.initialised or parameter.expression]
     seen = {id(found[0])}
     for node in found:  # the list grows meanwhile
-        for child in children(node):
+        for child in ex.children(node):
             if id(child) not in seen:
                 seen.add(id(child))
                 found.append(child)

@@ -12,16 +12,7 @@ import torch
 
 import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed, so that host_memory() here includes it
 from lowmem_load.api.plan_model import plan_ranks, plan_sharded
-from lowmem_load.cli.job_memory import (
-    GRADIENT_BYTES,
-    MASTER_BYTES,
-    Job,
-    Model,
-    Need,
-    held_bytes,
-    memory_needs,
-    world_sizes,
-)
+from lowmem_load.cli.job_memory import Job, Model, Need, held_bytes, memory_needs, world_sizes
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import distributed_config, model_config
@@ -49,6 +40,9 @@ ADAM_STATE_BYTES = 8
 
 STATE_BYTES: Mapping[str, int] = {"adagrad": 4, "lion": 4, "muon": 4, "sgd": 0}
 """State of a parameter, for DeepSpeed's optimizers that keep less than Adam. SGD with momentum keeps 4 bytes."""
+
+MESH_STATE_BYTES = 16
+"""Of an element under FSDP2: parameter, gradient and Adam's two moments, in fp32."""
 
 PERSISTENCE_THRESHOLD = 100_000
 """Elements. Default of stage3_param_persistence_threshold (deepspeed 0.19.8 `runtime/zero/config.py`)."""
@@ -148,7 +142,7 @@ def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job
     }
     numel = sum(each.numel for target in plan.targets for each in target.destinations)
     gathered = max((target.numel for target in plan.targets), default=0) * torch.bfloat16.itemsize
-    training = numel * (MASTER_BYTES + GRADIENT_BYTES + ADAM_STATE_BYTES) + gathered + whole_bytes(plan)
+    training = numel * MESH_STATE_BYTES + gathered + whole_bytes(plan)
     _, passing = load_bytes(plan, is_host=False)
     needs = [
         Need("shards", plan.partition_bytes),

@@ -20,15 +20,7 @@ from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape
-from lowmem_load.resume.zero_checkpoint import (
-    COUNTERS,
-    Checkpoint,
-    SavedParameter,
-    at,
-    find_folder,
-    group_numels,
-    place_fragments,
-)
+from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, SavedParameter, at, find_folder
 from lowmem_load.resume.zero_files import UNIVERSAL_STATE, Files, trained_parameters, universal_parameters, zero_state
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -69,7 +61,7 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         others = {name: files.replicated(models[0], name, each) for name, each in rest.items() if name not in known}
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
-        others = {name: _fragments(files, name, shape, models) for name, shape in (frozen or {}).items()}
+        others = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
     return Checkpoint(
         folder=folder,
         world_size=_world_size(models[0]) if one_for_all else len(models),
@@ -178,14 +170,6 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
 
 
 # -- contents of the model states ------------------------------------------------------------------------------------
-
-
-def _fragments(files: Files, name: str, shape: Shape, models: Sequence[TorchObjects]) -> SavedParameter:
-    (size,) = group_numels([{name: shape}], len(models))
-    fragments = [at(file.tree, "frozen_param_fragments", dict, file.path).get(name) for file in models]
-    what = f"fragment of {name}"
-    flats = [files.flat(file, each, what, size) for file, each in zip(models, fragments, strict=True)]
-    return place_fragments(name, shape, flats)
 
 
 def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:

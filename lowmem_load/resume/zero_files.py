@@ -105,6 +105,13 @@ class Files:
             raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is no number, text or tensor")
         return value
 
+    def fragments(self, models: Sequence[TorchObjects], name: str, shape: Shape) -> SavedParameter:
+        """Return a frozen parameter of which each rank saved its partition."""
+        (size,) = group_numels([{name: shape}], len(models))
+        fragments = [at(file.tree, "frozen_param_fragments", dict, file.path).get(name) for file in models]
+        found, what = zip(models, fragments, strict=True), f"fragment of {name}"
+        return place_fragments(name, shape, [self.flat(file, each, what, size) for file, each in found])
+
     def replicated(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
         """Return a tensor that was saved in full."""
         shape = tensor.size if isinstance(tensor, Tensor) else ()
