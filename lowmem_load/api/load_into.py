@@ -1,26 +1,29 @@
-"""Loads into a model that its owner has sharded: FSDP2, tensor and expert parallelism, any mesh of DTensors."""
+"""Loads of models that are sharded by DTensors: by their owner, a `DistributedConfig`, or FSDP2 over a device mesh."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, spelled
+from lowmem_load.api.request import Request, agree_on_request, spelled
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_class
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import intercept
-from lowmem_load.hf.active import transformers_models
+from lowmem_load.hf import intercept, names
+from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.intercept import load_lock
-from lowmem_load.hf.skeleton import hand_over
+from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
-from lowmem_load.report import LoadReport
+from lowmem_load.report import LoadReport, OnLoad
 
 _PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file", "distributed_config", "tp_plan")
 
@@ -38,23 +41,23 @@ def load_into(
 ) -> LoadReport:
     """Fill a sharded model from a checkpoint: each rank reads what its shards hold, into their memory.
 
-    The caller has built a transformers model on the meta device, has sharded it (`fully_shard`, `parallelize_module`,
-    expert parallelism, any mesh of DTensors), and has given it memory by `to_empty`. The values are those of an
-    ordinary `from_pretrained`, also of parameters that no file has, if the random state is the same on rank 0.
-    Parameters and buffers keep their dtypes: what the files hold is cast as it is read.
+    The caller has built a transformers model on the meta device, sharded it (`fully_shard`, `parallelize_module`,
+    expert parallelism, any mesh of DTensors), and given it memory by `to_empty`. It gets the values of an ordinary
+    `from_pretrained`; parameters that no file has get those that rank 0's random state gives. Parameters and buffers
+    keep their dtypes: values are cast as they are read.
 
     Args:
-        model: or what wraps one: PEFT, torch.compile, activation checkpointing.
+        model: the model, or what wraps it: PEFT, torch.compile, activation checkpointing.
         name: a local folder or a Hub id.
-        dtype: in which the ordinary load would be done. None: that of the model's parameters.
-        auto_class: the class of the ordinary load. None: that of the model.
+        dtype: of the ordinary load. None: that of the model's parameters.
+        auto_class: class of the ordinary load. None: that of the model.
         leave: names of parameters and buffers of the transformers model that the caller fills: adapters, a new head.
         progress: as for `load_model`.
         verify: as for `load_model`.
         **from_pretrained_kwargs: as `from_pretrained` takes them.
 
     Returns:
-        The report of the load; `load_report(model)` finds it, too.
+        The report of the load, which `load_report(model)` returns, too.
 
     Collective: all ranks of the default process group. No weight crosses the network.
     Memory: a staging buffer for each reading thread beside the model.
@@ -67,17 +70,15 @@ def load_into(
     """
     ranks = RankGroup(None)
     with load_lock(), ranks.session("load_into"):
-        with ranks.step("checking the arguments") as step:
+        made = list[tuple[nn.Module, ShardedModel]]()
+
+        def asked() -> tuple[Request, Settings]:
             plain = _transformers_model(model)
-            sharded = ShardedModel(plain, leave)
-            request, settings = ordinary_load(plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size)
-            is_folder = os.path.isdir(request.name)
-            kind = "a local folder" if is_folder else "a name on the Hub"
-            step.digest = {"arguments": settings.fingerprint, "as name": kind}
-            if is_folder:
-                checked = request.checked(settings)
-        if not is_folder:
-            checked = request.checked_once(settings, ranks)
+            made.append((plain, ShardedModel(plain, leave)))
+            return ordinary_load(plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size)
+
+        checked = agree_on_request(ranks, asked)
+        ((plain, sharded),) = made
         load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), progress, verify)
         with intercept.intercepted(load):
             loaded = checked.from_pretrained()
@@ -90,7 +91,6 @@ def load_into(
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:
-    """Return the transformers model within a model; the model itself if there is none."""
     found = transformers_models(model)
     if len(found) > 1:
         raise UnsupportedError(
@@ -107,11 +107,7 @@ def ordinary_load(
     kwargs: Mapping[str, Any],
     world_size: int,
 ) -> tuple[Request, Settings]:
-    """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`.
-
-    Raises:
-        ConfigError: an argument says where parameters go, which the model says already.
-    """
+    """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
     for keyword in _PLACES_BY_ITSELF:
         if kwargs.get(keyword) is not None:
             raise ConfigError(f"load_into: remove {keyword}; the model says where its parameters go")
@@ -126,3 +122,64 @@ def ordinary_load(
     sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
     settings = read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
     return Request(spelled(name), auto_class, "auto", kwargs), settings
+
+
+def load_sharded(
+    name: str | os.PathLike[str],
+    sharding: Any,
+    *,
+    auto_class: str | type | None,
+    dtype: str | torch.dtype | None,
+    progress: bool | None,
+    verify: bool,
+    policy: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Do what `load_model` does with a `DistributedConfig`, or a `DeviceMesh` and the policy of `fully_shard`."""
+    ranks = DistributedInterface()
+    policy_of_mesh = policy or {}
+    with load_lock(), ranks.session("the load"):
+        with ranks.step("checking the arguments") as step:
+            where = spelled(name)
+            config = names.model_config(where, kwargs)
+            cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+            if policy is not None and not is_mesh(sharding):
+                raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
+            step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
+
+        def shard(model: nn.Module) -> None:
+            if is_mesh(sharding):
+                shard_fully(model, sharding, names.blocks(model), policy_of_mesh)
+
+        if not is_mesh(sharding):
+            kwargs["distributed_config"] = sharding
+        is_offloaded = offloads(policy_of_mesh)
+        with filling(where, kwargs, shard, is_offloaded=is_offloaded, progress=progress, verify=verify):
+            return cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs)
+
+
+@contextmanager
+def filling(
+    name: str,
+    kwargs: Mapping[str, Any],
+    shard: Callable[[nn.Module], None] = lambda _: None,
+    *,
+    is_offloaded: bool = False,
+    progress: bool | None,
+    verify: bool,
+    on_load: OnLoad | None = None,
+) -> Iterator[None]:
+    """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
+
+    def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
+        shard(model)
+        on_host = is_offloaded or names.offloads(model)
+        allocate(model, torch.device("cpu") if on_host else mesh_device(model))
+        with intercept.outermost():
+            report = load_into(model, name, dtype=dtype, progress=progress, verify=verify, **file_keywords(kwargs))
+        if on_load is not None:
+            on_load(report)
+        return report.loading_info
+
+    with ordinary_path(), filled_by(fill):
+        yield

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from lowmem_load.api.load_sharded import is_sharding, load_sharded
-from lowmem_load.api.request import Request, spelled
+from lowmem_load.api.request import Request, agree_on_request, spelled
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -35,28 +34,26 @@ def load_model(
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return an ordinary transformers model.
 
-    Every rank must call it. Under ZeRO stage 3 every parameter of the result is partitioned; each rank has read only
-    the bytes of its own partitions. Under stage 0, 1 or 2 the result is whole on every rank, read without mmap.
+    Every rank must call it. Under ZeRO stage 3 all parameters are partitioned, and each rank reads only the bytes of
+    its own partitions. Under stages 0 to 2 the model is whole on every rank, read without mmap.
 
     Args:
         name: a local folder or a Hub id.
-        ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`; never changed. Its "auto" values are
-            resolved as `config.auto.resolve_auto` says; `load_report(model).ds_config` holds the result. Or
-            transformers' `DistributedConfig` (FSDP2, HSDP, tensor and expert parallelism), or a `DeviceMesh` for FSDP2
-            by layers; then `policy=` has the other keywords of `fully_shard`.
+        ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`; never changed. "auto" values are resolved
+            as Trainer does; `load_report(model).ds_config` holds the result. Or transformers' `DistributedConfig`
+            (FSDP2, HSDP, tensor and expert parallelism), or a `DeviceMesh` for FSDP2 by layers; then `policy=` has the
+            other keywords of `fully_shard`.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
-        dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16 or, with both off or
-            absent, fp32). Under stage 3 any other value must agree with it, unless `partition` is given: then it
-            is the dtype of the parameters that stay whole.
+        dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16, else fp32). Under stage 3
+            any other value must agree with it; with `partition` it is the dtype of the parameters that stay whole.
         progress: True shows a progress bar on rank 0, False none, None one on long loads when stderr is a terminal.
         partition: under stage 3, what to partition: module names or globs, module classes, predicates on
-            (name, module), or a sequence of these; all else is loaded whole on every rank. None partitions all, an
-            empty sequence nothing. Train such a model with `lowmem_load.initialize`.
-        data_parallel_group: a group of torch.distributed among whose ranks parameters are cut up, such as one for
-            data and sequence parallelism; then the ranks of that group call this, and no others. None: all ranks.
-        verify: True hashes every file before it is read, once on each machine, and compares it with the checksum that
-            the Hub gave or that lies beside it (see `verify_checkpoint`). A file that differs, or of which nothing is
-            known, is an error.
+            (name, module), or a sequence of these. Every rank holds the rest whole. None partitions all, an empty
+            sequence nothing. Train such a model with `lowmem_load.initialize`.
+        data_parallel_group: a group of torch.distributed among whose ranks parameters are partitioned, such as one for
+            data and sequence parallelism; then exactly the ranks of that group call this. None: all ranks.
+        verify: True hashes every file before it is read, once on each machine, and compares it with the checksum from
+            the Hub or beside it (see `verify_checkpoint`). A file that differs, or has no checksum, is an error.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Returns:
@@ -64,7 +61,7 @@ def load_model(
 
     Collective: all ranks. No weight crosses the network. Ranks exchange small messages through the process group's
         store, and each writes a heartbeat there once a second.
-    Memory: the partitions, plus a staging buffer per reading thread (`LoadPlan.staging_bytes`) where bytes are cast or
+    Memory: the partitions, and a staging buffer per reading thread (`LoadPlan.staging_bytes`) where bytes are cast or
         rearranged.
 
     Raises:
@@ -73,19 +70,15 @@ def load_model(
         UnsupportedError: a combination that cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    if is_sharding(ds_config):
+    if _is_sharding(ds_config):
+        from lowmem_load.api.load_into import load_sharded
+
         if partition is not None or data_parallel_group is not None:
             raise ConfigError(
                 "partition and data_parallel_group belong to ZeRO; a DistributedConfig or mesh has neither"
             )
-        return load_sharded(
-            *(name, ds_config),
-            auto_class=auto_class,
-            dtype=dtype,
-            progress=progress,
-            verify=verify,
-            **from_pretrained_kwargs,
-        )
+        options: Any = {"auto_class": auto_class, "dtype": dtype, "progress": progress, "verify": verify}
+        return load_sharded(name, ds_config, **options, **from_pretrained_kwargs)
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
@@ -104,21 +97,9 @@ def load_as_asked(
     progress: bool | None = None,
     verify: bool = False,
 ) -> Any:
-    """Do what `load_model` does, with the request and the settings that `asked` returns, or else fails to.
-
-    Collective: the ranks of `ranks`.
-    """
+    """Do what `load_model` does with the request and settings that `asked` returns. Collective."""
     with load_lock(), ranks.session("the load"):
-        with ranks.step("checking the arguments") as step:
-            request, settings = asked()
-            names.check_name(request.name, request.kwargs.get("subfolder", ""))
-            is_folder = os.path.isdir(request.name)
-            kind = "a local folder" if is_folder else "a name on the Hub"
-            step.digest = {"ds_config": settings.fingerprint, "as name": kind}
-            if is_folder:
-                checked = request.checked(settings)
-        if not is_folder:
-            checked = request.checked_once(settings, ranks)
+        checked = agree_on_request(ranks, asked)
         with intercept.intercepted(load_on(ranks, checked.settings, progress, verify)):
             return checked.from_pretrained()
 
@@ -132,7 +113,7 @@ def load_on(
     *,
     is_lenient: bool = False,
 ) -> Load:
-    """Return what loads on these ranks as the settings say, onto the device of each. See `Load`."""
+    """Return the `Load` of these settings on these ranks, onto the device of each."""
     device = DistributedInterface().device
     make_target = target_maker(ranks.rank, device, ranks.group)
     return Load(settings, ranks, make_target, progress, verify, on_load, is_lenient)
@@ -156,3 +137,11 @@ def load_report(model: Any) -> LoadReport:
 def why_left_to_stock(model: Any) -> str:
     """Return why `install` left the load of a model to stock ZeRO-3; "" if it did not."""
     return str(getattr(model, LEFT_ATTRIBUTE, ""))
+
+
+def _is_sharding(target: Any) -> bool:
+    if isinstance(target, Mapping | str | os.PathLike):  # spares most processes the import of dtensor/
+        return False
+    from lowmem_load.dtensor.mesh import is_mesh
+
+    return names.is_distributed_config(target) or is_mesh(target)

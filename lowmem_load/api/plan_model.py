@@ -1,4 +1,4 @@
-"""The plan of a load, and the model that it describes, made in a plain process."""
+"""Plans of loads, and described models, in a plain process."""
 
 from __future__ import annotations
 
@@ -42,19 +42,18 @@ def plan(
     partition: Partition | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadPlan:
-    """Return the plan of what `load_model` does on one rank, without loading: the very plan that such a rank executes.
+    """Return the plan that `load_model` executes on one rank, without loading.
 
     Runs in a plain process, for any rank of any world: no process group, no launcher, no DeepSpeed engine, no
     accelerator. It plans for the accelerator that DeepSpeed would choose here; `DS_ACCELERATOR` ("cuda") names another
-    machine's, whose reads are staged. Only headers are read; where transformers itself decides by value (whether two
-    tensors of a checkpoint are one tied weight) these values are read, or computed, too, and
-    `LoadPlan.read_to_describe` names them.
+    machine's. It reads headers, and the few values by which transformers decides (whether two tensors are one tied
+    weight); `LoadPlan.read_to_describe` names these.
 
     Args:
         name: as for `load_model`.
-        ds_config: as for `load_model`, but for a `DeviceMesh`, which needs the processes of its ranks.
+        ds_config: as for `load_model`, except a `DeviceMesh`, which needs the processes of its ranks.
         rank: of the partition group, `0 <= rank < world_size`.
-        world_size: ranks among which parameters are cut up.
+        world_size: ranks among which parameters are partitioned.
         auto_class: as for `load_model`.
         dtype: as for `load_model`.
         partition: as for `load_model`.
@@ -70,25 +69,10 @@ def plan(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
     if names.is_distributed_config(ds_config):
-        return plan_sharded(
-            name,
-            ds_config,
-            rank=rank,
-            world_size=world_size,
-            auto_class=auto_class,
-            dtype=dtype,
-            **from_pretrained_kwargs,
-        )
-    return plan_ranks(
-        *(name, ds_config),
-        ranks=[rank],
-        world_size=world_size,
-        device=_accelerator(),
-        auto_class=auto_class,
-        dtype=dtype,
-        partition=partition,
-        **from_pretrained_kwargs,
-    )[0]
+        options: Any = {"rank": rank, "world_size": world_size, "auto_class": auto_class, "dtype": dtype}
+        return plan_sharded(name, ds_config, **options, **from_pretrained_kwargs)
+    options = {"device": _accelerator(), "auto_class": auto_class, "dtype": dtype, "partition": partition}
+    return plan_ranks(name, ds_config, ranks=[rank], world_size=world_size, **options, **from_pretrained_kwargs)[0]
 
 
 def plan_sharded(
@@ -102,10 +86,7 @@ def plan_sharded(
     open_source: Opener = LocalFile,
     **kwargs: Any,
 ) -> LoadPlan:
-    """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group.
-
-    All but `sharding` is as for `plan_ranks`.
-    """
+    """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group."""
     where, made = spelled(name), list[LoadPlan]()
 
     def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
@@ -141,13 +122,7 @@ def plan_ranks(
     partition: Partition | None = None,
     **from_pretrained_kwargs: Any,
 ) -> list[LoadPlan]:
-    """Return the plans of several ranks, in less time than `plan` takes for each.
-
-    All that is not named here is as for `plan`. Of `device`, the accelerator of the job, its type is enough.
-
-    Raises:
-        UnsupportedError: the class does not load by transformers' own `from_pretrained`.
-    """
+    """Return the plans of several ranks, in less time than `plan` takes for each."""
     request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs)
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     checked = request.checked(settings)
@@ -167,10 +142,7 @@ def describe_checkpoint(
     auto_class: str | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Described:
-    """Return the model of a checkpoint as a load by one rank on the host describes it.
-
-    All but `dtype`, that of the parameters, is as for `plan`.
-    """
+    """Return the model of a checkpoint as a load by one rank on the host describes it."""
     precision = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
     settings = read_settings({"zero_optimization": {"stage": 3}, **precision}, world_size=1)
     checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(settings)
@@ -179,11 +151,7 @@ def describe_checkpoint(
 
 
 def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
-    """Return what `act` makes of the call of `from_pretrained` that would load.
-
-    Raises:
-        UnsupportedError: the class does not load by transformers' own `from_pretrained`.
-    """
+    """Return what `act` makes of the call of `from_pretrained` that would load."""
 
     def handler(call: loader.Call) -> NoReturn:
         raise _Done(act(call))
@@ -206,21 +174,16 @@ class _Done(BaseException):
 
 
 def _accelerator() -> torch.device:
-    """Return the device for which DeepSpeed would choose its accelerator, without importing it.
-
-    Source: deepspeed 0.19.8 `accelerator/real_accelerator.py`, `get_accelerator`.
-
-    Raises:
-        ConfigError: DS_ACCELERATOR names no device that this torch knows.
-    """
+    """Return the device that DeepSpeed would choose, without importing DeepSpeed."""
+    # Source: deepspeed 0.19.8 accelerator/real_accelerator.py, get_accelerator.
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
         try:
             return torch.device(chosen)
         except RuntimeError as error:
             raise ConfigError(
-                f"DS_ACCELERATOR is {chosen!r}, of which this torch knows no device: import the package that adds it "
-                "(torch_npu, say) before, or correct the variable"
+                f"DS_ACCELERATOR is {chosen!r}, and this torch knows no such device: import the package that adds it "
+                "(torch_npu, say) first, or correct the variable"
             ) from error
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if found is None else found

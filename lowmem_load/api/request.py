@@ -1,9 +1,9 @@
-"""A model by name, as a caller asks for it; and what comes of that once all of it is checked."""
+"""A model by name, as a caller asks for it, and the checks before the load."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +21,7 @@ from lowmem_load.hf.replaced import replaced
 
 @dataclass(frozen=True)
 class Request:
-    """A model by name, and how it is to be loaded.
-
-    Attributes:
-        name: see `spelled`.
-        auto_class: see `lowmem_load.load_model`.
-        dtype: see `lowmem_load.load_model`.
-        kwargs: of `from_pretrained`.
-    """
+    """A model by name, and how to load it: see `lowmem_load.load_model`. `kwargs` are those of `from_pretrained`."""
 
     name: str
     auto_class: str | type | None
@@ -36,13 +29,7 @@ class Request:
     kwargs: Mapping[str, Any]
 
     def checked(self, settings: Settings) -> Checked:
-        """Return the call that will load, with the settings for this model.
-
-        Raises:
-            ConfigError: an argument cannot be used.
-            CheckpointError: the folder, or what the name stands for, cannot be used.
-            UnsupportedError: the weights cannot be partitioned.
-        """
+        """Return the call that will load, with the settings for this model."""
         kwargs, dtype = dict(self.kwargs), self.dtype
         if "torch_dtype" in kwargs:  # the older name of the same keyword
             dtype = kwargs.pop("torch_dtype") if dtype == "auto" else dtype
@@ -60,10 +47,7 @@ class Request:
         return Checked(self.name, settings.for_model(config), cls, kwargs)
 
     def checked_once(self, settings: Settings, ranks: RankGroup) -> Checked:
-        """Do what `checked` does with a name on the Hub, which one rank of each node asks for all of it.
-
-        The load is of the commit that the name stands for now, and of no later one. Collective: two steps.
-        """
+        """Do what `checked` does, with one question to the Hub per node. It pins the commit. Collective: two steps."""
 
         def check(commit: str, **changed: Any) -> tuple[str, Checked]:
             pinned = {**self.kwargs, **changed, "revision": commit} if commit else self.kwargs
@@ -73,7 +57,7 @@ class Request:
             return found[0].encode()
 
         def look(content: bytes) -> tuple[str, Checked]:
-            return check(content.decode(), force_download=False)  # it was, a moment ago
+            return check(content.decode(), force_download=False)  # the first rank has just downloaded it
 
         with NodeCache(ranks) as cache:
             with ranks.step("finding the nodes", name=self.name) as step:
@@ -87,14 +71,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Checked:
-    """A request that can be met.
-
-    Attributes:
-        name: of the model.
-        settings: resolved for it.
-        cls: its class.
-        kwargs: of `from_pretrained`, the dtype among them.
-    """
+    """A request that can be met: `settings` for the model, its class, and all keywords of `from_pretrained`."""
 
     name: str
     settings: Settings
@@ -102,17 +79,26 @@ class Checked:
     kwargs: Mapping[str, Any]
 
     def from_pretrained(self) -> Any:
-        """Return what the class's `from_pretrained` does."""
+        """Call the class's `from_pretrained`."""
         with replaced(adapter_sought_alike(self.name, self.kwargs)):
             return self.cls.from_pretrained(self.name, **self.kwargs)
 
 
-def spelled(name: Any) -> str:
-    """Return the name of a model as text.
+def agree_on_request(ranks: RankGroup, asked: Callable[[], tuple[Request, Settings]]) -> Checked:
+    """Return what `asked` asks for, checked and equal on all ranks. Collective: one step; three for a Hub id."""
+    with ranks.step("checking the arguments") as step:
+        request, settings = asked()
+        names.check_name(request.name, request.kwargs.get("subfolder", ""))
+        is_folder = os.path.isdir(request.name)
+        kind = "a local folder" if is_folder else "a name on the Hub"
+        step.digest = {"ds_config": settings.fingerprint, "as name": kind}
+        if is_folder:
+            return request.checked(settings)
+    return request.checked_once(settings, ranks)
 
-    Raises:
-        ConfigError: it is neither a path nor text.
-    """
+
+def spelled(name: Any) -> str:
+    """Return the name of a model as text; raise ConfigError if it is neither a path nor text."""
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise ConfigError(f"name: expected a local folder or a Hub id, got {name!r}")
     return os.fsdecode(name)

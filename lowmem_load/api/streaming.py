@@ -1,16 +1,16 @@
-"""Loads inside code that calls from_pretrained by itself."""
+"""Loads inside code that calls `from_pretrained` by itself."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from lowmem_load.api.load_model import load_on
-from lowmem_load.api.load_sharded import sharded_calls
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, outside_level
@@ -19,12 +19,15 @@ from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_lo
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.report import OnLoad
 
+SHARDS = ("distributed_config", "tp_plan", "tp_size")
+"""Keywords by which `from_pretrained` shards a model."""
+
 DROPPED = (
     "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "
     "ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models are loaded. "
     "If the load is meant to be an ordinary one, call transformers.integrations.unset_hf_deepspeed_config() before it"
 )
-"""Warning of a load that an `HfDeepSpeedConfig` was probably meant for."""
+"""Warns of a load that an `HfDeepSpeedConfig` was probably meant for."""
 
 
 @contextlib.contextmanager
@@ -38,24 +41,21 @@ def streaming(
 ) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
-    Models keep the dtype that the caller asked for under stages 0 to 2; under stage 3 the ds_config decides, as it
-    does with stock ZeRO-3. On exit, also after an exception, everything is as it was before. Loads of other threads are
-    the ordinary ones.
+    Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as with
+    stock ZeRO-3. Other threads load in the ordinary way. On exit everything is as before.
 
     Args:
-        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that is
-            active at that moment, which TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set; while
-            there is none, loads are the ordinary ones.
+        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that
+            TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set. While there is none, loads are
+            ordinary.
         progress: as for `load_model`.
-        partition: as for `load_model`, applied to each model that is loaded inside; one in which it chooses no
-            module stays whole.
+        partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
+            whole.
         data_parallel_group: as for `load_model`.
         verify: as for `load_model`.
 
     Raises:
-        ConfigError: ds_config cannot be used.
-
-    A load inside that cannot be streamed raises, as `load_model` does; `install` can leave it to stock ZeRO-3.
+        ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
@@ -71,7 +71,7 @@ def streaming(
     with (
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         intercept.intercepted(load_on(ranks, settings, progress, verify)),
-        sharded_calls(progress=progress, verify=verify),
+        _sharded_calls(progress=progress, verify=verify),
     ):
         try:
             yield
@@ -90,11 +90,7 @@ def following(
     is_lenient: bool = False,
     everywhere: bool = False,
 ) -> Iterator[None]:
-    """Do what `streaming()` does without a ds_config.
-
-    `progress` and `verify` are as for `load_model`. With `is_lenient`, what cannot be streamed is left to transformers;
-    `everywhere` is for all threads.
-    """
+    """Do what `streaming()` does without a ds_config: for all threads with `everywhere`. See `Load` for the others."""
 
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         ds_config = active_zero3_config()
@@ -107,9 +103,24 @@ def following(
 
     with (
         intercept.intercepted(load, _zero3_is_active, everywhere=everywhere),
-        sharded_calls(progress=progress, verify=verify, on_load=on_load, everywhere=everywhere),
+        _sharded_calls(progress=progress, verify=verify, on_load=on_load, everywhere=everywhere),
     ):
         yield
+
+
+def _sharded_calls(
+    *, progress: bool | None, verify: bool, on_load: OnLoad | None = None, everywhere: bool = False
+) -> AbstractContextManager[None]:
+    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        from lowmem_load.api.load_into import filling
+
+        with filling(call.name, call.kwargs, progress=progress, verify=verify, on_load=on_load):
+            return call.run()
+
+    def is_sharded(kwargs: Mapping[str, Any]) -> bool:
+        return any(kwargs.get(keyword) is not None for keyword in SHARDS)
+
+    return intercept.intercepted(load, is_sharded, everywhere=everywhere)
 
 
 def _zero3_is_active(_: Mapping[str, Any]) -> bool:
