@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,6 @@ class Described:
     """A model whose parameters are expressions.
 
     Attributes:
-        name: what is loaded.
-        model: with symbolic parameters and buffers.
         info: transformers' loading info.
         settings: resolved for this model.
         target: where its parameters go.
@@ -52,11 +51,6 @@ class Described:
     read_to_describe: tuple[tuple[str, int], ...]
     seconds: float
 
-    @property
-    def paths(self) -> list[str]:
-        """Of the files."""
-        return [file.path for file in self.files]
-
 
 def describe(
     call: loader.Call,
@@ -67,22 +61,16 @@ def describe(
     holds_values: bool,
     once: Once = by_itself,
 ) -> Described:
-    """Run a `from_pretrained` on symbolic tensors. Local; reads headers, and what transformers must know at once.
+    """Run a `from_pretrained` on symbolic tensors. Local.
 
-    Args:
-        call: the `from_pretrained`.
-        settings: what the load goes by.
-        make_target: makes the model's target.
-        executor: has the files of the checkpoint open, and reads what transformers must know at once.
-        holds_values: whether missing parameters are initialised, or only noted.
-        once: how what all ranks of a node need is found out.
+    Missing parameters are initialised with `holds_values`, else only noted. `once` finds out what all ranks of a node
+    need.
     """
     start = time.perf_counter()
     reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
 
     def settled(model: nn.Module) -> tuple[nn.Module, Settings, Target]:
-        """Return a model with its settings and target: the one that is loaded, or one that its `__init__` loads."""
         if id(model) not in prepared:
             resolved = settings.for_model(getattr(model, "config", None))
             prepared[id(model)] = model, resolved, make_target(resolved, model)
@@ -91,7 +79,7 @@ def describe(
     def keeps_of(model: nn.Module) -> Keeps:
         try:
             layout, known = settled(model)[2].layout, {id(each): name for name, each in model.named_parameters()}
-        except ConfigError:  # of a model that another one's __init__ loads, and to which the settings need not fit
+        except ConfigError:  # another model, which this one's __init__ loads, need not fit the settings
             return lambda parameter: FlatRange(0, parameter.numel())
         return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
 
@@ -107,25 +95,18 @@ def describe(
 
 
 class _Reads:
-    """Reads what must be known while a model is described.
-
-    Attributes:
-        nbytes: that were read, or would be, by reason.
-    """
-
     def __init__(self, executor: Executor) -> None:
-        self.nbytes: dict[str, int] = {}
+        self.nbytes: dict[str, int] = {}  # that were read, or would be, by reason
         self._executor = executor
 
     def now(self, expression: Expression, reason: str) -> torch.Tensor:
-        """See `ReadNow`."""
         before = self._executor.stats.read_bytes
         whole = read_whole(self._executor, expression)
         self._count(reason, self._executor.stats.read_bytes - before)
         return whole
 
     def note(self, expression: Expression, reason: str) -> torch.Tensor:
-        """Count what `now` would read; return a meta tensor in its place."""
+        """Count what `now` would read; return a meta tensor."""
         planner = Planner()
         fill = planner.plan_fill(reason, expression, FlatRange(0, numel(expression)))
         self._count(reason, planner.costs([fill]).read_bytes)
@@ -137,6 +118,32 @@ class _Reads:
 
 
 def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
-    """Return the smallest flat range of a parameter that holds all regions of it that this rank has."""
+    """Return the smallest flat range that holds all regions that this rank has of a parameter."""
     ranges = [bounding_range(region, tuple(parameter.shape)) for region in layout.regions]
     return FlatRange(min(part.start for part in ranges), max(part.end for part in ranges))
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Make tensors that name no device in host memory, whatever default device the caller has set."""
+    try:
+        default = torch.get_default_device().type
+    except AttributeError:  # torch 2.6 after `set_default_device(None)`
+        default = "cpu"
+    # A context of torch's slows each of its calls.
+    with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
+        yield
+
+
+@contextlib.contextmanager
+def random_state_of(common: bytes) -> Iterator[None]:
+    """Give this rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
+    before = torch.get_rng_state()
+    if not common or before.numpy().tobytes() == common:
+        yield
+        return
+    torch.set_rng_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

@@ -1,4 +1,4 @@
-"""Third stage: memory is made and filled as the plan says. Nothing is planned any more."""
+"""Third stage: makes memory and fills it as the plan says."""
 
 from __future__ import annotations
 
@@ -25,17 +25,12 @@ def execute(
     sample: Callable[[], None] = lambda: None,
     sharing: SharedReads | None = None,
 ) -> Shared | None:
-    """Fill the described model: every symbolic parameter and buffer becomes one that holds its values.
+    """Replace every symbolic parameter and buffer of the described model by one that holds its values.
 
-    Args:
-        planned: is used up; what a missing parameter was initialised with goes with it.
-        target: makes the memory; prepared.
-        executor: fills it.
-        sample: called after each parameter.
-        sharing: what reads together with the other ranks of the node, where some of the plan is to be.
+    This uses up `planned`. `sample` is called after each parameter. `sharing` carries out the shared reads.
 
     Returns:
-        What came of reading together; None where there was none.
+        What sharing reads came to; None where this rank read alone.
     """
     plan = planned.plan
     executor.expect(plan.files)
@@ -79,7 +74,7 @@ def execute(
 
 
 def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield what is copied within a target, as source and copy."""
+    """Yield source and copy of what several destinations of a target hold."""
     for destination, tensor in zip(part.destinations, memory, strict=True):
         if destination.copied_from is not None:
             number, first = destination.copied_from
@@ -87,7 +82,6 @@ def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[
 
 
 def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise UnsupportedError unless what was made has the planned dtype: functions of torch can be replaced."""
     found = {tensor.dtype for tensor in tensors} - {plan.dtype}
     if found:
         raise UnsupportedError(
@@ -104,7 +98,7 @@ def _restore(
     target: Target,
     executor: Executor,
 ) -> Callable[[], None]:
-    """Start reading what goes with packed values; return what makes a quantized parameter of both once it is there."""
+    """Start reading what goes with packed values; return a function that then makes the quantized parameter."""
     read: dict[str, torch.Tensor] = {}
     for companion in part.companions:
         if companion.fill is not None:

@@ -1,4 +1,4 @@
-"""The steps of a load, in the order of the picture in docs/architecture.md. `Load._load` is the list."""
+"""The steps of a load, in the order of the picture in docs/architecture.md: see `Load._load`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.ds import zero_init
-from lowmem_load.errors import (
-    NotStreamedWarning,
-    UnsupportedError,
-    outside_level,
-    spelled,
-)
+from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level, spelled
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.hub import commit_in
@@ -35,20 +30,21 @@ from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.shared_reads import SharedReads
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.phases import progress_bar
-from lowmem_load.pipeline.describe import Described, describe
-from lowmem_load.pipeline.disk_space import DiskUse, check_room, disk_uses
-from lowmem_load.pipeline.execute import execute
-from lowmem_load.pipeline.make_plan import Planned, make_plan
-from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
-from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
-from lowmem_load.pipeline.streamable import (
+from lowmem_load.pipeline.checks import (
+    DiskUse,
     check_around,
     check_described,
+    check_room,
+    disk_uses,
     is_left_alone,
     may_work_in_stock,
     refuse_device_map,
 )
-from lowmem_load.pipeline.torch_defaults import on_host, random_state_of
+from lowmem_load.pipeline.describe import Described, describe, on_host, random_state_of
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.make_plan import Planned, make_plan
+from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
+from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
 from lowmem_load.quantities import share
 from lowmem_load.report import LoadReport, OnLoad, Overlap
 from lowmem_load.report_files import write_report
@@ -57,37 +53,32 @@ from lowmem_load.targets.make_target import TargetMaker
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
-"""Reads in flight per rank. More compete for the same disk and page tables; transformers found 16 slower than 4."""
+"""Reads in flight per rank. More compete for the same disk and page tables."""
 
 MAX_VALUE = 80
-"""Characters of a configuration's value that ranks compare as text, so that a message shows it."""
+"""Characters of a configuration's value that a message shows; ranks compare longer ones by digest."""
 
 SAMPLE_S = 5e-3
-"""Between two looks at the memory in use: in so short a time little is filled, and a look takes 10 to 60 us."""
+"""Between two samples of the memory in use, which take 10 to 60 us each."""
 
 REPORT_ATTRIBUTE = "lowmem_load_report"
-"""Where a model keeps its `LoadReport`; `load_report(model)` finds it."""
+"""Attribute of a model: its `LoadReport`."""
 
 LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
-"""Where a model that was left to stock ZeRO-3 keeps the reason, text."""
+"""Attribute of a model that was left to stock ZeRO-3: the reason, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads models for one set of settings on one group of ranks.
+    """Loads models by one set of settings on one group of ranks. For `progress` and `verify`, see `load_model`.
 
     Attributes:
-        settings: what the load goes by; resolved for each model.
-        ranks: that load together.
-        make_target: makes each model's target.
-        progress: see `lowmem_load.load_model`.
-        verify: see `lowmem_load.load_model`.
-        on_load: called with the report of a load that is done.
-        is_lenient: whether what cannot be streamed is left to transformers, with a warning; see [Note: left to stock].
+        on_load: called with the report of each load.
+        is_lenient: whether transformers does what cannot be streamed, with a warning; see [Note: left to stock].
         open_source: opens files of the checkpoint.
 
     [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
-    nothing has been allocated or read, and the random state is put back. So transformers can begin the load anew.
+    nothing has been allocated or read, and the random state is put back. So transformers can start the load afresh.
     """
 
     settings: Settings
@@ -111,7 +102,6 @@ class Load:
             return self._leave(call, reason)
 
     def _leave(self, call: loader.Call, reason: str) -> tuple[nn.Module, dict[str, Any]]:
-        """Let transformers do a load, saying why."""
         warnings.warn(
             f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}",
             NotStreamedWarning,
@@ -122,7 +112,7 @@ class Load:
         return model, info
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
-        """Run the steps of a load, in order. Return the model and the loading info; None if transformers loads it."""
+        """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
         with contextlib.ExitStack() as stack:
             cache = stack.enter_context(NodeCache(self.ranks))
@@ -132,7 +122,7 @@ class Load:
             nodes = cache.meet([offer for offer, _ in payloads])
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
-            stack.enter_context(random_state_of(base64.b64decode(payloads[0][1]) or None))
+            stack.enter_context(random_state_of(base64.b64decode(payloads[0][1])))
             executor = stack.enter_context(self._executor())
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable():
@@ -148,7 +138,6 @@ class Load:
         return described.model, described.info
 
     def _note_reads(self, executor: Executor, why_alone: str, report: LoadReport) -> None:
-        """Note what the reads came to."""
         report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
         if why_alone:
             report.notes.append(f"no reads were shared with other ranks: {why_alone}")
@@ -158,7 +147,6 @@ class Load:
             report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
-        """Warn of what stayed uninitialised; keep, log and write the report, and hand it to `on_load`."""
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
             report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
             if report.rank == 0:
@@ -171,10 +159,9 @@ class Load:
 
     @contextlib.contextmanager
     def _streamable(self, *, made: bool = False) -> Iterator[None]:
-        """Inside, an error that says that a load cannot be streamed leaves it to stock, if this load is lenient.
+        """Turn an error that says that a load cannot be streamed into one that leaves it to stock, if it is lenient.
 
-        Args:
-            made: whether DeepSpeed may have made something. Then only a refused setting leaves the load to stock.
+        With `made`, DeepSpeed may have made something, so only a refused setting leaves the load to stock.
         """
         try:
             yield
@@ -185,10 +172,7 @@ class Load:
             raise _NotStreamedError(spelled(error, names.MAX_QUOTED)) from error
 
     def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
-        """Return whether transformers does this load by itself, on which all ranks agree, and each rank's payload.
-
-        The payload is the rank's offer for the node's cache and, of rank 0, the random state.
-        """
+        """Return whether transformers does this load by itself, and of each rank its cache offer and random state."""
         with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
@@ -210,7 +194,7 @@ class Load:
         def progress() -> Progress:
             return Progress(computed().amount + executor.stats.read_bytes, "")
 
-        # From the Hub files may come for hours, and on others' ranks first.
+        # Files from the Hub may take hours, and come on other ranks first.
         describing = self.ranks.step(
             "describing the model", name=call.name, progress=progress if _is_local(call) else None
         )
@@ -218,24 +202,26 @@ class Load:
             described = describe(*(call, self.settings, self.make_target, executor), holds_values=True, once=cache.once)
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
-            # What is computed with equal weights may differ: the base of rotary embeddings, say.
+            # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
             step.digest = {**_configuration(described.model), **info, "commit": ", ".join(commits) or "none"}
         return described
 
     def _plan(
         self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport
     ) -> tuple[Planned, list[Opened], list[Place | None]]:
-        """Return the plan; and of each rank the files that it planned against, and its offer to share reads."""
-        # A step of its own: a rank that still describes would stop when another one fails here, instead of finding out
-        # by itself that the load must be left to stock.
+        """Return the plan, and of each rank the files that it planned against and its offer to share reads."""
+        # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
+        # itself that the load must be left to stock.
         planning = self.ranks.step("planning", name=described.name, progress=computing())
         with planning as step, report.phase("plan"):
             check_described(described)
             if described.settings.stage == 3:
                 check_around(around, described)
-            can_share = _can_share(described.settings, self.open_source) and self.ranks.hears_of_failures
-            cost, shares = read_cost(described.paths), can_share and shares_reads()
-            planned = make_plan(described, self.ranks.rank, cost, shares)
+            # Ranks can share reads of files, into memory that stays.
+            can_share = described.settings.offload_device != "nvme" and self.open_source is LocalFile
+            can_share = can_share and self.ranks.hears_of_failures
+            cost = read_cost([file.path for file in described.files])
+            planned = make_plan(described, self.ranks.rank, cost, can_share and shares_reads())
             step.digest = {"plan": planned.plan.fingerprint}
             if planned.shared:
                 sharing.make()
@@ -243,12 +229,12 @@ class Load:
         return planned, [(view, seed) for (view, seed), _ in step.payloads], [offers for _, offers in step.payloads]
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
-        # By itself: DeepSpeed may make groups here, which all ranks must do or none.
+        # A step of its own: DeepSpeed may make groups here, which all ranks must do or none.
         with self.ranks.step("preparing", name=described.name) as step, report.phase("plan"):
             described.target.prepare(described.model)
             step.payload = disk_uses(described.target.files(planned.plan.targets))
         check_room(described.name, [[DiskUse(*use) for use in uses] for uses in step.payloads])
-        if described.settings.stage == 3:  # not before: a load that is left to stock logs it by itself
+        if described.settings.stage == 3:  # not earlier: a load that is left to stock logs it by itself
             loader.log_zero_init(described.model)
         report.take_plan(planned.plan, described.settings.ds_config)
 
@@ -264,7 +250,7 @@ class Load:
                 num_threads=num_threads,
             )
         if self.verify:
-            from lowmem_load.pipeline.agree_on_checksums import agree_on_checksums
+            from lowmem_load.pipeline.verify_checkpoint import agree_on_checksums
 
             with report.phase("verify"):
                 agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
@@ -310,25 +296,20 @@ class Load:
 
 
 class _NotStreamedError(Exception):
-    """Ends a load that is left to transformers."""
+    """Carries the reason out of a load that is left to stock."""
 
 
 def _is_local(call: loader.Call) -> bool:
-    """Return whether nothing can come from the Hub: not even the base model of an adapter."""
+    """Return whether nothing can come from the Hub, not even the base model of an adapter."""
     folder = os.path.join(call.name, call.kwargs.get("subfolder") or "")
     return os.path.isdir(call.name) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:
-    """Return the values of a model's configuration, and of how it generates, by key; digests of long ones."""
+    """Return the values of a model's configurations by key; digests of long ones."""
     found: dict[str, str] = {}
     for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
         config = getattr(model, attribute, None)
         values = {} if config is None else names.config_values(config)
         found |= {f"{topic} {key}": text for key, text in values.items()}
     return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in found.items()}
-
-
-def _can_share(settings: Settings, open_source: Opener) -> bool:
-    """Return whether ranks may read together: into memory that stays, from files."""
-    return settings.offload_device != "nvme" and open_source is LocalFile

@@ -49,15 +49,12 @@ Place = tuple[nn.Module, str]
 
 @dataclass(slots=True)
 class Planned:
-    """A plan, and what of the described model it is about.
+    """A plan, and the described parameters and buffers by the first of their names.
 
     Attributes:
-        plan: see `LoadPlan`.
         constants: what the plan's steps refer to by number.
-        parameters: the described parameters, by the first of their names.
-        places: all places of each parameter and buffer, by the first of its names.
-        buffers: the described buffers, by the first of their names.
-        shared: the steps whose reads are done together with the other ranks of the node, if these have such, too.
+        places: all places of each parameter and buffer.
+        shared: the steps that the ranks of the node may read together.
     """
 
     plan: LoadPlan
@@ -68,20 +65,8 @@ class Planned:
     shared: tuple[Step, ...] = ()
 
 
-def make_plan(
-    described: Described,
-    rank: int,
-    cost: ReadCost | None = None,
-    shares_reads: bool = True,
-) -> Planned:
-    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
-
-    Args:
-        described: the model.
-        rank: whose plan it is.
-        cost: of reading; the default of `ReadCost`.
-        shares_reads: whether the ranks of a node may read together.
-    """
+def make_plan(described: Described, rank: int, cost: ReadCost | None = None, shares_reads: bool = True) -> Planned:
+    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
     start, cost = time.perf_counter(), cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
     model, target = described.model, described.target
@@ -126,7 +111,7 @@ def make_plan(
 def _distinct(
     modules: Mapping[str, nn.Module], named: Iterable[tuple[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
-    """Return the distinct parameters (or buffers) by their first names, with all places and all names of each."""
+    """Return the distinct parameters or buffers by their first names, with all places and all names of each."""
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     places: dict[str, list[Place]] = {}
@@ -166,7 +151,7 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
 
 
 def _destinations(planner: Planner, name: str, stored: Expression, layout: Layout) -> Iterator[Destination]:
-    """Yield the plan of each piece of memory; what another one holds too is made once, and copied."""
+    """Yield the plan of each piece of memory; what another one holds, too, is copied from there."""
     for number, (region, size) in enumerate(zip(layout.regions, layout.numels, strict=True)):
         copied_from = _holder(layout.regions, number)
         fill = None
@@ -176,7 +161,7 @@ def _destinations(planner: Planner, name: str, stored: Expression, layout: Layou
 
 
 def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:
-    """Return which other region holds all of this one, and from which of its elements on; of equal ones the first."""
+    """Return the first other region that holds all of this one, and the element at which this one starts there."""
     this = regions[number]
     for other_number, other in enumerate(regions):
         is_copied = other.numel > this.numel or (other.numel == this.numel and other_number < number)
@@ -216,15 +201,11 @@ def _described(name: str, parameter: torch.Tensor) -> Expression:
 def _plan_buffer(
     planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
 ) -> BufferPlan:
-    """Plan a buffer whole, as an ordinary load holds it.
-
-    One that is kept in fp32 is read in fp32: upcasting it later would not give back what a cast took.
-    """
     dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
     whole = held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.expression
     if isinstance(buffer, SymbolicTensor):
         expression = whole
-        while keeps_fp32 and isinstance(expression, Cast):
+        while keeps_fp32 and isinstance(expression, Cast):  # upcasting later would not give back what a cast took
             expression = expression.part
         whole_range = FlatRange(0, numel(expression))
         fill = planner.plan_fill(names_[0], cast(expression, dtype), whole_range, on_host=on_host)
@@ -251,10 +232,7 @@ def _slow_paths(name: str, parameter: torch.Tensor, found: list[Any], fills: lis
 
 
 def _gathered_bytes(step: object) -> int | None:
-    """Return the bytes that are read beyond those needed by a read of scattered elements.
-
-    None for one that takes runs as they lie.
-    """
+    """Return the bytes that a read of scattered elements reads beyond those needed; None for one of whole runs."""
     if not isinstance(step, Read) or step.is_direct:
         return None
     over = step.read_bytes - step.needed_bytes_each * step.num_reads
@@ -263,7 +241,7 @@ def _gathered_bytes(step: object) -> int | None:
 
 
 def _line(tensor: torch.Tensor, found: Sequence[Leaf]) -> str:
-    """Describe all of a tensor, given its leaves: ranks that differ here hold different files or arguments."""
+    """Describe a tensor and its leaves. Ranks that differ here hold different files or arguments."""
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
     if isinstance(tensor, QuantizedTensor):
         parts.append(tensor.quantized.method)

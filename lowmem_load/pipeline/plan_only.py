@@ -1,4 +1,4 @@
-"""A load without the load: its model described, and its plans for any of its ranks."""
+"""Described models and plans for any rank, without a load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.phases import host_memory
-from lowmem_load.pipeline.describe import Described, describe
+from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
+from lowmem_load.pipeline.describe import Described, describe, on_host
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.pipeline.share_reads import shares_reads
-from lowmem_load.pipeline.streamable import check_described, is_left_alone, refuse_device_map
-from lowmem_load.pipeline.torch_defaults import on_host
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.symbolic.initialise import INITIALISED
 from lowmem_load.targets.make_target import TargetMaker
@@ -43,13 +42,10 @@ def plan_only(
     ranks: Sequence[int],
     open_source: Opener = LocalFile,
 ) -> list[LoadPlan]:
-    """Return the plan of a load for each of some ranks, without loading. Local: no process group, no DeepSpeed engine.
-
-    The model is described once, unless it keeps initial values: each rank has its own part of those.
-    """
+    """Return the plan of a load for each of some ranks, without loading. Local."""
     before, plans = host_memory().anonymous_bytes, list[LoadPlan]()
     with _describing(call, settings, open_source) as executor:
-        described: Described | None = None
+        described: Described | None = None  # once, unless it keeps initial values, of which each rank has its own part
         for rank in ranks:
             make_target = target_maker_of(rank)
             if described is None:
@@ -57,7 +53,7 @@ def plan_only(
             else:
                 described = replace(described, target=make_target(described.settings, described.model))
             check_described(described)
-            plan = make_plan(described, rank, read_cost(described.paths), shares_reads()).plan
+            plan = make_plan(described, rank, read_cost([file.path for file in described.files]), shares_reads()).plan
             if not plans:
                 grown_bytes = max(0, host_memory().anonymous_bytes - before)
             plans.append(replace(plan, planning_bytes=grown_bytes))
@@ -68,7 +64,7 @@ def plan_only(
 
 @contextlib.contextmanager
 def _describing(call: loader.Call, settings: Settings, open_source: Opener) -> Iterator[Executor]:
-    """Inside, models are described on the host; yield what opens their files. Leaves torch's generator as it was."""
+    """Yield an executor with which models are described on the host. torch's random state stays as it was."""
     refuse_device_map(call, settings)
     if is_left_alone(call, settings):
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")

@@ -1,11 +1,11 @@
-"""Between planning and reading: all ranks prove that they read the same bytes."""
+"""Proves, between planning and reading, that all ranks read the same bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
@@ -21,15 +21,12 @@ from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What ranks that opened the very same files found. The lists are by file, in one order for all views.
+class View(NamedTuple):
+    """What ranks that opened the very same files found, by file, in one order for all views.
 
     Attributes:
-        ranks: ascending.
         digests: of the sample of each file.
-        blobs: by which the cache of the Hub names each file, which is a digest of all its bytes; None elsewhere.
-        paths: of the files.
+        blobs: names of the files in the Hub's cache, which are digests of all their bytes; None elsewhere.
     """
 
     ranks: Sequence[int]
@@ -39,11 +36,11 @@ class View:
 
 
 Opened = tuple[str, int]
-"""What is equal for those ranks that have opened the very same files; and a random number, of which rank 0's counts."""
+"""A digest that ranks with the very same files share; and a random number, of which rank 0's counts."""
 
 
 def opened(files: Sequence[PlannedFile]) -> Opened:
-    """Return what the other ranks have to know of the files that this one has planned against."""
+    """Return what other ranks must know of the files that this one has planned against."""
     ordered = in_common_order(files)
     return fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)]), secrets.randbits(64)
 
@@ -60,25 +57,11 @@ def agree_on_bytes(
 ) -> list[str]:
     """Raise on all ranks unless their files hold the same bytes; see [Note: the sample] in `io/sample.py`.
 
-    Ranks of one machine that opened the very same files count as one, and one machine needs no sample.
-
-    Collective: nothing where all have opened the very same files, and else one step.
-
-    Args:
-        ranks: that load together, and have agreed on names, sizes and headers of the files.
-        name: what is loaded.
-        files: that were planned against.
-        small_of: returns the small tensors of one of these files.
-        sources: which their headers were read from.
-        seen: `opened(files)` of each rank, by rank.
-        num_threads: files read at a time.
+    The ranks have agreed on names, sizes and headers of the files. `seen` has `opened(files)` of each rank, `small_of`
+    returns the small tensors of a file. Collective: one step, none where all have opened the very same files.
 
     Returns:
-        By rank, what is equal for those that opened the very same files.
-
-    Raises:
-        CheckpointError: names the first file that differs, and which ranks hold which.
-        RankError: a rank cannot read its files.
+        By rank, a digest that those with the very same files share.
     """
     seen_by = [theirs for theirs, _ in seen]
     first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
@@ -110,7 +93,7 @@ def agree_on_bytes(
 
 
 def small_tensors(file: CheckpointFile) -> list[Span]:
-    """Return where the tensors of a file lie that are compared whole, in the order of the file."""
+    """Return where the tensors that are compared whole lie in a file, in its order."""
     found = []
     for name in file.names:
         with contextlib.suppress(UnsupportedError):  # torch has no dtype for it, so no model uses it
@@ -121,7 +104,7 @@ def small_tensors(file: CheckpointFile) -> list[Span]:
 
 
 def compare(views: Sequence[View]) -> None:
-    """Raise CheckpointError, which names the first file that differs and who holds what, unless all hold the same."""
+    """Raise CheckpointError, which names the first file that differs and the ranks, unless all hold the same."""
     for number, path in enumerate(views[0].paths):
         sampled: dict[str, list[View]] = {}
         named: dict[str, list[View]] = {}

@@ -1,24 +1,30 @@
-"""Compares files with what is known of them. In a plain process: `verify_checkpoint`; a load does it on all ranks."""
+"""Compares files with their checksums: `verify_checkpoint` in a plain process, `agree_on_checksums` on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.hf.hub import cached_folder
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
+from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.source import ByteSource, LocalFile
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.quantities import share
 
 MAX_THREADS = 4
-"""Files that `verify_checkpoint` hashes at a time, if there are as many cores: more compete for one disk."""
+"""Files that `verify_checkpoint` hashes at a time, cores permitting. More compete for one disk."""
 
 CHUNK_BYTES = 1 << 20
-"""Read at a time: is still in the cache of the core when it is hashed. hashlib lets other threads run meanwhile."""
+"""Read at a time, so that it is still in the cache of the core when it is hashed."""
 
 FILES_SHOWN = 10
 """Files that an error names."""
@@ -32,8 +38,8 @@ class FileCheck:
         path: of the file.
         nbytes: its size.
         algorithm: "sha256", or "git's sha1" for small files of the Hub.
-        expected: digest that it should have, hex; None if nothing is known of it.
-        found: digest that it has, hex.
+        expected: the hex digest that it should have; None if there is none.
+        found: the hex digest that it has.
         origin: where `expected` is written.
     """
 
@@ -46,12 +52,12 @@ class FileCheck:
 
     @property
     def is_proven(self) -> bool:
-        """Whether there was something to compare with, and it is equal."""
+        """Whether there was a checksum, and it is equal."""
         return self.expected == self.found
 
     @property
     def problem(self) -> str | None:
-        """What is wrong; None if nothing is, or nothing is known."""
+        """What is wrong; None if nothing is, or there is no checksum."""
         if self.expected is not None and not self.is_proven:
             return f"{self.path}: its {self.algorithm} is {self.found}, expected {self.expected} (from {self.origin})"
         return None
@@ -64,23 +70,23 @@ def verify_checkpoint(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[FileCheck, ...]:
-    """Compare the files of a checkpoint with what is known of them here: nothing is fetched.
+    """Compare the files of a checkpoint with the checksums that are here. Nothing is fetched.
 
-    Known are the SHA-256 of weights, and git's SHA-1 of small files, that the Hub gave when they were downloaded (to
-    its cache or a local folder), and what `sha256sum` wrote to SHA256SUMS or `*.sha256` in the folder. Files of weights
-    of which nothing is known are hashed and returned all the same, with `expected` None: look at `is_proven`.
+    Checksums are the SHA-256 of weights, and git's SHA-1 of small files, that the Hub gave at the download (to its
+    cache or a local folder), and what `sha256sum` wrote to SHA256SUMS or `*.sha256` in the folder. Files of weights
+    without a checksum are hashed and returned, too, with `expected` None: look at `is_proven`.
 
     Local: a plain process, without ranks.
     Memory: 1 MiB for each of at most 4 threads.
 
     Args:
         name: a local folder, or a Hub id that is in the cache.
-        subfolder: of it, whose files are meant. Files in folders below are not looked at.
+        subfolder: of it, whose files are meant. Folders below are not looked at.
         revision: of a Hub id; None for its main branch.
         cache_dir: of the Hub; None for the usual one.
 
     Returns:
-        Every file of weights, and every other file of which something is known, by name.
+        Every file of weights, and every other file with a checksum, by name.
 
     Raises:
         CheckpointError: names the files that differ; or there are no weights, or a file cannot be read.
@@ -109,13 +115,7 @@ def check_files(
     num_threads: int,
     on_bytes: Callable[[int], object] = int,
 ) -> list[FileCheck]:
-    """Return what is found of files, in their order.
-
-    `reading` opens a file for as long as it is read. `on_bytes` is told how many bytes were hashed, from any thread.
-
-    Raises:
-        CheckpointError: one cannot be read, or changed meanwhile.
-    """
+    """Return the checks of files, in their order. Threads call `on_bytes` with the number of bytes they hashed."""
 
     def check(file: tuple[str, Checksum | None]) -> FileCheck:
         path, known = file
@@ -130,15 +130,7 @@ def check_files(
 
 
 def hash_source(source: ByteSource, algorithm: str, on_bytes: Callable[[int], object] = int) -> str:
-    """Return the digest of all bytes of a source, hex.
-
-    Memory: 1 MiB.
-
-    `GIT` stands for the name that git gives to a file of these bytes. `on_bytes` is told how many bytes were hashed.
-
-    Raises:
-        CheckpointError: it cannot be read, or changed meanwhile.
-    """
+    """Return the hex digest of all bytes of a source; raise CheckpointError if it changed meanwhile. Memory: 1 MiB."""
     before = source.version
     found = (
         hashlib.sha256() if algorithm == SHA256 else hashlib.sha1(b"blob %d\0" % source.nbytes, usedforsecurity=False)
@@ -170,3 +162,55 @@ def _is_weights(path: str) -> bool:
     return name.endswith(".safetensors") or (
         name.startswith(("pytorch_model", "adapter_model")) and name.endswith(".bin")
     )
+
+
+def agree_on_checksums(
+    ranks: RankGroup,
+    name: str,
+    files: Sequence[PlannedFile],
+    views: Sequence[str],
+    sources: OpenSources,
+    *,
+    num_threads: int,
+) -> None:
+    """Raise on all ranks unless every file has the checksum from the Hub or beside it. Collective: two steps.
+
+    Ranks of one machine that opened the very same files (equal `views`, see `agree_on_bytes`) share the hashing.
+    """
+    with ranks.step("looking for checksums", name=name):
+        known = checksums_of(file.path for file in files)
+        unknown = sorted(path for path, checksum in known.items() if checksum is None)
+        if unknown:
+            raise CheckpointError(
+                f"verify=True, but nothing is known of {listed(unknown, FILES_SHOWN)}: neither the Hub's "
+                "cache nor a SHA256SUMS beside it has a checksum. Where the files are known to be good, run sha256sum "
+                "*.safetensors > SHA256SUMS in the folder; or load without verify"
+            )
+    together = [rank for rank, view in enumerate(views) if view == views[ranks.rank]]
+    mine = shares(files, len(together))[together.index(ranks.rank)]
+    hashed, total_bytes = [0], sum(file.nbytes for file in mine)
+
+    def on_bytes(num_bytes: int) -> None:
+        hashed[0] += num_bytes
+        ranks.check()
+
+    def progress() -> Progress:
+        return Progress(hashed[0], f"{share(hashed[0], total_bytes)} hashed")
+
+    with ranks.step("verifying files", name=name, progress=progress) as step:
+        sources.expect(mine)
+        asked = [(file.path, known[file.path]) for file in mine]
+        checks = check_files(asked, sources.reading, num_threads=num_threads, on_bytes=on_bytes)
+        step.payload = [check.problem for check in checks if check.problem is not None]
+    refuse([f"rank {rank}: {problem}" for rank, found in enumerate(step.payloads) for problem in found])
+
+
+def shares(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:
+    """Return the files that each rank hashes, balanced by bytes. SHA-256 is serial, so a file is not divided."""
+    found: list[list[PlannedFile]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for file in sorted(files, key=lambda file: (-file.nbytes, file.path)):
+        nbytes, rank = heapq.heappop(loads)
+        found[rank].append(file)
+        heapq.heappush(loads, (nbytes + file.nbytes, rank))
+    return found

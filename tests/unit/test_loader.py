@@ -93,7 +93,6 @@ NEEDED_BY_SOME = (
         "hf.saves",
     ),
     *(
-        "pipeline.agree_on_checksums",
         "pipeline.verify_checkpoint",
         "resume",
         "saving",

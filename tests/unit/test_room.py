@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.pipeline.disk_space import DiskUse, check_room, disk_uses
+from lowmem_load.pipeline.checks import DiskUse, check_room, disk_uses
 
 
 def use(needed: int, free: int, file_system: str = "node0", folder: str = "/nvme") -> list[DiskUse]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.pipeline.agree_on_checksums import shares
+from lowmem_load.pipeline.verify_checkpoint import shares
 from lowmem_load.planning.load_plan import PlannedFile
 
 
