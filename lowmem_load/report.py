@@ -16,6 +16,9 @@ from lowmem_load.planning.load_plan import REPLICATED, SHARDED, LoadPlan, SlowPa
 from lowmem_load.planning.sharing import Shared
 from lowmem_load.quantities import count, duration, size
 
+REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
+"""Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
+
 MAX_NAMES = 5
 """Names that the text of a report gives of each list."""
 

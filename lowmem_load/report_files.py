@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.report import LoadReport
-
-REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
-"""Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
+from lowmem_load.report import REPORT_DIR, LoadReport
 
 FORMAT = 2
 """Version of the files; raised when their meaning changes."""

@@ -13,7 +13,6 @@ from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.ds import zero_init
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError, listed
 from lowmem_load.hf import loader
-from lowmem_load.hf.quantizers import is_four_bit
 from lowmem_load.pipeline.describe import Described
 
 _PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
@@ -53,17 +52,25 @@ def refuse_device_map(call: loader.Call, settings: Settings) -> None:
 def check_described(described: Described) -> None:
     """Raise for what cannot be planned."""
     zero_init.refuse_partitioned(described.model)
-    quantizer = getattr(described.model, "hf_quantizer", None)
-    if quantizer is not None and is_four_bit(quantizer.quantization_config):
-        from lowmem_load.hf import four_bit
-
-        if unpacked := four_bit.unpacked(described.model):
-            raise CheckpointError(
-                f"{described.name}: {listed(unpacked)} are to be held in 4 bits, but "
-                "the files have no values for them, or packed ones without their quantization state"
-            )
-        four_bit.check_packed(described.model, described.settings)
+    quantizer: Any = getattr(described.model, "hf_quantizer", None)
+    if quantizer is not None:
+        _check_quantized(described, quantizer.quantization_config)
     described.target.check(described.model)
+
+
+def _check_quantized(described: Described, quantization: Any) -> None:
+    from lowmem_load.hf.quantizers import is_four_bit
+
+    if not is_four_bit(quantization):
+        return
+    from lowmem_load.hf import four_bit
+
+    if unpacked := four_bit.unpacked(described.model):
+        raise CheckpointError(
+            f"{described.name}: {listed(unpacked)} are to be held in 4 bits, but "
+            "the files have no values for them, or packed ones without their quantization state"
+        )
+    four_bit.check_packed(described.model, described.settings)
 
 
 def check_around(init: Any, described: Described) -> None:

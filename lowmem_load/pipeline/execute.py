@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,12 +11,14 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.shared_reads import SharedReads
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
 from lowmem_load.planning.sharing import Shared
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 from lowmem_load.targets.target import Target
+
+if TYPE_CHECKING:
+    from lowmem_load.io.shared_reads import SharedReads
 
 
 def execute(

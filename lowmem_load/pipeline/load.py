@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from lowmem_load.hf import loader, names
 from lowmem_load.hf.hub import commit_in
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.io.shared_reads import SharedReads
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.checks import (
@@ -46,9 +45,11 @@ from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
 from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
 from lowmem_load.quantities import share
-from lowmem_load.report import LoadReport, OnLoad, Overlap
-from lowmem_load.report_files import write_report
+from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad, Overlap
 from lowmem_load.targets.make_target import TargetMaker
+
+if TYPE_CHECKING:
+    from lowmem_load.io.shared_reads import SharedReads
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,10 @@ class Load:
                 warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         setattr(described.model, REPORT_ATTRIBUTE, report)
         logger.info("%s", report.summary())
-        write_report(report)
+        if os.environ.get(REPORT_DIR):
+            from lowmem_load.report_files import write_report
+
+            write_report(report)
         if self.on_load is not None:
             self.on_load(report)
 

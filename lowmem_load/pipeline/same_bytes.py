@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
@@ -14,11 +14,12 @@ from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.formats.format import CheckpointFile
-from lowmem_load.io.checksums import name_of_blob
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.sample import SMALL_BYTES, Span, sample_digests
 from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
+
+if TYPE_CHECKING:
+    from lowmem_load.io.sample import Span
 
 
 class View(NamedTuple):
@@ -67,6 +68,9 @@ def agree_on_bytes(
     first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
     if len(first_of) == 1:
         return seen_by
+    from lowmem_load.io.checksums import name_of_blob
+    from lowmem_load.io.sample import sample_digests
+
     ordered, sampled_blocks = in_common_order(files), [0]
 
     def on_block() -> None:
@@ -94,6 +98,8 @@ def agree_on_bytes(
 
 def small_tensors(file: CheckpointFile) -> list[Span]:
     """Return where the tensors that are compared whole lie in a file, in its order."""
+    from lowmem_load.io.sample import SMALL_BYTES
+
     found = []
     for name in file.names:
         with contextlib.suppress(UnsupportedError):  # torch has no dtype for it, so no model uses it

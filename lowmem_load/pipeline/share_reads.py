@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lowmem_load.distributed.nodes import Nodes, make_memory, memory_of, new_name
 from lowmem_load.errors import ConfigError
-from lowmem_load.io.shared_buffer import SharedBuffer
-from lowmem_load.io.shared_reads import SharedReads, decline
 from lowmem_load.pipeline.make_plan import Planned
+
+if TYPE_CHECKING:  # most loads share no reads
+    from lowmem_load.io.shared_reads import SharedReads
 
 SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
 """Environment variable. "off": each rank reads alone. "auto": the ranks of a node read together."""
@@ -46,7 +48,9 @@ class ReadSharing:
         self.why_alone = ""
 
     def make(self) -> None:
-        """Make the part. Call it before the ranks tell each other their offers."""
+        """Make the part, before the ranks exchange their offers."""
+        from lowmem_load.io.shared_buffer import SharedBuffer
+
         name = new_name()
         try:
             self.offer = os.getpid(), make_memory(name, SharedBuffer.NBYTES), name
@@ -64,14 +68,13 @@ class ReadSharing:
     ) -> SharedReads | None:
         """Return what carries out the shared steps of a plan; None if this rank reads alone.
 
-        Args:
-            nodes: that the ranks run on.
-            offers: the offer of each rank.
-            planned: has this rank's shared steps.
-            check: raises if another rank has failed.
+        `offers` has that of each rank. `check` raises if another rank has failed.
         """
         if self.offer is None:
             return None
+        from lowmem_load.io.shared_buffer import SharedBuffer
+        from lowmem_load.io.shared_reads import SharedReads, decline
+
         places = {rank: place for rank in nodes.neighbours if (place := offers[rank]) is not None}
         if len(places) == 1:
             self.why_alone = ALONE
