@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import REPO, reserved_port
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 
 
+@pytest.mark.release
 def test_partial_zero3(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
     with reserved_port() as port:
