@@ -159,7 +159,7 @@ def switch_on() -> None:
             f"To go on without it, start the job without `lowmem-load run`, or with {SWITCH}={OFF}"
         ) from error
     if next((os.environ[name] for name in RANKS if os.environ.get(name)), "0") == "0":
-        _print("on: models that are loaded while ZeRO-3 is active go straight into its partitions")
+        _print("on: models for ZeRO-3 or FSDP2 go straight into their shards")
 
 
 def _print_summary(report: LoadReport) -> None:
