@@ -19,8 +19,7 @@ from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
-from lowmem_load.targets.make_target import Replicated
-from lowmem_load.targets.target import Target
+from lowmem_load.targets.target import Replicated, Target
 from lowmem_load.targets.zero3 import Zero3
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowmem_load.planning.load_plan import TargetPlan
-from lowmem_load.planning.ranges import Region
+from lowmem_load.planning.load_plan import REPLICATED, TargetPlan
+from lowmem_load.planning.ranges import FlatRange, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,25 @@ class Target(ABC):
 
     def finish(self) -> None:  # noqa: B027  most targets have nothing to finish
         """Finish after all memory is filled, such as by moving the values to where they stay."""
+
+
+class Replicated(Target):
+    """Every rank holds every parameter in full, as an ordinary load does: ZeRO stages 0 to 2."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the base class's
+        """See `Target`."""
+        numel = parameter.numel()
+        return Layout(REPLICATED, parameter.dtype, (FlatRange(0, numel),), (numel,), self.device.type == "cpu")
+
+    def make(
+        self,
+        plan: TargetPlan,
+        parameter: nn.Parameter,
+        wait: Callable[[], None],  # noqa: ARG002  the base class's
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """See `Target`."""
+        values = torch.empty(plan.shape, dtype=plan.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=parameter.requires_grad), [values.view(-1)]

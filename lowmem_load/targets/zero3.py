@@ -12,8 +12,8 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
-from lowmem_load.targets.partition_choice import mark
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.targets.partition_choice import check_ties, is_below, mark
+from lowmem_load.targets.target import Layout, Replicated, Target
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
@@ -25,9 +25,10 @@ _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
 class Zero3(Target):
-    """Every parameter of `modules`, topmost ones by name, becomes a ZeRO-3 parameter, in the dtype of DeepSpeed's run.
+    """The parameters of `modules`, topmost ones by name, become ZeRO-3 parameters, in the dtype of DeepSpeed's run.
 
-    `rank` is that of the partition group; `group` None means all ranks. For planning the device needs no index.
+    Those of other modules are held whole; see [Note: chosen modules] in `targets/partition_choice.py`. `rank` is that
+    of the partition group; `group` None means all ranks. For planning the device needs no index.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class Zero3(Target):
         _refuse(settings, group)
         self._settings, self._group, self._modules = settings, group, modules
         self._world_size, self._rank = settings.shard_size, rank % settings.shard_size  # shard groups are consecutive
-        self.device = device
+        self.device, self._outside = device, Replicated(device)
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
 
-    def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the base class's
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Under hpZ the second region is the secondary partition, which the ranks of a node share."""
+        if not is_below(name, self._modules):
+            return self._outside.layout(name, parameter)
         numel, stored = parameter.numel(), parameter.dtype
         world_size, secondary_size = self._world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
@@ -58,6 +61,10 @@ class Zero3(Target):
         dtype = self._settings.dtype if stored.is_floating_point else stored
         on_host = self.device.type == "cpu" or self._settings.offload_device != "none"
         return Layout(KIND, dtype, tuple(regions), tuple(numels), on_host)
+
+    def check(self, model: nn.Module, /) -> None:
+        """See `Target`."""
+        check_ties(model, {name: model.get_submodule(name) for name in self._modules})
 
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
         """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
@@ -90,12 +97,15 @@ class Zero3(Target):
         """See `Target`. Only the swapper of offload_param to nvme writes files."""
         assert self._partitioner is not None  # prepare comes first
         swapping = self._partitioner.swapping
-        return {} if swapping is None else swapping.files([plan.destinations[0].numel for plan in plans])
+        partitioned = [plan.destinations[0].numel for plan in plans if is_below(plan.name, self._modules)]
+        return {} if swapping is None else swapping.files(partitioned)
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """See `Target`."""
+        if not is_below(plan.name, self._modules):
+            return self._outside.make(plan, parameter, wait)
         partitioner = self._partitioner
         assert partitioner is not None  # prepare comes first
         if partitioner.swapping is not None and partitioner.swapping.is_swap_due:

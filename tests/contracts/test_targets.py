@@ -10,8 +10,7 @@ import torch
 
 from lowmem_load import DistributedInterface
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.targets.make_target import Partial, Replicated
-from lowmem_load.targets.target import Target
+from lowmem_load.targets.target import Replicated, Target
 from lowmem_load.targets.zero3 import Zero3
 from tests.kits.target import TargetContract
 
@@ -62,7 +61,7 @@ class TestPartial(TargetContract):
 
     def target(self, rank: int, world_size: int) -> Target:
         chosen = ("inside", "inside_too")
-        return Partial(chosen, Zero3(settings(world_size, bf16=True), rank, CPU, None, chosen), Replicated(CPU))
+        return Zero3(settings(world_size, bf16=True), rank, CPU, None, chosen)
 
     @pytest.mark.parametrize(
         ("name", "kind"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from lowmem_load.planning.expression import held
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.targets.make_target import Partial, Replicated, target_maker
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.targets.make_target import target_maker
+from lowmem_load.targets.target import Layout, Replicated, Target
 from lowmem_load.targets.zero3 import KIND, Zero3
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -71,7 +70,7 @@ def test_hpz_keeps_a_secondary_partition() -> None:
 @pytest.mark.parametrize("partition", ["body", ["bo*"], lambda name, _: name == "body"])
 def test_a_partition_cuts_up_what_it_chooses_and_leaves_the_rest_on_the_accelerator(partition: Partition) -> None:
     target = target_maker(0, GPU)(settings(3, partition=partition), model())
-    assert type(target) is Partial
+    assert type(target) is Zero3
     assert target.device == GPU
     assert layouts(target) == {
         "body.weight": (KIND, (FlatRange(0, 6),), False),
@@ -127,35 +126,6 @@ def test_no_buffer_is_recast() -> None:
 # -- partial ----------------------------------------------------------------------------------------------------------
 
 
-class Noting:
-    """A target that notes what it is asked."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.device, self.calls = kind, torch.device("cpu"), list[str]()
-
-    def layout(self, _: str, parameter: torch.Tensor) -> Layout:
-        numel = parameter.numel()
-        return Layout(self.kind, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
-
-    def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
-        return list(model.buffers())
-
-    def prepare(self, _: nn.Module, /) -> None:
-        self.calls.append("prepare")
-
-    def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
-        return {self.kind: len(plans)}
-
-    def make(
-        self, plan: TargetPlan, parameter: nn.Parameter, _: Callable[[], None]
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
-        self.calls.append(f"make {plan.name}")
-        return parameter, []
-
-    def finish(self) -> None:
-        self.calls.append("finish")
-
-
 def parts(*, tied: bool = False) -> nn.Module:
     made = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2), "norm": nn.BatchNorm1d(2)})
     if tied:
@@ -174,33 +144,13 @@ def parts(*, tied: bool = False) -> nn.Module:
 )
 def test_a_parameter_goes_where_its_module_does(chosen: tuple[str, ...], inside: list[str]) -> None:
     whole = parts()
-    target = Partial(chosen, Noting("in"), Noting("out"))
+    target = Zero3(settings(3), 0, CPU, None, chosen)
     kinds = {name: target.layout(name, parameter).kind for name, parameter in whole.named_parameters()}
-    assert [name for name, kind in kinds.items() if kind == "in"] == inside
-    assert set(kinds.values()) <= {"in", "out"}
+    assert [name for name, kind in kinds.items() if kind == KIND] == inside
+    assert set(kinds.values()) <= {KIND, REPLICATED}
 
 
-def test_both_are_prepared_and_finished_and_make_their_own() -> None:
-    inside, outside, whole = Noting("in"), Noting("out"), parts()
-    target = Partial(("a",), inside, outside)
-    target.prepare(whole)
-    for name in ("a.weight", "ab.weight"):
-        plan = TargetPlan((name,), (2, 2), torch.float32, "", (), False, False, (), "")
-        made, _ = target.make(plan, whole.get_parameter(name), lambda: None)
-        assert made is whole.get_parameter(name)
-    target.finish()
-    assert inside.calls == ["prepare", "make a.weight", "finish"]
-    assert outside.calls == ["prepare", "make ab.weight", "finish"]
-
-
-def test_buffers_are_the_engines() -> None:
-    target, whole = Partial(("a",), Noting("in"), Noting("out")), parts()
-    assert len(target.fp32_buffers(whole)) == len(list(whole.buffers()))
-
-
-def test_a_tie_across_the_border_is_refused_before_memory_is_made() -> None:
-    inside, outside = Noting("in"), Noting("out")
+def test_a_tie_across_the_border_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ab\.weight is tied to a parameter of a chosen module"):
-        Partial(("a",), inside, outside).check(parts(tied=True))
-    assert inside.calls == outside.calls == []
-    Partial(("a", "ab"), inside, outside).check(parts(tied=True))
+        Zero3(settings(3), 0, CPU, None, ("a",)).check(parts(tied=True))
+    Zero3(settings(3), 0, CPU, None, ("a", "ab")).check(parts(tied=True))

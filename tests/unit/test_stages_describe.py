@@ -21,8 +21,7 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, uninitialised
-from lowmem_load.targets.make_target import Replicated
-from lowmem_load.targets.target import Target
+from lowmem_load.targets.target import Replicated, Target
 from lowmem_load.targets.zero3 import Zero3
 from tests.described import CPU, Build, Call, X, described, module, write_file
 
