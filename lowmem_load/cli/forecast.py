@@ -23,7 +23,7 @@ from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
-from lowmem_load.planning.sharing import byte_ranges, node_schedule, reads_of, shared_steps, touched_bytes
+from lowmem_load.planning.sharing import byte_ranges, node_schedule, shared_reads, touched_bytes
 from lowmem_load.quantities import count, duration, size
 
 OVERHEAD_BYTES = 16 << 20
@@ -280,8 +280,8 @@ def read_together(plans: Sequence[LoadPlan]) -> tuple[int, int, int, int] | None
 
     Number of ranks; bytes that they want; bytes of the blocks that they would read alone, and that they read instead.
     """
-    chosen = [shared_steps(plan) for plan in plans]
-    ranges = [byte_ranges(read for step in steps for read in reads_of(step)) for steps in chosen if steps]
+    chosen = [shared_reads(plan) for plan in plans]
+    ranges = [byte_ranges(reads) for reads in chosen if reads]
     block_bytes = max(plan.read_cost.block_bytes for plan in plans)
     found = node_schedule(ranges, block_bytes) if len(ranges) > 1 else None
     if found is None:

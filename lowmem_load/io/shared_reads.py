@@ -5,33 +5,27 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from lowmem_load.errors import PlanError, listed
-from lowmem_load.io.elements import compute_into, scatter_elements
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.shared_buffer import SharedBuffer
-from lowmem_load.planning.load_plan import Value
-from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.planner import Constants
-from lowmem_load.planning.reads import Apply, Fill, Move, Piece, Read, Step
+from lowmem_load.planning.reads import Fill, Read
 from lowmem_load.planning.sharing import (
     ByteRange,
     Schedule,
     Segment,
     Shared,
     byte_ranges,
-    input_steps,
     nests_within,
     node_schedule,
-    reads_of,
 )
 
 LITTLE_SAVED = "the ranks of this node would read little less together"
@@ -43,12 +37,10 @@ _LISTED, _HEARD, _FIRST_ROUND = 1, 2, 3
 
 
 class SharedReads:
-    """Carries out steps together with the other ranks of the node.
-
-    Memory: this rank's part of the shared buffer, and `MAX_OPEN_BYTES` for operations that wait for their inputs.
+    """Carries out reads together with the other ranks of the node, in this rank's part of the shared buffer.
 
     Args:
-        steps: to be shared. `take` removes them from the fills that they are part of.
+        reads: to be shared. `take` removes them from the fills that they are part of.
         buffer: shared with the ranks that take part.
         block_bytes: bytes that storage reads as a whole; see `ReadCost.block_bytes`.
         check: raises if another rank has failed; called while this one waits.
@@ -59,25 +51,23 @@ class SharedReads:
     """
 
     def __init__(
-        self, steps: Sequence[Step], buffer: SharedBuffer, block_bytes: int, *, check: Callable[[], None]
+        self, reads: Sequence[Read], buffer: SharedBuffer, block_bytes: int, *, check: Callable[[], None]
     ) -> None:
         self.waited, self.why_alone = 0, ""
-        self._shared_ids = {id(step) for step in steps}
-        self._taken: list[_Taken] = []
+        self._shared_ids = {id(read) for read in reads}
+        self._deliveries: list[_Delivery] = []
         self._buffer, self._block_bytes, self._check = buffer, block_bytes, check
 
-    def take(self, fill: Fill, destination: torch.Tensor, constants: Constants) -> Fill:
-        """Return what is left of a fill without the shared steps; `run` carries those out."""
-        shared = [step for step in fill.steps if id(step) in self._shared_ids]
-        for step in shared:
-            numbers = {part.value for part in input_steps(step) if isinstance(part, Move)}
-            self._taken.append(_Taken(step, destination, {number: constants.tensors[number] for number in numbers}))
+    def take(self, fill: Fill, destination: torch.Tensor) -> Fill:
+        """Return what is left of a fill without the shared reads; `run` carries those out."""
+        shared = [step for step in fill.steps if isinstance(step, Read) and id(step) in self._shared_ids]
+        self._deliveries += [_Delivery(read, destination) for read in shared]
         if not shared:
             return fill
         return replace(fill, steps=tuple(step for step in fill.steps if id(step) not in self._shared_ids))
 
-    def run(self, executor: Executor, values: Sequence[Value], constants: Constants) -> Shared | None:
-        """Carry out the steps that were taken.
+    def run(self, executor: Executor) -> Shared | None:
+        """Carry out the reads that were taken.
 
         Returns:
             What was read together. None if the ranks save little; then this rank has started to read alone.
@@ -88,29 +78,27 @@ class SharedReads:
             StoppedError: another rank has failed.
         """
         try:
-            return self._run(executor, values, constants)
+            return self._run(executor)
         except BaseException:
             self._buffer.leave()
             raise
 
-    def _run(self, executor: Executor, values: Sequence[Value], constants: Constants) -> Shared | None:
-        schedule = self._agree_on_schedule(read for taken in self._taken for read in reads_of(taken.step))
+    def _run(self, executor: Executor) -> Shared | None:
+        schedule = self._agree_on_schedule()
         if schedule is None:
-            for taken in self._taken:
-                fill = Fill(taken.destination.numel(), taken.destination.dtype, (taken.step,), tuple(taken.known))
-                executor.fill(fill, taken.destination, values, Constants(dict(taken.known), constants.functions))
+            for each in self._deliveries:
+                fill = Fill(each.destination.numel(), each.destination.dtype, (each.read,), ())
+                executor.fill(fill, each.destination, (), Constants())
             return None
-        deliveries = [each for taken in self._taken for each in _deliveries(taken, executor, constants)]
-        read_bytes = self._read_chunks(executor, schedule, deliveries)
-        if missing := sorted({each.read.tensor.name for each in deliveries if each.num_missing}):
+        read_bytes = self._read_chunks(executor, schedule)
+        if missing := sorted({each.read.tensor.name for each in self._deliveries if each.num_missing}):
             raise PlanError(f"{listed(missing)}: the ranks of the node did not read all elements that are needed")
         return Shared(schedule.num_ranks, schedule.wanted_bytes, schedule.read_bytes, read_bytes)
 
-    def _agree_on_schedule(self, reads: Iterable[Read]) -> Schedule | None:
-        """Return which rank reads what. All ranks of the node find the same; None if each reads alone."""
+    def _agree_on_schedule(self) -> Schedule | None:
         buffer = self._buffer
         mine = buffer.both_chunks(buffer.place)
-        if not _write_list(mine, self._block_bytes, byte_ranges(reads)):
+        if not _write_list(mine, self._block_bytes, byte_ranges(each.read for each in self._deliveries)):
             _write(mine, TOO_MANY_RANGES)
         buffer.barrier(_LISTED, self._wait)
         lists = [_read_list(buffer.both_chunks(place)) for place in range(buffer.num_ranks)]
@@ -124,13 +112,10 @@ class SharedReads:
         self.why_alone = "" if found else LITTLE_SAVED
         return found
 
-    def _read_chunks(self, executor: Executor, schedule: Schedule, deliveries: Sequence[_Delivery]) -> int:
-        """Read this rank's chunks and deliver from those of all ranks; return the bytes that this rank read.
-
-        In each round threads fill one chunk, while this thread delivers what the last round read into the other one.
-        """
+    def _read_chunks(self, executor: Executor, schedule: Schedule) -> int:
+        # In each round threads fill one chunk, while this thread delivers what the last round read into the other one.
         by_tensor: dict[tuple[str, int], list[_Delivery]] = {}
-        for delivery in deliveries:
+        for delivery in self._deliveries:
             tensor = delivery.read.tensor
             by_tensor.setdefault((tensor.path, tensor.start), []).append(delivery)
         read_bytes, has_failed = 0, threading.Event()
@@ -155,12 +140,11 @@ class SharedReads:
         number: int,
         by_tensor: Mapping[tuple[str, int], Sequence[_Delivery]],
     ) -> None:
-        """Take what this rank needs from the chunks of a round."""
         for place in range(schedule.num_ranks):
             memory = self._buffer.chunk(place, number)
             for segment in schedule.chunk(number, place):
                 for delivery in by_tensor.get((segment.part.path, segment.part.tensor_start), ()):
-                    executor.on_bytes(delivery.deliver(segment, memory))
+                    executor.on_bytes(delivery.deliver(segment, memory, executor))
 
     def _wait(self) -> None:
         self.waited += 1
@@ -187,77 +171,22 @@ def _read_segment(executor: Executor, segment: Segment, memory: torch.Tensor, ha
     return nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A shared step, the memory that it fills, and the values in memory that it needs, by number."""
-
-    step: Step
-    destination: torch.Tensor
-    known: Mapping[int, torch.Tensor]
-
-
 class _Delivery:
-    """A read whose elements arrive in chunks. `put` receives them with the nest that says where they go."""
+    """A read whose elements arrive in chunks, and the memory where they go."""
 
-    def __init__(self, read: Read, put: Callable[[Nest, torch.Tensor], None]) -> None:
-        self.read, self._put = read, put
+    def __init__(self, read: Read, destination: torch.Tensor) -> None:
+        self.read, self.destination = read, destination
         self.num_missing = read.num_reads * read.nest.numel
 
-    def deliver(self, segment: Segment, memory: torch.Tensor) -> int:
+    def deliver(self, segment: Segment, memory: torch.Tensor, executor: Executor) -> int:
         """Put what a segment holds of the read where it belongs; return the bytes of it that were needed."""
         part, dtype, num_bytes = segment.part, self.read.tensor.dtype, 0
         content = memory[segment.place : segment.place + part.end - part.start]
         for nest in nests_within(self.read, segment):
-            self._put(nest, content.view(dtype))
+            executor.place(nest, content.view(dtype), self.destination)
             self.num_missing -= nest.numel
             num_bytes += nest.source_numel * dtype.itemsize
         return num_bytes
-
-
-class _OpenPiece:
-    """A piece of an elementwise operation. It is computed as soon as all of its inputs have arrived."""
-
-    def __init__(self, taken: _Taken, step: Apply, piece: Piece, executor: Executor, constants: Constants) -> None:
-        self._taken, self._piece, self._executor = taken, piece, executor
-        self._compute, self._dtype = constants.functions[step.function], step.dtype
-        self._inputs: list[torch.Tensor] = []
-        reads = [part for fill in piece.inputs for part in fill.steps if isinstance(part, Read)]
-        self._num_missing = sum(read.num_reads * read.nest.numel for read in reads)
-
-    def put(self, number: int, nest: Nest, values: torch.Tensor) -> None:
-        """Fill a part of input `number`."""
-        if not self._inputs:
-            self._open()
-        scatter_elements(nest, values, self._inputs[number])
-        self._num_missing -= nest.numel
-        if self._num_missing == 0:
-            result = next((each for each in self._inputs if each.dtype == self._dtype), None)
-            if result is None:
-                result = torch.empty(self._piece.numel, dtype=self._dtype, device="cpu")
-            compute_into(result, self._compute, self._inputs)
-            self._inputs = []
-            self._executor.place(self._piece.nest, result, self._taken.destination)
-
-    def _open(self) -> None:
-        for fill in self._piece.inputs:
-            self._inputs.append(torch.empty(fill.numel, dtype=fill.dtype, device="cpu"))
-            for part in fill.steps:
-                if isinstance(part, Move):
-                    scatter_elements(part.nest, self._taken.known[part.value], self._inputs[-1])
-
-
-def _deliveries(taken: _Taken, executor: Executor, constants: Constants) -> Iterator[_Delivery]:
-    step = taken.step
-    if isinstance(step, Read):
-        yield _Delivery(step, lambda nest, values: executor.place(nest, values, taken.destination))
-        return
-    assert isinstance(step, Apply)  # `shared_steps` chooses no others
-    for piece in step.pieces:
-        opened = _OpenPiece(taken, step, piece, executor, constants)
-        for number, fill in enumerate(piece.inputs):
-            for part in fill.steps:
-                if isinstance(part, Read):
-                    yield _Delivery(part, functools.partial(opened.put, number))
 
 
 def _write_list(memory: torch.Tensor, block_bytes: int, ranges: Sequence[ByteRange]) -> bool:

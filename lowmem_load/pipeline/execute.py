@@ -51,7 +51,7 @@ def execute(
             if destination.fill is not None:
                 fill, memory_of = destination.fill, tensor[: destination.fill.numel]
                 if sharing is not None:
-                    fill = sharing.take(fill, memory_of, planned.constants)
+                    fill = sharing.take(fill, memory_of)
                 executor.fill(fill, memory_of, plan.values, planned.constants)
         copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
@@ -65,7 +65,7 @@ def execute(
         if isinstance(parameter, SymbolicTensor):
             parameter.value.forget()
         sample()
-    shared = None if sharing is None else sharing.run(executor, plan.values, planned.constants)
+    shared = None if sharing is None else sharing.run(executor)
     executor.finish()
     executor.check_unchanged()
     for source, copy in copies:

@@ -37,8 +37,8 @@ from lowmem_load.planning.load_plan import (
 )
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
-from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits, Step
-from lowmem_load.planning.sharing import reads_of, shared_steps
+from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
+from lowmem_load.planning.sharing import shared_reads
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 from lowmem_load.targets.target import Layout
@@ -54,7 +54,7 @@ class Planned:
     Attributes:
         constants: what the plan's steps refer to by number.
         places: all places of each parameter and buffer.
-        shared: the steps that the ranks of the node may read together.
+        shared: the reads that the ranks of the node may do together.
     """
 
     plan: LoadPlan
@@ -62,7 +62,7 @@ class Planned:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    shared: tuple[Step, ...] = ()
+    shared: tuple[Read, ...] = ()
 
 
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None, shares_reads: bool = True) -> Planned:
@@ -102,9 +102,8 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None, sha
         read_cost=cost,
         seconds={"describe": described.seconds, "plan": time.perf_counter() - start},
     )
-    shared = shared_steps(load_plan) if shares_reads else ()
-    shareable_bytes = sum(read.read_bytes for step in shared for read in reads_of(step))
-    load_plan = replace(load_plan, shareable_bytes=shareable_bytes)
+    shared = shared_reads(load_plan) if shares_reads else ()
+    load_plan = replace(load_plan, shareable_bytes=sum(read.read_bytes for read in shared))
     return Planned(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers, shared)
 
 

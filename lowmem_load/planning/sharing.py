@@ -15,18 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lowmem_load.planning.load_plan import HeldValue, LoadPlan, Value
+from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.nest import Nest, extent
-from lowmem_load.planning.reads import Apply, Move, Read, ReadCost, Step
+from lowmem_load.planning.reads import Read, ReadCost
 
 CHUNK_BYTES = 2 << 20
 """Largest chunk. Each rank holds two: one is filled while the ranks take their elements from the other."""
 
 SEGMENTS_PER_CHUNK = 4
 """A chunk is read in at least so many pieces, so that several threads can read it. Blocks are not cut for that."""
-
-MAX_OPEN_BYTES = 16 << 20
-"""Most memory for elementwise operations that wait for the rest of their inputs."""
 
 MIN_SAVED_S = 0.05
 """A rank that would save less does not share: setting up the shared memory costs some milliseconds."""
@@ -119,71 +116,34 @@ class Shared:
     read_bytes: int
 
 
-def shared_steps(plan: LoadPlan) -> tuple[Step, ...]:
-    """Return the steps of a plan that this rank would rather do together with other ranks of its node.
-
-    Returns no steps if sharing them saves this rank less than `MIN_SAVED_S`.
-    """
+def shared_reads(plan: LoadPlan) -> tuple[Read, ...]:
+    """Return the reads that this rank would rather do with other ranks; none if that saves less than `MIN_SAVED_S`."""
     if plan.world_size == 1:
         return ()
-    steps, saved_s = [], 0.0
-    for target in plan.targets:
-        for destination in target.destinations:
-            for step in destination.fill.steps if destination.fill is not None else ():
-                if not _can_be_shared(step, plan.values):
-                    continue
-                alone_s, together_s = read_seconds(reads_of(step), plan.read_cost)
-                if alone_s > MIN_ADVANTAGE * together_s:
-                    steps.append(step)
-                    saved_s += alone_s - together_s
-    return tuple(_within_memory(steps)) if saved_s >= MIN_SAVED_S else ()
+    reads, saved_s = [], 0.0
+    fills = (each.fill for target in plan.targets for each in target.destinations if each.fill is not None)
+    for step in (step for fill in fills for step in fill.steps):
+        if isinstance(step, Read):
+            alone_s, together_s = read_seconds(step, plan.read_cost)
+            if alone_s > MIN_ADVANTAGE * together_s:
+                reads.append(step)
+                saved_s += alone_s - together_s
+    return tuple(reads) if saved_s >= MIN_SAVED_S else ()
 
 
-def reads_of(step: Step) -> list[Read]:
-    """Return the reads of a step; of an operation, those that fill its inputs."""
-    if isinstance(step, Read):
-        return [step]
-    return [part for part in input_steps(step) if isinstance(part, Read)]
-
-
-def input_steps(step: Step) -> Iterator[Step]:
-    """Yield the steps that fill the inputs of an operation; none for other steps."""
-    for piece in step.pieces if isinstance(step, Apply) else ():
-        for fill in piece.inputs:
-            yield from fill.steps
-
-
-def _can_be_shared(step: Step, values: Sequence[Value]) -> bool:
-    """Return whether a step is a read, or an operation whose inputs are only read or already in memory."""
-    if not isinstance(step, Apply):
-        return isinstance(step, Read)
-    inputs_are_simple = all(
-        isinstance(part, Read) or (isinstance(part, Move) and isinstance(values[part.value], HeldValue))
-        for part in input_steps(step)
-    )
-    # A piece is computed when the last of its reads arrives, so it must have one.
-    return inputs_are_simple and all(
-        any(isinstance(part, Read) for fill in piece.inputs for part in fill.steps) for piece in step.pieces
-    )
-
-
-def read_seconds(reads: Sequence[Read], cost: ReadCost) -> tuple[float, float]:
-    """Return about how many seconds this rank needs for some reads alone, and together with its node.
+def read_seconds(read: Read, cost: ReadCost) -> tuple[float, float]:
+    """Return about how many seconds this rank needs for a read alone, and together with its node.
 
     Alone, a rank reads whole blocks. Together, the node reads each needed byte once and moves it through memory.
     """
-    nbytes = sum(_block_bytes(read, cost.block_bytes) for read in reads)
-    alone_s = sum(read.num_reads for read in reads) * cost.call_s + nbytes / cost.bytes_per_s
-    needed = sum(read.needed_bytes_each * read.num_reads for read in reads)
+    alone_s = read.num_reads * cost.call_s + _block_bytes(read, cost.block_bytes) / cost.bytes_per_s
+    needed = read.needed_bytes_each * read.num_reads
     read_s = math.ceil(needed / CHUNK_BYTES) * cost.call_s + needed / cost.bytes_per_s
     return alone_s, read_s + needed / MEMORY_BYTES_PER_S
 
 
 def _block_bytes(read: Read, block_bytes: int) -> int:
-    """Return about the bytes of the file blocks that a read touches.
-
-    Counts the blocks of the first read for each of them, but no block twice where the reads lie close together.
-    """
+    # The blocks of the first read, for each read; but no block twice where the reads lie close together.
     if block_bytes == 1:
         return read.read_bytes
     itemsize = read.tensor.dtype.itemsize
@@ -193,30 +153,7 @@ def _block_bytes(read: Read, block_bytes: int) -> int:
 
 
 def _blocks(start: int, end: int, block_bytes: int) -> int:
-    """Return the bytes of the blocks that `[start, end)` touches."""
     return ((end - 1) // block_bytes + 1 - start // block_bytes) * block_bytes
-
-
-def _within_memory(steps: Sequence[Step]) -> Iterator[Step]:
-    """Yield the steps, leaving out operations that would exceed `MAX_OPEN_BYTES`.
-
-    Chunks are read in the order of the files. So a piece of an operation holds its inputs and its result from the first
-    byte that it reads to the last.
-    """
-    changes: list[tuple[tuple[str, int], int, int]] = []  # position in the files, bytes held from there on, step
-    operations = ((number, step) for number, step in enumerate(steps) if isinstance(step, Apply))
-    for number, step in operations:
-        for piece in step.pieces:
-            ranges = byte_ranges(part for fill in piece.inputs for part in fill.steps if isinstance(part, Read))
-            size = piece.numel * (step.dtype.itemsize + sum(fill.dtype.itemsize for fill in piece.inputs))
-            changes.append(((ranges[0].path, ranges[0].start), size, number))
-            changes.append(((ranges[-1].path, ranges[-1].end), -size, number))
-    held, refused = 0, set()
-    for _, size, number in sorted(changes):
-        if size > 0 and held + size > MAX_OPEN_BYTES:
-            refused.add(number)
-        held += size
-    yield from (step for number, step in enumerate(steps) if number not in refused)
 
 
 def byte_ranges(reads: Iterable[Read]) -> list[ByteRange]:
@@ -290,7 +227,7 @@ def node_schedule(
 
 
 def _cut(each: ByteRange, max_bytes: int, block_bytes: int) -> Iterator[ByteRange]:
-    """Yield parts of at most `max_bytes`. They end between two elements, and near the end of a block if they can."""
+    # Parts end between two elements, and near the end of a block if they can.
     start = each.start
     while start < each.end:
         end, limit = each.end, start + max_bytes
@@ -307,7 +244,6 @@ def _element_border(each: ByteRange, at: int) -> int:
 
 
 def _packed(parts: Iterable[ByteRange], chunk_bytes: int) -> Iterator[Chunk]:
-    """Yield chunks that hold the parts in order."""
     segments: list[Segment] = []
     place = 0
     for part in parts:

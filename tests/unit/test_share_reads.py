@@ -83,7 +83,7 @@ def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others_so() -> 
         memories = [memory_of(*offer, SharedBuffer.NBYTES) for offer in (sharing.offer, other.offer)]
         third = SharedReads((), SharedBuffer(memories, 1), 1, check=ended)
         with Executor() as executor:
-            assert third.run(executor, (), Constants()) is None, "it does not wait"
+            assert third.run(executor) is None, "it does not wait"
         assert third.why_alone == sharing.why_alone
 
 

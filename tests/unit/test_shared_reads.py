@@ -18,8 +18,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.shared_buffer import SharedBuffer
 from lowmem_load.io.shared_reads import TOO_MANY_RANGES, SharedReads, decline
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.reads import Apply, Fill, ReadLimits
+from lowmem_load.planning.reads import Fill, ReadLimits
 from lowmem_load.planning.sharing import Shared
 from tests.together import CONTENT, NUMEL, VALUES, fills, in_threads, leaf
 
@@ -49,27 +48,25 @@ def together(
     return found
 
 
-def share(
-    planner: Planner, fill: Fill, result: torch.Tensor, buffer: SharedBuffer, block_bytes: int = 1
-) -> Shared | None:
+def share(fill: Fill, result: torch.Tensor, buffer: SharedBuffer, block_bytes: int = 1) -> Shared | None:
     """Reads one rank's partition together with the others."""
     sharing = SharedReads(fill.steps, buffer, block_bytes, check=lambda: None)
     with Executor() as executor:
-        sharing.take(fill, result, planner.constants)
-        return sharing.run(executor, planner.values, planner.constants)
+        sharing.take(fill, result)
+        return sharing.run(executor)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 10, 1 << 13], ids=["many rounds", "one round"])
 def test_what_is_read_together_equals_torch(file: Path, chunk_bytes: int) -> None:
     node = ex.cast(ex.permute(leaf(file), (2, 0, 1)), torch.float64)
-    planner, plans = fills(node, 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    _, plans = fills(node, 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
     results = [torch.full((fill.numel,), -1.0, dtype=torch.float64) for fill in plans]
 
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
         with Executor(num_threads=1 + place) as executor:
-            assert sharing.take(plans[place], results[place], planner.constants).steps == ()
-            shared = sharing.run(executor, planner.values, planner.constants)
+            assert sharing.take(plans[place], results[place]).steps == ()
+            shared = sharing.run(executor)
             assert isinstance(shared, Shared) and executor.stats.read_bytes == shared.read_bytes
             return shared
 
@@ -82,32 +79,18 @@ def test_what_is_read_together_equals_torch(file: Path, chunk_bytes: int) -> Non
     }
 
 
-def test_an_operation_is_computed_once_its_inputs_have_come(file: Path) -> None:
-    turned = ex.permute(leaf(file), (2, 0, 1))
-    parts = (turned, ex.expand(ex.reshape(ex.slice_dim(turned, 2, 3, 1, 1), (30, 5, 1)), (30, 5, 12)))
-    node = ex.Elementwise("sum", lambda inputs: inputs[0] + inputs[1], parts, (30, 5, 12), torch.int32)
-    planner, plans = fills(node, 2, ReadLimits(1 << 12, 1 << 12, 1 << 20))
-    assert all(isinstance(step, Apply) for fill in plans for step in fill.steps)
-    results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
-
-    found = together(2, lambda place, buffer: share(planner, plans[place], results[place], buffer))
-    assert all(isinstance(each, Shared) for each in found)
-    expected = VALUES.permute(2, 0, 1)
-    assert torch.equal(torch.cat(results), (expected + expected[:, :, 3:4]).reshape(-1))
-
-
 def test_where_little_is_spared_each_reads_alone(file: Path) -> None:
-    planner, plans = fills(leaf(file), 2, ReadLimits())
+    _, plans = fills(leaf(file), 2, ReadLimits())
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
-    found = together(2, lambda place, buffer: share(planner, plans[place], results[place], buffer))
+    found = together(2, lambda place, buffer: share(plans[place], results[place], buffer))
     assert found == [None, None]
     assert torch.equal(torch.cat(results), VALUES.reshape(-1))
 
 
 @pytest.mark.parametrize("case", ["one declines", "one has too many ranges to list"])
 def test_if_one_rank_cannot_share_each_reads_alone(file: Path, case: str) -> None:
-    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 0))
+    _, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 0))
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
     def load(place: int, buffer: SharedBuffer) -> object:
@@ -116,8 +99,8 @@ def test_if_one_rank_cannot_share_each_reads_alone(file: Path, case: str) -> Non
             return ""
         sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
         with Executor() as executor:
-            sharing.take(plans[place], results[place], planner.constants)
-            assert sharing.run(executor, planner.values, planner.constants) is None
+            sharing.take(plans[place], results[place])
+            assert sharing.run(executor) is None
         assert torch.equal(results[place], VALUES.permute(2, 0, 1).reshape(-1)[place * 600 : place * 600 + 600])
         return sharing.why_alone
 
@@ -129,12 +112,12 @@ def test_if_one_rank_cannot_share_each_reads_alone(file: Path, case: str) -> Non
 
 
 def test_slices_that_share_a_block_are_read_once_where_blocks_count(file: Path) -> None:
-    planner, plans = fills(leaf(file), 3, ReadLimits())
+    _, plans = fills(leaf(file), 3, ReadLimits())
     results = [torch.full((fill.numel,), -1, dtype=torch.int32) for fill in plans]
 
     def load(place: int, buffer: SharedBuffer) -> object:
         block_bytes = 1 << 20 if place == 1 else 1  # of what the ranks of a node find, the largest counts
-        return share(planner, plans[place], results[place], buffer, block_bytes)
+        return share(plans[place], results[place], buffer, block_bytes)
 
     assert all(isinstance(each, Shared) and each.node_bytes == NUMEL * 4 for each in together(3, load))
     assert torch.equal(torch.cat(results), VALUES.reshape(-1))
@@ -142,7 +125,7 @@ def test_slices_that_share_a_block_are_read_once_where_blocks_count(file: Path) 
 
 def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
     """Its own error is raised there; the others raise what their check raises once they have heard of it."""
-    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    _, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 3, ReadLimits(1 << 20, 1 << 20, 1 << 20))
     failed = threading.Event()
 
     def check() -> None:
@@ -157,8 +140,8 @@ def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=check)
         with Failing() if place == 1 else Executor() as executor:
-            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.constants)
-            return sharing.run(executor, planner.values, planner.constants)
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32))
+            return sharing.run(executor)
 
     assert [type(each) for each in together(3, load)] == [InterruptedError, TruncatedFileError, InterruptedError]
 
@@ -168,7 +151,7 @@ def test_a_rank_that_left_is_not_waited_for_even_if_nobody_says_why(
 ) -> None:
     """As by a rank that was stopped, given up by the others, and goes on."""
     monkeypatch.setattr(shared_buffer, "LEAVE_GRACE_S", 0.05)
-    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    _, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
 
     def load(place: int, buffer: SharedBuffer) -> object:
         def give_up() -> None:
@@ -177,11 +160,11 @@ def test_a_rank_that_left_is_not_waited_for_even_if_nobody_says_why(
 
         sharing = SharedReads(plans[place].steps, buffer, 1, check=give_up)
         with Executor() as executor:
-            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.constants)
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32))
             if place == 0:
                 has_left.wait(30)
             try:
-                return sharing.run(executor, planner.values, planner.constants)
+                return sharing.run(executor)
             finally:
                 has_left.set()
 
@@ -191,16 +174,16 @@ def test_a_rank_that_left_is_not_waited_for_even_if_nobody_says_why(
 
 def test_waiting_for_others_counts_as_progress(file: Path) -> None:
     """Else a heartbeat would name the ranks that wait for one that hangs."""
-    planner, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
+    _, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
     has_waited = threading.Event()
 
     def load(place: int, buffer: SharedBuffer) -> object:
         sharing = SharedReads(plans[place].steps, buffer, 1, check=has_waited.set if place == 0 else lambda: None)
         with Executor() as executor:
-            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32), planner.constants)
+            sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32))
             if place == 1:
                 assert has_waited.wait(30)
-            sharing.run(executor, planner.values, planner.constants)
+            sharing.run(executor)
         return sharing.waited
 
     assert together(2, load)[0] != 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.planning.reads import Read, ReadCost, ReadLimits
+from lowmem_load.planning.reads import Read, ReadCost, ReadLimits, Step
 from lowmem_load.planning.sharing import (
     MIN_ADVANTAGE,
     ByteRange,
@@ -20,8 +20,7 @@ from lowmem_load.planning.sharing import (
     nests_within,
     plan_schedule,
     read_seconds,
-    reads_of,
-    shared_steps,
+    shared_reads,
     touched_bytes,
 )
 from tests.together import NUMEL, START, VALUES, fills, leaf, move, plan_of
@@ -44,7 +43,7 @@ def test_the_union_is_read_once_and_holds_what_each_rank_needs(
     _, plans = fills(node, world_size, ReadLimits(staging, staging, gap))
     first = data.draw(st.integers(0, world_size - 1))
     node_plans = plans[first : data.draw(st.integers(first + 1, world_size))]
-    reads = [[read for step in fill.steps for read in reads_of(step)] for fill in node_plans]
+    reads = [[step for step in fill.steps if isinstance(step, Read)] for fill in node_plans]
     found = plan_schedule([byte_ranges(mine) for mine in reads], block, chunk)
     content = np.concatenate([np.full(START, 255, np.uint8), VALUES.numpy().reshape(-1).view(np.uint8)])
     times_read = np.zeros(len(content), int)
@@ -105,8 +104,9 @@ def test_a_block_is_touched_once() -> None:
     assert touched_bytes(ranges, 1) == 5 + 6 + 51 + 1
 
 
-def saves(reads: list[Read], cost: ReadCost) -> bool:
-    alone_s, together_s = read_seconds(reads, cost)
+def saves(read: Step, cost: ReadCost) -> bool:
+    assert isinstance(read, Read)
+    alone_s, together_s = read_seconds(read, cost)
     return alone_s > MIN_ADVANTAGE * together_s
 
 
@@ -115,23 +115,23 @@ def test_reads_are_shared_where_that_is_cheaper() -> None:
     turned, run = (fills(node, 60, ReadLimits())[1][7].steps for node in (ex.permute(leaf(), (0, 2, 1)), leaf()))
     cost = ReadCost(call_s=1e-9)
     for steps, is_shared in ((turned, True), (run, False)):
-        assert saves(reads_of(steps[0]), cost) is is_shared
+        assert saves(steps[0], cost) is is_shared
 
 
 def test_storage_that_is_slower_has_smaller_models_read_together() -> None:
     """100 MiB that are transposed are not worth it from a local disk, where that spares some 10 ms."""
     turned = ex.permute(ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16), (0, 2, 1))
     network = ReadCost(1e-3, 5e8)
-    assert not shared_steps(plan_of(turned, 16, ReadCost()))
-    assert shared_steps(plan_of(turned, 16, network))
+    assert not shared_reads(plan_of(turned, 16, ReadCost()))
+    assert shared_reads(plan_of(turned, 16, network))
     run = ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16)
-    assert not shared_steps(plan_of(run, 16, network))
+    assert not shared_reads(plan_of(run, 16, network))
 
 
 def test_bytes_come_through_shared_memory_as_fast_from_slow_storage() -> None:
     source = ex.Source("data", "w", 0, (1 << 24,), torch.int32)
     read = Read(source, 0, 1 << 20, (), Nest(0, 0, (Axis(1 << 20, 1, 1),)), is_direct=True)
-    alone_s, shared_s = read_seconds([read], ReadCost(1e-9, 1e6))
+    alone_s, shared_s = read_seconds(read, ReadCost(1e-9, 1e6))
     assert shared_s - alone_s == pytest.approx(4 * (1 << 20) / 5e9, rel=1e-3)
 
 
@@ -143,11 +143,11 @@ def test_small_slices_of_large_blocks_are_shared(numel: int, block_bytes: int, i
     source = ex.Source("data", "w", 0, (1 << 24,), torch.int32)
     read = Read(source, 0, numel, (), Nest(0, 0, (Axis(numel, 1, 1),)), is_direct=True)
     cost = ReadCost(block_bytes=block_bytes)
-    assert saves([read], cost) is is_shared
+    assert saves(read, cost) is is_shared
 
 
 def test_strided_reads_touch_no_more_blocks_than_there_are() -> None:
     source = ex.Source("data", "w", 0, (1 << 18,), torch.int32)
     read = Read(source, 0, 8, (Axis(256, 1 << 10, 8),), Nest(0, 0, (Axis(8, 1, 1),)), is_direct=True)
     for block_bytes, touched in ((1 << 20, 1 << 20), (1 << 12, 256 << 12), (1, read.read_bytes), (1, 256 * 32)):
-        assert read_seconds([read], ReadCost(0.0, 1.0, block_bytes))[0] == touched
+        assert read_seconds(read, ReadCost(0.0, 1.0, block_bytes))[0] == touched
