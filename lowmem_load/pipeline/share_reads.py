@@ -49,7 +49,7 @@ class ReadSharing:
 
     def make(self) -> None:
         """Make the part, before the ranks exchange their offers."""
-        from lowmem_load.io.shared_buffer import SharedBuffer
+        from lowmem_load.io.shared_reads import SharedBuffer
 
         name = new_name()
         try:
@@ -72,8 +72,7 @@ class ReadSharing:
         """
         if self.offer is None:
             return None
-        from lowmem_load.io.shared_buffer import SharedBuffer
-        from lowmem_load.io.shared_reads import SharedReads, decline
+        from lowmem_load.io.shared_reads import SharedBuffer, SharedReads, decline
 
         places = {rank: place for rank in nodes.neighbours if (place := offers[rank]) is not None}
         if len(places) == 1:

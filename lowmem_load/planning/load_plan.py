@@ -338,41 +338,6 @@ class LoadPlan:
         lines += sorted(f"file {_file_name(file.path)} {file.nbytes} {file.digest}" for file in self.files)
         return fingerprint(lines)
 
-    def summary(self) -> dict[str, Any]:
-        """Return the figures of the plan as JSON data: bytes, counts, names."""
-        kinds = sorted({target.kind for target in self.targets})
-        return {
-            "name": self.name,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "num_targets": {kind: sum(target.kind == kind for target in self.targets) for kind in kinds},
-            "num_elements": sum(target.numel for target in self.targets),
-            "num_buffers": len(self.buffers),
-            "partition_bytes": self.partition_bytes,
-            "replicated_bytes": self.replicated_bytes,
-            "num_quantized": self.num_quantized,
-            "companion_bytes": self.companion_bytes,
-            "needed_bytes": self.needed_bytes,
-            "read_bytes": self.read_bytes,
-            "num_reads": self.num_reads,
-            "staging_bytes": self.staging_bytes,
-            "largest_temporary_bytes": self.largest_temporary_bytes,
-            "shareable_bytes": self.shareable_bytes,
-            "read_call_s": self.read_cost.call_s,
-            "read_bytes_per_s": self.read_cost.bytes_per_s,
-            "read_block_bytes": self.read_cost.block_bytes,
-            "read_cost_origin": self.read_cost.origin,
-            "files": [{"path": file.path, "nbytes": file.nbytes, "digest": file.digest} for file in self.files],
-            "read_to_describe": [list(entry) for entry in self.read_to_describe],
-            "missing_keys": list(self.missing_keys),
-            "unexpected_keys": list(self.unexpected_keys),
-            "mismatched_keys": [str(key) for key in self.mismatched_keys],
-            "uninitialised_parameters": [target.name for target in self.targets if target.is_uninitialised],
-            "recast_parameters": [target.name for target in self.targets if target.is_recast],
-            "slow_paths": [[path.name, path.reason, path.extra_bytes] for path in self.slow_paths],
-            "seconds": dict(self.seconds),
-        }
-
 
 REPLICATED = "replicated"
 """Kind of a parameter that every rank holds in full."""
@@ -387,5 +352,4 @@ def in_common_order(files: Iterable[PlannedFile]) -> list[PlannedFile]:
 
 
 def _file_name(path: str) -> str:
-    """Return what follows the last slash."""
     return path.rpartition("/")[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -86,24 +85,13 @@ def test_plans_of_the_same_load_are_equal_whatever_they_took() -> None:
     assert pickle.loads(pickle.dumps(made())) == made()
 
 
-def test_a_summary_is_json_with_the_figures_of_the_plan() -> None:
+def test_the_figures_of_a_plan() -> None:
     plan = made()
-    summary = json.loads(json.dumps(plan.summary()))
-    assert summary["num_targets"] == {"replicated": 1, "zero3": 1}
-    assert summary["num_elements"] == 725
-    assert summary["partition_bytes"] == plan.partition_bytes == 250 * 4  # padding included
-    assert summary["replicated_bytes"] == plan.replicated_bytes == 5 * 4
-    assert summary["read_bytes"] == plan.read_bytes == 2880
-    assert summary["needed_bytes"] == plan.needed_bytes == 2880
-    assert summary["num_reads"] == plan.num_reads == 1
-    assert summary["largest_temporary_bytes"] == plan.largest_temporary_bytes == 2 * 2880
-    assert summary["staging_bytes"] == plan.staging_bytes == 0
-    assert summary["files"] == [{"path": "/on/rank1/file", "nbytes": 2880, "digest": "abc"}]
-    assert summary["recast_parameters"] == ["zero3.weight"]
-    assert summary["uninitialised_parameters"] == ["replicated.weight"]
-    assert summary["slow_paths"] == [["zero3.weight", "why", 7], ["replicated.weight", "why", 7]]
-    assert summary["read_to_describe"] == [["aten.equal", 12]]
-    assert summary["seconds"] == {"plan": 1.0}
+    assert plan.partition_bytes == 250 * 4  # padding included
+    assert plan.replicated_bytes == 5 * 4
+    assert (plan.read_bytes, plan.needed_bytes, plan.num_reads) == (2880, 2880, 1)
+    assert (plan.largest_temporary_bytes, plan.staging_bytes) == (2 * 2880, 0)
+    assert [path.name for path in plan.slow_paths] == ["zero3.weight", "replicated.weight"]
 
 
 def test_the_fingerprint_is_that_of_what_ranks_have_in_common() -> None:

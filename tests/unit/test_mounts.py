@@ -54,7 +54,6 @@ def test_a_plan_goes_by_the_file_system_and_says_so(files: dict[str, str]) -> No
     """Gaps go by the same cost: half a megabyte is read along where a call takes a millisecond."""
     found = plan(builders.tiny_llama(Path(files["nfs"]).parent), BF16, rank=0, world_size=2)
     assert found.read_cost == ReadCost(1e-3, 5e8, 1 << 20, "nfs4") and found.read_cost.max_gap_bytes == 500_000
-    assert (found.summary()["read_call_s"], found.summary()["read_cost_origin"]) == (1e-3, "nfs4")
 
 
 def test_without_proc_nothing_is_on_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

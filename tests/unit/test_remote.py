@@ -18,8 +18,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.io.hub_checkpoint import open_checkpoint
-from lowmem_load.io.hub_file import HubFile
+from lowmem_load.io.hub_checkpoint import HubFile, open_checkpoint
 from lowmem_load.io.source import LocalFile, read_bytes
 from tests.builders import as_torch_bin, tiny_mixtral
 from tests.hub_server import COMMIT, Hub, hub
@@ -41,7 +40,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One as huggingface_hub makes, whose own refuses to work under HF_HUB_OFFLINE."""
     library = importlib.import_module(next(name for name in ("httpx2", "httpx", "requests") if find_spec(name)))
     with (library.Session if library.__name__ == "requests" else library.Client)() as made:
-        monkeypatch.setattr("lowmem_load.io.hub_file.get_session", lambda: made)
+        monkeypatch.setattr("lowmem_load.io.hub_checkpoint.get_session", lambda: made)
         yield
 
 

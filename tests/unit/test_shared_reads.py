@@ -13,10 +13,9 @@ import torch
 
 from lowmem_load.distributed.nodes import make_memory, memory_of, new_name
 from lowmem_load.errors import LowMemLoadError, TruncatedFileError
-from lowmem_load.io import shared_buffer
+from lowmem_load.io import shared_reads
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.shared_buffer import SharedBuffer
-from lowmem_load.io.shared_reads import TOO_MANY_RANGES, SharedReads, decline
+from lowmem_load.io.shared_reads import TOO_MANY_RANGES, SharedBuffer, SharedReads, decline
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import Fill, ReadLimits
 from lowmem_load.planning.sharing import Shared
@@ -150,7 +149,7 @@ def test_a_rank_that_left_is_not_waited_for_even_if_nobody_says_why(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a rank that was stopped, given up by the others, and goes on."""
-    monkeypatch.setattr(shared_buffer, "LEAVE_GRACE_S", 0.05)
+    monkeypatch.setattr(shared_reads, "LEAVE_GRACE_S", 0.05)
     _, plans = fills(ex.permute(leaf(file), (2, 0, 1)), 2, ReadLimits(1 << 20, 1 << 20, 1 << 20))
 
     def load(place: int, buffer: SharedBuffer) -> object:
