@@ -127,7 +127,7 @@ class DelayedPort(threading.Thread):
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connect, ADDRESSES[1], self._port, reuse_port=True)
+        server = await asyncio.start_server(self._connect, ADDRESSES[1], self._port)
         self._is_ready.set()
         await server.serve_forever()
 
