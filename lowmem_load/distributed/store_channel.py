@@ -45,8 +45,6 @@ RANKS_PER_POLL = 16
 FAREWELL_S = 5.0
 """Seconds that the leader waits at most until all ranks have read its last verdict: the store may end with it."""
 
-FAREWELL_POLL_S = 0.005
-
 _NOTHING = "-"
 """Stands for the value of a key that is not there."""
 
@@ -96,16 +94,14 @@ class _Session:
     thread: threading.Thread | None = None
     store: Any = None
     watch: StoreWatch = field(default_factory=lambda: StoreWatch(time.monotonic()))
+    round_trip_s: float = 0.0  # of the latest answer
     broken: str = ""
     is_closing: bool = False
     unread: tuple[str, int, Sequence[int]] = ("", 0, ())  # group, step and ranks that may not have read the verdict yet
 
 
 class StoreChannel:
-    """Steps and heartbeats of one rank of the world. One thread at a time may use it, but for `check`.
-
-    `open_client` returns a new client of the store, whose calls never time out.
-    """
+    """Steps and heartbeats of one rank of the world. One thread at a time may use it, but for `check`."""
 
     def __init__(self, open_client: Callable[[], Any], rank: int, beat_s: float = BEAT_S) -> None:
         self.pid, self.limits = os.getpid(), Limits()
@@ -267,11 +263,12 @@ class StoreChannel:
                 group.number = max(group.number, group.verdict.number + 1)  # the others ended it without this rank
             if is_due or has_news:
                 self._beat(session)
-            if is_due or step is not None:
+            # A look right behind the entry comes too early: the leader has yet to read it.
+            if is_due or (step is not None and (step.interrupt or not has_news)):
                 self._look(session, group, step, is_due=is_due)
             pause_s = due_s - time.monotonic()
             if step is not None:
-                first_s = POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL)
+                first_s = max(POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL), 0.1 * session.round_trip_s)
                 pause_s = min(pause_s, max(first_s, POLL_SHARE * (self._clock_s - step.since_s)))
             with self._changed:
                 self._changed.wait_for(lambda: session.is_closing or self._has_news, pause_s)
@@ -282,7 +279,7 @@ class StoreChannel:
         while ranks := [rank for rank in ranks if self._peers[rank].is_in(name, number)]:
             if time.monotonic() > until_s:
                 return
-            time.sleep(FAREWELL_POLL_S)
+            time.sleep(5 * POLL_S)
             self._read_heartbeats(session, ranks)
 
     def _beat(self, session: _Session) -> None:
@@ -388,9 +385,11 @@ class StoreChannel:
         return str(self._ask(session, "compare_set", key, _NOTHING, _NOTHING))
 
     def _ask(self, session: _Session, call: str, *arguments: Any) -> Any:
+        asked_s = time.monotonic()
         answer = getattr(session.store, call)(*arguments)
         with self._changed:
             session.watch.answered_s = time.monotonic()
+            session.round_trip_s = session.watch.answered_s - asked_s
             if session.broken or session is not self._session:
                 raise _RetiredError
         return [each.decode() for each in answer] if isinstance(answer, list) else answer.decode()
