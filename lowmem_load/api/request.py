@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ from lowmem_load.hf.quantizers import refuse_quantized
 from lowmem_load.hf.replaced import replaced
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A model by name, and how to load it: see `lowmem_load.load_model`. `kwargs` are those of `from_pretrained`."""
 
     name: str
@@ -51,7 +49,7 @@ class Request:
 
         def check(commit: str, **changed: Any) -> tuple[str, Checked]:
             pinned = {**self.kwargs, **changed, "revision": commit} if commit else self.kwargs
-            return commit, replace(self, kwargs=pinned).checked(settings)
+            return commit, self._replace(kwargs=pinned).checked(settings)
 
         def pack(found: tuple[str, Checked]) -> bytes:
             return found[0].encode()
@@ -69,8 +67,7 @@ class Request:
         return checked
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """A request that can be met: `settings` for the model, its class, and all keywords of `from_pretrained`."""
 
     name: str

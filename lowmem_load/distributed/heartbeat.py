@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lowmem_load.distributed.environment import positive_number
 from lowmem_load.distributed.nodes import pid_space, start_time
@@ -32,8 +33,7 @@ BUSY_FACTOR = 1.5
 """A busy rank may send no heartbeat for this many times as long as one that waits; see [Note: lost ranks]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a step is."""
 
     amount: int  # grows as the step makes progress
@@ -54,8 +54,7 @@ def computing() -> Callable[[], Progress]:
     return progress
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """How long a rank waits for others, seconds."""
 
     silence_s: float = 300.0  # for a rank that sends heartbeats but makes no progress

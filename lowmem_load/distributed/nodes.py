@@ -14,8 +14,8 @@ import mmap
 import os
 import platform
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PREFIX = "lowmem_load-"
 """Beginning of the names of memory, which /proc shows."""
@@ -24,8 +24,7 @@ _NAME_DIGITS = 16
 """Hexadecimal digits of a node's name: two of a million nodes have the same name once in 10**7 jobs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
+class Nodes(NamedTuple):
     """The nodes that the ranks of a group run on.
 
     Attributes:

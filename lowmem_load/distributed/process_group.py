@@ -11,7 +11,7 @@ import socket
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     """What this module did for one group. Stale once that group is no longer the live one."""
 
     group: weakref.ref[dist.ProcessGroup]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFile:
+class CheckpointFile(NamedTuple):
     """The description of one file of a checkpoint, made without reading its data.
 
     Attributes:

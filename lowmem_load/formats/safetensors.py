@@ -10,8 +10,7 @@ import math
 import reprlib
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,8 +61,7 @@ PACKED = {"F4": 2}
 """Elements along the last dimension that torch packs into one element of its dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a file, as the file spells it. torch may be unable to hold it; only using it is an error then.
 
     `start` is the first byte of the data, absolute in the file.
@@ -109,8 +107,7 @@ class TensorEntry:
         return math.prod(self.file_shape) * BITS[self.dtype_code] // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A validated header."""
 
     tensors: Mapping[str, TensorEntry]

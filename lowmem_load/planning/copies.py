@@ -24,6 +24,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -57,8 +58,7 @@ class Copy:
 # -- loop nests ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Index:
+class _Index(NamedTuple):
     """An index along one dim: `base + sum(t[i] * coefficients[i])`. No term is negative."""
 
     base: int

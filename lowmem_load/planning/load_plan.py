@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,8 +51,7 @@ class Costs:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldValue:
+class HeldValue(NamedTuple):
     """A flat tensor that is in memory before the plan is executed. `origin` says where it comes from."""
 
     origin: str
@@ -60,8 +59,7 @@ class HeldValue:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedValue:
+class ComputedValue(NamedTuple):
     """The result of an operation on whole tensors: function number `function` of the constants, of these inputs."""
 
     operation: str
@@ -90,8 +88,7 @@ class SlowPath:
     extra_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(NamedTuple):
     """One piece of memory of a target parameter.
 
     Attributes:
@@ -110,8 +107,7 @@ class Destination:
     copied_from: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CompanionPlan:
+class CompanionPlan(NamedTuple):
     """A tensor that belongs to a quantized parameter, such as its scales. Every rank holds all of it.
 
     Attributes:
@@ -187,8 +183,7 @@ class TargetPlan:
         return ("", 0, self.name) if first is None else (first.path, first.start, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferPlan:
+class BufferPlan(NamedTuple):
     """A buffer of the model. Every rank holds all of it.
 
     Attributes:

@@ -48,8 +48,7 @@ class ReadCost:
         return int(self.call_s * self.bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadLimits:
+class ReadLimits(NamedTuple):
     """How large reads are.
 
     Attributes:
@@ -110,16 +109,14 @@ class Read:
             yield self.first + start, destination
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Moves elements of the plan's value number `value`, which is in memory when the step runs."""
 
     value: int
     nest: Nest
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One call of an elementwise operation.
 
     Attributes:
@@ -133,8 +130,7 @@ class Piece:
     nest: Nest
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(NamedTuple):
     """An elementwise operation: function number `function` of the constants, applied piece by piece.
 
     The result of a piece overwrites an input of the same dtype, if there is one.

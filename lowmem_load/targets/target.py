@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,7 @@ from lowmem_load.planning.load_plan import REPLICATED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Region
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """What one rank holds of one parameter."""
 
     kind: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import signal
 import threading
@@ -240,7 +239,7 @@ def test_ranks_that_all_abort_can_all_come_again() -> None:
 
 def test_a_step_that_scripts_run_on_one_rank_does_not_stop_the_others_next_one() -> None:
     ranks = Ranks(2)
-    prompt = dataclasses.replace(LIMITS, absence_s=0.3, is_prompt=True)
+    prompt = LIMITS._replace(absence_s=0.3, is_prompt=True)
 
     def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
         if rank == 0:
