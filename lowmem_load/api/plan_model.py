@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 
 from lowmem_load.api.load_into import ordinary_load
 from lowmem_load.api.request import Checked, Request, spelled
-from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import fake_group
+from lowmem_load.ds import zero_init
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -22,11 +24,17 @@ from lowmem_load.hf import intercept, loader, names
 from lowmem_load.hf.active import ordinary_path
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.source import LocalFile, Opener
-from lowmem_load.pipeline.describe import Described
-from lowmem_load.pipeline.plan_only import describe_only, plan_only
-from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.targets.make_target import target_maker
+from lowmem_load.phases import host_memory
+from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
+from lowmem_load.pipeline.describe import Described, describe, on_host
+from lowmem_load.pipeline.make_plan import make_plan
+from lowmem_load.pipeline.share_reads import shares_reads
+from lowmem_load.planning.load_plan import HeldValue, LoadPlan
+from lowmem_load.symbolic.initialise import INITIALISED
+from lowmem_load.targets.make_target import TargetMaker, target_maker
 
 T = TypeVar("T")
 
@@ -147,7 +155,14 @@ def describe_checkpoint(
     settings = read_settings({"zero_optimization": {"stage": 3}, **precision}, world_size=1)
     checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(settings)
     make_target = target_maker(0, torch.device("cpu"))
-    return _instead_of_loading(checked, lambda call: describe_only(call, checked.settings, make_target, open_source))
+
+    def described(call: loader.Call) -> Described:
+        with _describing(call, checked.settings, open_source) as executor:
+            found = describe(call, checked.settings, make_target, executor, holds_values=False)
+            check_described(found)
+            return found
+
+    return _instead_of_loading(checked, described)
 
 
 def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
@@ -163,6 +178,47 @@ def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
             result: T = done.result
             return result
     raise UnsupportedError(f"{checked.cls.__name__} does not load through transformers' from_pretrained")
+
+
+def plan_only(
+    call: loader.Call,
+    settings: Settings,
+    target_maker_of: Callable[[int], TargetMaker],
+    ranks: Sequence[int],
+    open_source: Opener = LocalFile,
+) -> list[LoadPlan]:
+    """Return the plan of a load for each of some ranks, without loading. Local."""
+    before, plans = host_memory().anonymous_bytes, list[LoadPlan]()
+    with _describing(call, settings, open_source) as executor:
+        described: Described | None = None  # once, unless it keeps initial values, of which each rank has its own part
+        for rank in ranks:
+            make_target = target_maker_of(rank)
+            if described is None:
+                described = describe(call, settings, make_target, executor, holds_values=False)
+            else:
+                described = replace(described, target=make_target(described.settings, described.model))
+            check_described(described)
+            plan = make_plan(described, rank, read_cost([file.path for file in described.files]), shares_reads()).plan
+            if not plans:
+                grown_bytes = max(0, host_memory().anonymous_bytes - before)
+            plans.append(replace(plan, planning_bytes=grown_bytes))
+            if any(isinstance(value, HeldValue) and value.origin == INITIALISED for value in plan.values):
+                described = None
+    return plans
+
+
+@contextlib.contextmanager
+def _describing(call: loader.Call, settings: Settings, open_source: Opener) -> Iterator[Executor]:
+    """Yield an executor with which models are described on the host. torch's random state stays as it was."""
+    refuse_device_map(call, settings)
+    if is_left_alone(call, settings):
+        raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
+    state = torch.get_rng_state()
+    try:
+        with zero_init.set_aside(), on_host(), Executor(open_source=open_source) as executor:
+            yield executor
+    finally:
+        torch.set_rng_state(state)
 
 
 class _Done(BaseException):

@@ -17,9 +17,9 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 import lowmem_load
+from lowmem_load.api import plan_model as stages
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline import plan_only as stages
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.ranges import FlatRange
 
