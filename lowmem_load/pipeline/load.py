@@ -100,17 +100,11 @@ class Load:
             except _NotStreamedError as error:
                 reason = str(error)
             torch.set_rng_state(random_state)
-            return self._leave(call, reason)
-
-    def _leave(self, call: loader.Call, reason: str) -> tuple[nn.Module, dict[str, Any]]:
-        warnings.warn(
-            f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}",
-            NotStreamedWarning,
-            stacklevel=outside_level(),
-        )
-        model, info = call.run()
-        setattr(model, LEFT_ATTRIBUTE, reason)
-        return model, info
+            text = f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}"
+            warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+            model, info = call.run()
+            setattr(model, LEFT_ATTRIBUTE, reason)
+            return model, info
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
@@ -124,7 +118,8 @@ class Load:
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(base64.b64decode(payloads[0][1])))
-            executor = stack.enter_context(self._executor())
+            cores = environment.cores(environment.local_world_size(self.ranks.world_size))
+            executor = stack.enter_context(Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source))
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable():
                 described = self._describe(call, executor, cache, report)
@@ -293,10 +288,6 @@ class Load:
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
             report.shared = execute(planned, described.target, executor, on_parameter, together)
-
-    def _executor(self) -> Executor:
-        cores = environment.cores(environment.local_world_size(self.ranks.world_size))
-        return Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source)
 
 
 class _NotStreamedError(Exception):

@@ -13,28 +13,8 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.pipeline.describe import Described
-from lowmem_load.planning.expression import (
-    IN_MEMORY,
-    Cast,
-    Computed,
-    Elementwise,
-    Expression,
-    Held,
-    Leaf,
-    Source,
-    cast,
-    held,
-    leaves,
-    numel,
-)
-from lowmem_load.planning.load_plan import (
-    BufferPlan,
-    CompanionPlan,
-    Destination,
-    LoadPlan,
-    SlowPath,
-    TargetPlan,
-)
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.load_plan import BufferPlan, CompanionPlan, Destination, LoadPlan, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
@@ -127,11 +107,11 @@ def _distinct(
 def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:
     name, expression = names_[0], _described(names_[0], parameter)
     is_recast = expression.dtype != layout.dtype
-    found = leaves(expression)
+    found = ex.leaves(expression)
     whole = fingerprint([_line(parameter, found), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
-    if is_recast and isinstance(expression, Cast) and not layout.keeps_casts:  # the loader's own: stock casts once
+    if is_recast and isinstance(expression, ex.Cast) and not layout.keeps_casts:  # the loader's own: stock casts once
         expression = expression.part
-    stored = cast(expression, layout.dtype)
+    stored = ex.cast(expression, layout.dtype)
     destinations = tuple(_destinations(planner, name, stored, layout))
     fills = [destination.fill for destination in destinations if destination.fill is not None]
     slow_paths = tuple(_slow_paths(name, parameter, found, fills))
@@ -142,14 +122,14 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
         kind=layout.kind,
         destinations=destinations,
         is_recast=is_recast,
-        is_uninitialised=any(isinstance(leaf, Computed) and leaf.operation == UNINITIALISED for leaf in found),
+        is_uninitialised=any(isinstance(leaf, ex.Computed) and leaf.operation == UNINITIALISED for leaf in found),
         slow_paths=slow_paths,
         fingerprint=whole,
         companions=tuple(_companions(planner, name, parameter)),
     )
 
 
-def _destinations(planner: Planner, name: str, stored: Expression, layout: Layout) -> Iterator[Destination]:
+def _destinations(planner: Planner, name: str, stored: ex.Expression, layout: Layout) -> Iterator[Destination]:
     """Yield the plan of each piece of memory; what another one holds, too, is copied from there."""
     for number, (region, size) in enumerate(zip(layout.regions, layout.numels, strict=True)):
         copied_from = _holder(layout.regions, number)
@@ -178,12 +158,12 @@ def _companions(planner: Planner, name: str, parameter: nn.Parameter) -> Iterato
     for key, companion in parameter.quantized.companions.items():
         fill = None
         if companion.expression is not None:
-            whole = FlatRange(0, numel(companion.expression))
+            whole = FlatRange(0, ex.numel(companion.expression))
             fill = planner.plan_fill(f"{name}.{key}", companion.expression, whole)
         yield CompanionPlan(key, companion.shape, companion.dtype, fill)
 
 
-def _described(name: str, parameter: torch.Tensor) -> Expression:
+def _described(name: str, parameter: torch.Tensor) -> ex.Expression:
     if isinstance(parameter, SymbolicTensor):
         expression = parameter.initialised or parameter.expression
         if expression.dtype != parameter.dtype:
@@ -194,22 +174,22 @@ def _described(name: str, parameter: torch.Tensor) -> Expression:
         return expression
     if parameter.is_meta:
         raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initialising it")
-    return held(parameter)
+    return ex.held(parameter)
 
 
 def _plan_buffer(
     planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
 ) -> BufferPlan:
     dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
-    whole = held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.expression
+    whole = ex.held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.expression
     if isinstance(buffer, SymbolicTensor):
         expression = whole
-        while keeps_fp32 and isinstance(expression, Cast):  # upcasting later would not give back what a cast took
+        while keeps_fp32 and isinstance(expression, ex.Cast):  # upcasting later would not give back what a cast took
             expression = expression.part
-        whole_range = FlatRange(0, numel(expression))
-        fill = planner.plan_fill(names_[0], cast(expression, dtype), whole_range, on_host=on_host)
+        whole_range = FlatRange(0, ex.numel(expression))
+        fill = planner.plan_fill(names_[0], ex.cast(expression, dtype), whole_range, on_host=on_host)
     fills = [] if fill is None else [fill]
-    found = leaves(whole)
+    found = ex.leaves(whole)
     slow_paths = tuple(_slow_paths(names_[0], buffer, found, fills))
     return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, found)]))
 
@@ -217,13 +197,13 @@ def _plan_buffer(
 def _slow_paths(name: str, parameter: torch.Tensor, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
     """Yield why, and at what cost, a parameter is not read straight into its partition."""
     for leaf in found:
-        if isinstance(leaf, Held) and leaf.origin == INITIALISED:
+        if isinstance(leaf, ex.Held) and leaf.origin == INITIALISED:
             nbytes = parameter.numel() * parameter.dtype.itemsize
             yield SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes)
-        elif isinstance(leaf, Held) and leaf.origin != IN_MEMORY:
+        elif isinstance(leaf, ex.Held) and leaf.origin != ex.IN_MEMORY:
             yield SlowPath(name, f"made of {leaf.origin}", leaf.flat.numel() * leaf.dtype.itemsize)
-        elif isinstance(leaf, Computed) and leaf.operation != UNINITIALISED:
-            nbytes = sum(numel(part) * part.dtype.itemsize for part in leaf.inputs)
+        elif isinstance(leaf, ex.Computed) and leaf.operation != UNINITIALISED:
+            nbytes = sum(ex.numel(part) * part.dtype.itemsize for part in leaf.inputs)
             yield SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes)
     gathered = [over for fill in fills for step in fill.steps if (over := _gathered_bytes(step)) is not None]
     if gathered:
@@ -239,19 +219,19 @@ def _gathered_bytes(step: object) -> int | None:
     return over if over > 0 or not has_runs else None
 
 
-def _line(tensor: torch.Tensor, found: Sequence[Leaf]) -> str:
+def _line(tensor: torch.Tensor, found: Sequence[ex.Leaf]) -> str:
     """Describe a tensor and its leaves. Ranks that differ here hold different files or arguments."""
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
     if isinstance(tensor, QuantizedTensor):
         parts.append(tensor.quantized.method)
         beside = [each.expression for each in tensor.quantized.companions.values() if each.expression is not None]
-        found = [*found, *(leaf for part in beside for leaf in leaves(part))]
+        found = [*found, *(leaf for part in beside for leaf in ex.leaves(part))]
     for leaf in found:
         parts.append(type(leaf).__name__)
-        if isinstance(leaf, Source):
+        if isinstance(leaf, ex.Source):
             parts.append(f"{leaf.path.rpartition('/')[2]} {leaf.name} {leaf.start} {leaf.shape} {leaf.dtype}")
-        elif isinstance(leaf, Held):
+        elif isinstance(leaf, ex.Held):
             parts.append(leaf.origin)
-        elif isinstance(leaf, Computed | Elementwise):
+        elif isinstance(leaf, ex.Computed | ex.Elementwise):
             parts.append(leaf.operation)
     return "; ".join(parts)
