@@ -24,11 +24,7 @@ Place = tuple[int, int, str]
 
 
 def shares_reads() -> bool:
-    """Return whether the ranks of a node may read together.
-
-    Raises:
-        ConfigError: the environment variable holds something else than auto or off.
-    """
+    """Return whether the ranks of a node may read together."""
     text = os.environ.get(SHARE_READS) or "auto"
     if text not in ("auto", "off"):
         raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto or off")
@@ -36,16 +32,11 @@ def shares_reads() -> bool:
 
 
 class ReadSharing:
-    """This rank's part of the shared memory of its node, if it has reads to share. Close it after the load.
-
-    Attributes:
-        offer: where the other ranks find that part; None if this rank shares no reads. JSON data.
-        why_alone: why this rank reads alone although it has reads to share; "" if it does not.
-    """
+    """This rank's part of the shared memory of its node, if it has reads to share. Close it after the load."""
 
     def __init__(self) -> None:
-        self.offer: Place | None = None
-        self.why_alone = ""
+        self.offer: Place | None = None  # where other ranks find that part; None if this rank shares no reads
+        self.why_alone = ""  # why this rank reads alone although it has reads to share; "" if it does not
 
     def make(self) -> None:
         """Make the part, before the ranks exchange their offers."""
@@ -58,7 +49,7 @@ class ReadSharing:
             self.why_alone = f"{SharedBuffer.NBYTES} bytes of shared memory cannot be made: {error.strerror}"
 
     def close(self) -> None:
-        """Close the part; whoever has opened it keeps it."""
+        """Close the part. Ranks that have opened it keep it."""
         if self.offer is not None:
             os.close(self.offer[1])
             self.offer = None
