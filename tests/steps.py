@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,3 +50,28 @@ class ScriptedRanks:
 
     def check(self) -> None:
         pass
+
+
+class CountingClient:
+    """A client of a store that counts round trips: `set` is not answered, and `multi_get` waits for the keys first.
+
+    To ask the same again in a step costs nothing: the rank waits for another one.
+    """
+
+    def __init__(self, client: Any, counts: Counter[str]) -> None:
+        self._client, self._counts = client, counts
+        self._asked: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+
+        def counted(*arguments: Any) -> Any:
+            question = name if name == "multi_get" else f"{name} {arguments}"
+            if name == "set":
+                self._asked.clear()
+            elif question not in self._asked:
+                self._counts[name] += 2 if name == "multi_get" else 1
+            self._asked.add(question)
+            return call(*arguments)
+
+        return counted

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict
+from tests.steps import CountingClient
 
 LIMITS = Limits(silence_s=0.6, gone_s=5.0, absence_s=2.0)
 BEAT_S = 0.05
@@ -112,31 +113,6 @@ def test_no_thread_stays() -> None:
     before = set(threading.enumerate())
     Ranks(3).step()
     assert not {thread.name for thread in set(threading.enumerate()) - before if "lowmem_load" in thread.name}
-
-
-class CountingClient:
-    """A client of a store that counts round trips: `set` is not answered, and `multi_get` waits for the keys first.
-
-    To ask the same again in a step costs nothing: the rank waits for another one.
-    """
-
-    def __init__(self, client: Any, counts: Counter[str]) -> None:
-        self._client, self._counts = client, counts
-        self._asked: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._client, name)
-
-        def counted(*arguments: Any) -> Any:
-            question = name if name == "multi_get" else f"{name} {arguments}"
-            if name == "set":
-                self._asked.clear()
-            elif question not in self._asked:
-                self._counts[name] += 2 if name == "multi_get" else 1
-            self._asked.add(question)
-            return call(*arguments)
-
-        return counted
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
