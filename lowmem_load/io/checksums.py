@@ -38,13 +38,7 @@ _Listed = dict[str, dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """The expected digest of a file.
-
-    Attributes:
-        algorithm: `SHA256` or `GIT`.
-        digest: in hexadecimal.
-        origin: where it was found, for messages.
-    """
+    """The expected digest (hexadecimal) of a file, and where it was found, for messages."""
 
     algorithm: str
     digest: str
@@ -74,10 +68,7 @@ def name_of_blob(path: str) -> str | None:
 
 
 def _from_cache(path: str) -> Checksum | None:
-    """Follow the symbolic links of a snapshot to the blob.
-
-    A blob may be a link into a store that all repositories share. The names there are no SHA-256 and do not count.
-    """
+    # A blob may be a link into a store of all repositories, whose names are no SHA-256 and do not count.
     for _ in range(MAX_LINKS):
         folder, name = os.path.split(path)
         folder = os.path.realpath(folder)
@@ -92,7 +83,6 @@ def _from_cache(path: str) -> Checksum | None:
 
 
 def _from_download(path: str) -> Checksum | None:
-    """Look for the note of a download in the folder of the file and in those above it."""
     folder, name = os.path.split(os.path.abspath(path))
     while True:
         noted = os.path.join(folder, ".cache", "huggingface", "download", f"{name}.metadata")
@@ -109,7 +99,6 @@ def _from_download(path: str) -> Checksum | None:
 
 
 def _from_sidecars(path: str, listed: dict[str, _Listed]) -> Checksum | None:
-    """Look a file up in the checksum files of its folder, which are read once, into `listed`."""
     folder, file = os.path.split(os.path.abspath(path))
     if folder not in listed:
         listed[folder] = _listed(folder)
@@ -130,7 +119,7 @@ def _listed(folder: str) -> _Listed:
 
 
 def _lines(path: str) -> Iterator[tuple[str, str]]:
-    """Yield names and digests. Other lines are skipped, as by `sha256sum --check`."""
+    # Other lines are skipped, as by `sha256sum --check`.
     text = _read(path)
     if _BARE.fullmatch(text.strip()):
         yield os.path.basename(path).removesuffix(".sha256"), text.strip().lower()

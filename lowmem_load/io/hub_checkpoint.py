@@ -38,14 +38,7 @@ SMALL = (".json", ".py")
 
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A checkpoint that can be described.
-
-    Attributes:
-        name: as given.
-        folder: a local folder. Weights on the Hub have empty files in their place there.
-        revision: commit on the Hub; None for a local folder.
-        open_source: opens files of `folder`, wherever their bytes are.
-    """
+    """A checkpoint that can be described. `folder` has empty files for weights on the Hub; `open_source` opens them."""
 
     name: str
     folder: str
@@ -106,7 +99,7 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
 
 
 def _lay_out(info: Any, name: str, folder: str, subfolder: str, token: str | bool | None) -> dict[str, HubFile]:
-    """Fill the folder; return its files on the Hub by path. File names are untrusted: none may leave the folder."""
+    # File names are untrusted: none may leave the folder.
     remote: dict[str, HubFile] = {}
     os.makedirs(os.path.join(folder, subfolder))
     for sibling in info.siblings:
@@ -135,15 +128,7 @@ def _fetch_small(name: str, file: str, path: str, commit: str, token: str | bool
 
 
 class HubFile:
-    """A file of one commit of a repository. It never changes. A `ByteSource`.
-
-    Args:
-        path: see `ByteSource.path`.
-        url: of the file, at a commit.
-        nbytes: size of the file.
-        version: hash of the file, as the Hub gives it.
-        token: as in huggingface_hub; None for the stored one.
-    """
+    """A `ByteSource` on the Hub, of one commit: it never changes. `version` is its hash there."""
 
     is_remote = True
 
@@ -211,7 +196,7 @@ class HubFile:
 
 
 def _at_most(response: Any, nbytes: int) -> bytes:
-    """Return the body. Of one that is too large, stop reading once that is certain."""
+    # Of a body that is too large, stop reading once that is certain.
     content = bytearray()
     for part in response.iter_bytes() if hasattr(response, "iter_bytes") else response.iter_content(1 << 16):
         content += part
@@ -222,7 +207,7 @@ def _at_most(response: Any, nbytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _response(url: str, headers: dict[str, str]) -> Iterator[Any]:
-    """Yield the response before its body is read. huggingface_hub uses httpx; before 1.0, requests."""
+    # huggingface_hub uses httpx; before 1.0, requests.
     session: Any = get_session()
     if callable(getattr(session, "stream", None)):
         with session.stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:

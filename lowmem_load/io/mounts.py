@@ -59,7 +59,7 @@ def mount_of(path: str) -> Mount | None:
 
 
 def _unescaped(text: bytes) -> str:
-    """Decode a field of mountinfo, which writes space, tab, newline and backslash in octal."""
+    # mountinfo writes space, tab, newline and backslash in octal.
     return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda found: bytes([int(found[1], 8)]), text))
 
 

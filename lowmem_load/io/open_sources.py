@@ -55,11 +55,7 @@ class OpenSources:
         return self._retries_of_closed + sum(map(_retries_of, self._entries.values()))
 
     def expect(self, files: Iterable[PlannedFile]) -> None:
-        """Refuse files that have another version than was planned against, from now on.
-
-        Raises:
-            CheckpointError: a file had another version when it was read before.
-        """
+        """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
         for file in files:
             self._check(file.path, self._versions.setdefault(file.path, file.version), file.version)
 
@@ -96,7 +92,6 @@ class OpenSources:
         self._entries.clear()
 
     def _close_idle(self) -> None:
-        """Close the sources that were read least recently, if more than `MAX_OPEN_SOURCES` are open."""
         if len(self._entries) <= MAX_OPEN_SOURCES:
             return
         with self._lock:

@@ -58,12 +58,7 @@ def joined(tensors: Sequence[Span]) -> list[Span]:
 
 
 def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[tuple[PlannedFile, list[int]]]:
-    """Return each file with the offsets of its blocks, ascending. The file may end inside the last block.
-
-    Args:
-        files: in the order that all ranks have agreed on.
-        seed: the same on all ranks.
-    """
+    """Return each file with the ascending offsets of its blocks. `files` and `seed` are the same on all ranks."""
     draw = random.Random(seed)
     most = max(MIN_BLOCKS, min(MAX_BLOCKS, MAX_BLOCKS_IN_ALL // max(1, len(files))))
     found = []
@@ -87,15 +82,7 @@ def sample_digests(
     *,
     num_threads: int,
 ) -> list[str]:
-    """Return a digest of the sampled blocks and the small tensors of each file.
-
-    Args:
-        files: to sample.
-        small: the small tensors of each file.
-        seed: the same on all ranks.
-        sources: of these files.
-        on_block: called, from any thread, when a block was read.
-        num_threads: files read at a time.
+    """Return a digest of the sampled blocks and the `small` tensors of each file.
 
     Raises:
         CheckpointError: a file cannot be read, or has changed since its header was read.

@@ -54,14 +54,7 @@ _FIRST_WAIT_S, _LAST_WAIT_S = 20e-6, 2e-3
 class SharedBuffer:
     """Two chunks of memory for each rank, and a counter of the barriers that it has reached.
 
-    Args:
-        memories: the part of each rank, by place: a page for its counter, zeros at first, then two chunks.
-        place: this rank's place among the ranks of the node that take part.
-
-    Attributes:
-        place: as given.
-        num_ranks: that take part.
-        chunk_bytes: bytes of one chunk.
+    The part of each rank has a page for its counter, zeros at first, and then the chunks.
     """
 
     NBYTES = mmap.PAGESIZE + 2 * CHUNK_BYTES
@@ -91,11 +84,7 @@ class SharedBuffer:
         self._arrive(_LEFT)
 
     def barrier(self, number: int, check: Callable[[], None]) -> None:
-        """Wait until every rank has reached barrier `number`; each one has a higher number than the last.
-
-        Args:
-            number: of the barrier.
-            check: called while this rank waits; raises to end the waiting.
+        """Wait until every rank has reached barrier `number`, which grows; `check` may raise to end the waiting.
 
         Raises:
             LowMemLoadError: another rank has left, and `check` did not say why.
@@ -153,14 +142,10 @@ class SharedReads:
         return replace(fill, steps=tuple(step for step in fill.steps if id(step) not in self._shared_ids))
 
     def run(self, executor: Executor) -> Shared | None:
-        """Carry out the reads that were taken.
-
-        Returns:
-            What was read together. None if the ranks save little; then this rank has started to read alone.
+        """Carry out the reads that were taken. Return None if the ranks save little; then each has begun to read alone.
 
         Raises:
-            CheckpointError: as for `Executor.finish`.
-            PlanError: the chunks do not hold all that this rank needs. That is a fault of this package.
+            CheckpointError, PlanError: a read failed; the chunks do not hold all that this rank needs.
             StoppedError: another rank has failed.
         """
         try:
@@ -258,8 +243,6 @@ def _read_segment(executor: Executor, segment: Segment, memory: torch.Tensor, ha
 
 
 class _Delivery:
-    """A read whose elements arrive in chunks, and the memory where they go."""
-
     def __init__(self, read: Read, destination: torch.Tensor) -> None:
         self.read, self.destination = read, destination
         self.num_missing = read.num_reads * read.nest.numel
@@ -276,7 +259,6 @@ class _Delivery:
 
 
 def _write_list(memory: torch.Tensor, block_bytes: int, ranges: Sequence[ByteRange]) -> bool:
-    """Write what a rank needs as JSON; return False if it does not fit."""
     paths = sorted({each.path for each in ranges})
     numbers = {path: number for number, path in enumerate(paths)}
     return _write(memory, [block_bytes, paths, [[numbers[each.path], *each[1:]] for each in ranges]])
@@ -291,7 +273,6 @@ def _write(memory: torch.Tensor, content: object) -> bool:
 
 
 def _read_list(memory: torch.Tensor) -> tuple[int, list[ByteRange]] | str:
-    """Return the block size and the ranges that a rank has listed, or why it reads alone."""
     content = memory.numpy()
     size = int.from_bytes(content[:8].tobytes(), "little")
     found = json.loads(content[8 : 8 + size].tobytes())

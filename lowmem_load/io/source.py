@@ -78,15 +78,6 @@ class LocalFile:
 
     Files are not mapped: mapped memory does not count as the process's own, is read page by page on network file
     systems, and raises SIGBUS if the file is lost.
-
-    Args:
-        path: of the file.
-
-    Attributes:
-        num_retries: reads so far that were repeated after a transient fault.
-
-    Raises:
-        CheckpointError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: str) -> None:
@@ -125,7 +116,6 @@ class LocalFile:
                 os.close(descriptor)
 
     def _retrying(self, call: Callable[..., T], *args: object) -> T:
-        """Return what a call returns. Repeat it after transient faults."""
         delays = iter(RETRY_DELAYS_S)
         while True:
             try:
@@ -175,11 +165,7 @@ def file_version(found: os.stat_result) -> str:
 
 
 def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
-    """Return `nbytes` bytes of a source from `offset` on; fewer if the source ends.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """Return `nbytes` bytes of a source from `offset` on; fewer if the source ends."""
     found = bytearray(max(0, min(nbytes, source.nbytes - offset)))
     source.read_into(offset, memoryview(found))
     return bytes(found)
@@ -219,7 +205,6 @@ class SourceFile(io.RawIOBase):
 
 @contextlib.contextmanager
 def _our_errors(path: str) -> Iterator[None]:
-    """Turn errors of the operating system into CheckpointError."""
     try:
         yield
     except CheckpointError:

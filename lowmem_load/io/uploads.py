@@ -156,7 +156,6 @@ class Uploads:
         self.spans.copies += [copied for slot in self._all_slots if (copied := slot.copied()) is not None]
 
     def _copier(self) -> CopyStream:
-        """Return the copy stream of this thread, which is its current stream from now on."""
         copier: CopyStream | None = getattr(self._local, "copier", None)
         if copier is None:
             copier = self._local.copier = self._streams[next(self._next_stream) % NUM_STREAMS]
@@ -176,7 +175,7 @@ def move_tasks(nest: Nest, values: torch.Tensor, put: Put) -> Iterator[Callable[
 
 
 def _copy(nest: Nest, staged: torch.Tensor, destination: torch.Tensor) -> None:
-    """Enqueue a copy to the device. Values that are cast or rearranged are copied first, and changed on the device."""
+    # Values that are cast or rearranged are copied first, and changed on the device.
     numel = staged.numel()
     lie_alike = nest.source == 0 and nest.axes == (Axis(numel, 1, 1),)
     if lie_alike and staged.dtype == destination.dtype and not nest.casts:

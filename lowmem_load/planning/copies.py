@@ -84,11 +84,9 @@ class _Loops:
     casts: tuple[torch.dtype, ...]
 
     def span(self, index: _Index) -> int:
-        """Return the largest value of `index` minus its base."""
         return sum(c * (size - 1) for c, size in zip(index.coefficients, self.sizes, strict=True))
 
     def split(self, loop: int, at: Sequence[int]) -> Iterator[_Loops]:
-        """Yield this nest in pieces, with `loop` cut before the given iterations. Empty pieces are left out."""
         cuts = [0, *at, self.sizes[loop]]
         for first, last in pairwise(cuts):
             if last > first:
@@ -125,7 +123,7 @@ def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Cut elements `[start, end)` of a row-major tensor into boxes, in order. A box has `(first, end)` for each dim."""
+    # A box has `(first, end)` for each dim.
     if start >= end:
         return
     if len(shape) <= 1:
@@ -171,7 +169,6 @@ def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]
 
 
 def _walk(node: Expression, nest: _Loops) -> Iterator[Copy]:
-    """Rewrite the index of a nest over `node` until it is an index of leaves."""
     if isinstance(node, Leaf):
         yield _copy_of_leaf(node, node.shape, nest)
     elif isinstance(node, Cast):
@@ -205,7 +202,6 @@ def _walk(node: Expression, nest: _Loops) -> Iterator[Copy]:
 
 
 def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], nest: _Loops) -> _Index:
-    """Return the index `base + sum(coefficient * index)`."""
     terms = [(c, i) for c, i in zip(coefficients, index, strict=True) if c]
     return _Index(
         base + sum(c * i.base for c, i in terms),
@@ -214,7 +210,7 @@ def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], n
 
 
 def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Loops) -> Copy:
-    """Return the copy of the elements of `leaf` that `nest` visits. Its index is one of `leaf` under `shape`."""
+    # The nest's index is one of `leaf` under `shape`.
     flat = _combined(0, _row_major_strides(shape), nest.index, nest)
     axes = tuple(map(Axis, nest.sizes, flat.coefficients, nest.strides))
     moved = Nest(flat.base, nest.start, axes, nest.casts).merged()
@@ -224,11 +220,7 @@ def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Loops) -> Copy:
 
 
 def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Loops, leaf_strides: Sequence[int]) -> Copy:
-    """Return the copy of an elementwise operation that computes only the elements that `nest` visits.
-
-    The operation then works on picked elements of its parts. They are in the order of the leaf, so that the files of
-    the parts are read front to back.
-    """
+    # Computes only what `nest` visits, in the order of the leaf, so that files are read front to back.
     order = sorted((loop for loop, stride in enumerate(leaf_strides) if stride), key=lambda loop: -leaf_strides[loop])
     sizes = tuple(nest.sizes[loop] for loop in order)
     bases = tuple(i.base for i in nest.index)
@@ -240,7 +232,7 @@ def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Loops, leaf_strides:
 
 
 def _walk_concat(node: Concat, nest: _Loops) -> Iterator[Copy]:
-    """Walk on into the parts: cut the widest loop at their borders until each piece lies in one part."""
+    # Cuts the widest loop at the borders of the parts until each piece lies in one part.
     pending = [nest]
     while pending:
         current = pending.pop()
@@ -255,7 +247,7 @@ def _walk_concat(node: Concat, nest: _Loops) -> Iterator[Copy]:
 
 
 def _cut(nest: _Loops, index: _Index, border: int) -> Iterator[_Loops]:
-    """Yield what lies before `border` and after it, and between them the one iteration that crosses it, if any."""
+    # Between the two parts comes the one iteration that crosses the border, if any.
     loop = _widest(nest, index)
     yield from nest.split(loop, _iterations_before(nest, index, loop, border))
 
@@ -265,10 +257,7 @@ def _widest(nest: _Loops, index: _Index) -> int:
 
 
 def _iterations_before(nest: _Loops, index: _Index, loop: int, border: int) -> tuple[int, int]:
-    """Return how many iterations of the widest loop end before `border`, and how many begin before it.
-
-    They differ by one at most; see [Note: loops do not interleave].
-    """
+    # Those that end before `border` and those that begin before it; see [Note: loops do not interleave].
     step = index.coefficients[loop]
     rest = nest.span(index) - step * (nest.sizes[loop] - 1)
     assert rest < step, (index, nest.sizes)
@@ -278,7 +267,7 @@ def _iterations_before(nest: _Loops, index: _Index, loop: int, border: int) -> t
 
 
 def _regroup(nest: _Loops, shape: tuple[int, ...], part_shape: tuple[int, ...]) -> Iterator[_Loops]:
-    """Yield nests over `part_shape` that are together `nest` over `shape`. Both shapes have the same flat order."""
+    # Both shapes have the same flat order.
     groups = _groups(shape, part_shape)
     pending = [nest]  # a stack, as a piece may have to be cut again
     while pending:
@@ -297,7 +286,7 @@ def _regroup(nest: _Loops, shape: tuple[int, ...], part_shape: tuple[int, ...]) 
 
 
 def _groups(shape: tuple[int, ...], part_shape: tuple[int, ...]) -> list[tuple[range, range]]:
-    """Pair the dims of two shapes: the smallest runs of neighbouring dims with the same number of elements."""
+    # The smallest runs of neighbouring dims with the same number of elements.
     groups, i, j = [], 0, 0
     while i < len(shape) or j < len(part_shape):
         first_i, first_j, left, right = i, j, 1, 1
@@ -315,7 +304,7 @@ def _groups(shape: tuple[int, ...], part_shape: tuple[int, ...]) -> list[tuple[r
 
 
 def _delinearize(nest: _Loops, linear: _Index, shape: list[int]) -> tuple[_Index, ...] | Iterator[_Loops]:
-    """Return the index along each dim of `shape`; if a loop runs over the end of a row, pieces of the nest to try."""
+    # Returns pieces of the nest to try if a loop runs over the end of a row.
     index: list[_Index] = []
     for dim in range(len(shape)):
         inner = math.prod(shape[dim + 1 :])
@@ -329,7 +318,6 @@ def _delinearize(nest: _Loops, linear: _Index, shape: list[int]) -> tuple[_Index
 
 
 def _unwrap(nest: _Loops, remainder: _Index, inner: int) -> Iterator[_Loops]:
-    """Yield pieces of a nest whose index `remainder` runs over the end of a row of `inner` elements."""
     loop = _widest(nest, remainder)
     size, step = nest.sizes[loop], remainder.coefficients[loop]
     period = inner // math.gcd(inner, step)  # after so many iterations the next one starts at the same place of a row

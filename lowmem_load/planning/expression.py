@@ -34,10 +34,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A tensor in memory: `flat[i]` is element `first + i` of the row-major tensor of `shape`.
-
-    `flat` may be only the part of it that this rank needs. `origin` says where the values come from.
-    """
+    """Element `i` of `flat` is element `first + i` of a row-major tensor in memory; `flat` may be a part of it."""
 
     flat: torch.Tensor
     first: int
@@ -245,10 +242,7 @@ def cast(part: Expression, dtype: torch.dtype) -> Expression:
 
 
 def without_casts(part: Expression) -> tuple[Expression, tuple[torch.dtype, ...]]:
-    """Return `part` as it was before its casts, and the dtypes to which it was cast, in order.
-
-    Who casts block by block saves memory: weights in fp8 take a quarter of what they take in fp32.
-    """
+    """Return `part` before its casts, and the dtypes to which it was cast. To cast block by block saves memory."""
     if isinstance(part, Cast):
         inner, dtypes = without_casts(part.part)
         return inner, (*dtypes, part.dtype)

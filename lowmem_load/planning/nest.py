@@ -97,8 +97,6 @@ class Nest:
     def clipped(self, start: int, end: int, side: Side) -> Iterator[Nest]:
         """Yield nests that are together the elements whose position on one side lies in `[start, end)`.
 
-        There are at most two nests for each axis, and one more.
-
         Raises:
             PlanError: loops interleave on that side. Those of a planned nest do not.
         """
@@ -111,7 +109,7 @@ class Nest:
 
 
 def _clipped(nest: Nest, start: int, end: int, side: Side) -> Iterator[Nest]:
-    """Clip a nest whose axes have descending strides on that side."""
+    # The axes have descending strides on that side.
     first = getattr(nest, side)
     last = first + extent(nest.axes, side)
     if last <= start or first >= end:

@@ -43,12 +43,7 @@ class Constants:
 
 
 class Planner:
-    """Turns expressions into fills, and collects the values and functions that they share.
-
-    Attributes:
-        values: of the plan; steps refer to them by number.
-        constants: tensors and functions that go with the plan.
-    """
+    """Turns expressions into fills, and collects the values and functions that they share."""
 
     def __init__(self, limits: ReadLimits | None = None) -> None:
         self.values: list[Value] = []
@@ -61,11 +56,7 @@ class Planner:
     def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
         """Return how memory that holds a region of an expression is filled; proved to fill each element once.
 
-        Args:
-            name: of the parameter, for messages.
-            expression: of the whole parameter.
-            region: elements that the memory holds. A grid is held row-major.
-            on_host: whether it is host memory, into which files can be read directly.
+        A grid is held row-major. Only memory `on_host` is read into directly.
 
         Raises:
             PlanError: the region exceeds the expression, needs more than `MAX_COPIES` copies, is not covered exactly
@@ -176,7 +167,7 @@ class Planner:
         return replace(inputs, largest_temporary_bytes=held + max(block, inputs.largest_temporary_bytes))
 
     def _value_costs(self, number: int) -> tuple[Costs, int]:
-        """Return the costs of computing a value, and the bytes of the result."""
+        # The costs of computing a value, and the bytes of the result.
         value = self.values[number]
         if isinstance(value, HeldValue):
             return Costs(), 0
@@ -190,15 +181,11 @@ class Planner:
 
 
 def _piece_bytes(dtype: torch.dtype, inputs: Sequence[torch.dtype]) -> int:
-    """Return the bytes that an elementwise operation holds for each element: its inputs and its result of `dtype`.
-
-    The result overwrites an input of the same dtype, if there is one.
-    """
+    # The result overwrites an input of the same dtype, if there is one.
     return sum(each.itemsize for each in inputs) + (0 if dtype in inputs else dtype.itemsize)
 
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:
-    """Return an expression, and a flat range of it, whose elements are those of `region` in order."""
     if isinstance(region, Grid):
         dims = zip(region.runs, expression.shape, strict=True)
         if any(not 0 <= start <= end <= size for runs, size in dims for start, end in runs):
@@ -214,7 +201,6 @@ def _selected(name: str, expression: Expression, region: Region) -> tuple[Expres
 
 
 def _within(name: str, leaf: Held, nest: Nest) -> Nest:
-    """Return `nest`; raise PlanError if it needs elements of `leaf` that are not in memory."""
     num_spanned = extent(nest.axes, "source")
     if nest.source < 0 or nest.source + num_spanned > leaf.flat.numel():
         first = nest.source + leaf.first

@@ -45,14 +45,8 @@ class _Range(NamedTuple):
 def prove_coverage(name: str, nests: Sequence[Nest], numel: int) -> None:
     """Check that the nests write each of the elements `[0, numel)` exactly once. See [Note: proof by rows].
 
-    Args:
-        name: of the destination, for messages.
-        nests: all copies to the destination.
-        numel: of the destination.
-
     Raises:
-        PlanError: an element is left out, written twice, or outside the destination (the message names the first ones
-            that were found); or the loops of a nest interleave, which those of a planned copy do not.
+        PlanError: an element is left out, written twice, or outside the destination; or the loops of a nest interleave.
     """
     if len(nests) == 1 and _is_one_run(nests[0], numel):  # most parameters
         return
@@ -87,7 +81,7 @@ def _in_order(pieces: Iterable[Nest]) -> list[Nest]:
 
 
 def _prove(name: str, elements: _Range) -> Iterator[_Range]:
-    """Prove one range. Yields the rows that remain to be proved; a row is proved before the range goes on."""
+    # Yields the rows that remain to be proved; a row is proved before the range goes on.
     position = elements.start
     for group in _groups(elements.pieces):
         start, end = group[0].destination, max(map(_end, group))
@@ -108,7 +102,6 @@ def _prove(name: str, elements: _Range) -> Iterator[_Range]:
 
 
 def _piece(name: str, nest: Nest, numel: int) -> Nest:
-    """Return the destination of a nest as a piece."""
     places = Nest(0, nest.destination, tuple(axis._replace(source=0) for axis in nest.axes)).merged()
     axes = tuple(axis for axis in places.axes if axis.size > 1)
     if any(axis.destination < _reach(axes[number + 1 :]) for number, axis in enumerate(axes)):
@@ -120,7 +113,7 @@ def _piece(name: str, nest: Nest, numel: int) -> Nest:
 
 
 def _groups(pieces: Sequence[Nest]) -> Iterator[list[Nest]]:
-    """Yield, in order, the smallest groups of pieces such that each group ends before the next one starts."""
+    # Each group ends before the next one starts.
     group: list[Nest] = []
     end = 0
     for piece in _in_order(pieces):
@@ -134,7 +127,7 @@ def _groups(pieces: Sequence[Nest]) -> Iterator[list[Nest]]:
 
 
 def _rows(group: Sequence[Nest], start: int, end: int) -> Iterator[_Range] | None:
-    """Return one row of each kind that `[start, end)` has; None if the group cannot be cut into rows."""
+    # Returns None if the group cannot be cut into rows.
     length = max(piece.axes[0].destination for piece in group if piece.axes)
     spans: list[_RowSpan] = []
     for piece in group:
@@ -146,7 +139,7 @@ def _rows(group: Sequence[Nest], start: int, end: int) -> Iterator[_Range] | Non
 
 
 def _spans_of(piece: Nest, length: int) -> list[_RowSpan] | None:
-    """Cut a piece into rows of `length` elements; None if that would cut more than its outermost axis."""
+    # Returns None if that would cut more than the outermost axis.
     row, column = divmod(piece.destination, length)
     if column + _reach(piece.axes) <= length:
         return [_RowSpan(row, row + 1, Nest(0, column, piece.axes))]
@@ -170,10 +163,7 @@ def _around(size: int, stride: int, inner: tuple[Axis, ...]) -> tuple[Axis, ...]
 
 
 def _kinds_of_rows(spans: Sequence[_RowSpan], length: int, start: int, end: int) -> Iterator[_Range]:
-    """Yield the first row of each kind: of each set of pieces that a row of `[start, end)` contains.
-
-    Only the last row may be shorter. No full row is of its kind: the pieces of a full row would end after `end`.
-    """
+    # Only the last row may be shorter. No full row is of its kind: the pieces of a full row would end after `end`.
     waiting = sorted(spans, key=lambda span: span.first_row, reverse=True)
     active: list[_RowSpan] = []
     known = set()
@@ -190,7 +180,7 @@ def _kinds_of_rows(spans: Sequence[_RowSpan], length: int, start: int, end: int)
 
 
 def _prove_on_bitmap(name: str, elements: _Range) -> None:
-    """Mark what each piece writes. A cell stands for the largest number of elements that no piece ends or starts in."""
+    # A cell stands for the largest number of elements that no piece ends or starts in.
     granule = math.gcd(*(part for piece in elements.pieces for part in _granule_parts(piece, elements.start)))
     pieces = [_scaled(piece.shifted(destination=-elements.start), granule) for piece in elements.pieces]
     cells = (elements.end - elements.start) // granule
@@ -214,14 +204,12 @@ def _prove_on_bitmap(name: str, elements: _Range) -> None:
 
 
 def _granule_parts(piece: Nest, start: int) -> Iterator[int]:
-    """Yield the numbers of elements that the size of a cell must divide."""
     yield piece.destination - start
     yield from (axis.destination for axis in piece.axes if axis.destination != 1)
     yield piece.axes[-1].size if piece.axes and piece.axes[-1].destination == 1 else 1
 
 
 def _scaled(piece: Nest, granule: int) -> Nest:
-    """Return a piece whose unit is a cell of `granule` elements."""
     axes = (
         Axis(size // granule, 0, 1) if stride == 1 else Axis(size, 0, stride // granule)
         for size, _, stride in piece.axes

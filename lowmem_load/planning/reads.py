@@ -117,13 +117,7 @@ class Move(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One call of an elementwise operation.
-
-    Attributes:
-        numel: elements that it computes.
-        inputs: how the same range of each input is filled.
-        nest: where the result goes.
-    """
+    """One call of an elementwise operation on `numel` elements; `inputs` fill the same range of each input."""
 
     numel: int
     inputs: tuple[Fill, ...]
@@ -147,14 +141,7 @@ Step = Read | Move | Apply
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How flat memory is filled: each of its elements by exactly one step.
-
-    Attributes:
-        numel: elements of the memory.
-        dtype: of the elements.
-        steps: in any order.
-        needs: numbers of the values that the steps move, in order of first use.
-    """
+    """How flat memory is filled: each element by exactly one step. `needs` numbers the values that the steps move."""
 
     numel: int
     dtype: torch.dtype
@@ -184,10 +171,7 @@ def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool)
 
 
 def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, Nest]]:
-    """Yield the pieces of a copy that fit the staging limit at `itemsize` bytes for each element.
-
-    A piece is: its first element of the leaf, the elements that it spans, and where they go.
-    """
+    """Yield first element, elements spanned and nest of each piece of a copy that fits the staging limit."""
     for part in _staged(copy.nest, itemsize, limits):
         for start, destination in offsets(part.outer):
             yield part.first + start, part.numel, part.nest.shifted(destination=destination)
@@ -216,11 +200,7 @@ class _Staged(NamedTuple):
 
 
 def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
-    """Yield parts of a nest whose buffers fit the staging limit.
-
-    Axes with small source strides are read at once, as long as the gaps between their elements are not larger than the
-    limit. The other axes become loops over separate reads.
-    """
+    # Axes with small source strides are read at once, while gaps are within the limit. Others become loops of reads.
     axes = sorted(nest.axes, key=lambda axis: axis.source)  # the order of the file, not of the destination
     budget = max(1, limits.staging_bytes // itemsize)
     span, num_inner = 1, 0

@@ -101,14 +101,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Result of reading together.
-
-    Attributes:
-        num_ranks: ranks that read together, this one included.
-        wanted_bytes: bytes that they would have read for the shared reads if each had read alone, added up.
-        node_bytes: bytes that all of them read instead.
-        read_bytes: bytes of these that this rank read.
-    """
+    """What the ranks read together: bytes that each would have read alone, bytes read instead, and by this rank."""
 
     num_ranks: int
     wanted_bytes: int
@@ -132,10 +125,7 @@ def shared_reads(plan: LoadPlan) -> tuple[Read, ...]:
 
 
 def read_seconds(read: Read, cost: ReadCost) -> tuple[float, float]:
-    """Return about how many seconds this rank needs for a read alone, and together with its node.
-
-    Alone, a rank reads whole blocks. Together, the node reads each needed byte once and moves it through memory.
-    """
+    """Return about how many seconds a read takes alone (in whole blocks), and together (each needed byte once)."""
     alone_s = read.num_reads * cost.call_s + _block_bytes(read, cost.block_bytes) / cost.bytes_per_s
     needed = read.needed_bytes_each * read.num_reads
     read_s = math.ceil(needed / CHUNK_BYTES) * cost.call_s + needed / cost.bytes_per_s

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
 from lowmem_load.io import executor as executor_module
 from lowmem_load.io import source
-from lowmem_load.io import tasks as tasks_module
 from lowmem_load.io.elements import Take, Temporaries
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
@@ -133,7 +132,7 @@ def test_bytes_are_counted_while_a_read_goes_on(
 
 
 def test_one_thread_reads_in_groups_and_leaves_nothing_waiting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_DELAYED", 3)
+    monkeypatch.setattr(executor_module, "MAX_DELAYED", 3)
     planner, flat_range = Planner(), FlatRange(0, 720)
     fill = planner.plan_fill("w", leaf(file), flat_range)
     destinations = [torch.full((720,), float("nan")) for _ in range(4)]

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from lowmem_load.io import tasks as tasks_module
-from lowmem_load.io.tasks import Tasks
+from lowmem_load.io import executor as executor_module
+from lowmem_load.io.executor import Tasks
 
 LONG_S = 20.0
 
@@ -32,7 +32,7 @@ def test_all_tasks_are_done_when_finish_returns(num_threads: int) -> None:
 
 
 def test_the_calling_thread_does_what_threads_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_DELAYED", 2)
+    monkeypatch.setattr(executor_module, "MAX_DELAYED", 2)
     by: list[threading.Thread] = []
     tasks = Tasks(1)
 
@@ -52,7 +52,7 @@ def test_the_calling_thread_does_what_threads_are_not_asked_for(monkeypatch: pyt
 
 
 def test_only_so_many_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_WAITING", 4)
+    monkeypatch.setattr(executor_module, "MAX_WAITING", 4)
     go_on, given = threading.Event(), []
     tasks = Tasks(2)
 
@@ -85,7 +85,7 @@ def test_finish_raises_what_a_task_has_raised(num_threads: int) -> None:
 def test_a_failure_is_heard_of_while_earlier_tasks_go_on(is_waiting: bool) -> None:
     go_on, tasks = threading.Event(), Tasks(2)
     tasks.run(lambda: go_on.wait(LONG_S) and None)
-    for _ in range(tasks_module.MAX_WAITING - 2):
+    for _ in range(executor_module.MAX_WAITING - 2):
         tasks.run(lambda: None)
 
     def fail() -> None:
