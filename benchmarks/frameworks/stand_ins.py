@@ -29,6 +29,7 @@ def hooks() -> dict[str, Callable[[ModuleType], None]]:
     found = {"accelerate.state": fsdp_on_cpu} if FSDP_ON_CPU in os.environ else {}
     if CUDA_IS_CPU in os.environ:
         found |= {"torch.cuda": _cuda_is_cpu, "torch.distributed.device_mesh": _meshes_are_of_cpus}
+        found["torch.accelerator"] = _nothing_to_wait_for
     return found
 
 
@@ -52,6 +53,10 @@ def _cuda_is_cpu(module: ModuleType) -> None:
     module.set_device = lambda _device: None
     module.synchronize = lambda _device=None: None
     module.current_device = lambda: "cpu"
+
+
+def _nothing_to_wait_for(module: ModuleType) -> None:
+    module.synchronize = lambda _device=None: None
 
 
 def _meshes_are_of_cpus(module: ModuleType) -> None:

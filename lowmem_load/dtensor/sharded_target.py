@@ -190,11 +190,6 @@ class Unfilled(Target):
         numel = parameter.numel() if name in self._whole else 0
         return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
 
-    def check(self, model: nn.Module) -> None:
-        """See `Target`."""
-        if getattr(model, "hf_quantizer", None) is not None:
-            raise UnsupportedError(f"{type(model).__name__}: its quantized weights cannot be filled after sharding")
-
     def make(
         self,
         plan: TargetPlan,

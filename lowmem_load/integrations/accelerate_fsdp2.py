@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def pending_loads(
             if not hooked:  # not before: most jobs have no FSDP2, and need not import all this
                 hooked.append(hooks.enter_context(_hooks()))
             state = torch.get_rng_state()
-            model, info = load(lambda *_: Unfilled(), is_last=False)(call)
+            model, info = load(_unfilled, is_last=False)(call)
             if any(parameter.is_meta for parameter in model.parameters()):  # not left to stock
                 _mark_pending(model, _PendingLoad(call, state, load))
             return model, info
@@ -138,6 +139,14 @@ def _knows_fsdp2() -> bool:
     import accelerate.utils.fsdp_utils as fsdp_utils
 
     return hasattr(fsdp_utils, "fsdp2_load_full_state_dict")  # accelerate 1.6 on
+
+
+def _unfilled(_: Any, model: Any) -> Unfilled:
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: quantized weights cannot be filled after FSDP2 has sharded them"
+        )
+    return Unfilled()
 
 
 def _mark_pending(model: nn.Module, pending: _PendingLoad) -> None:
@@ -181,14 +190,13 @@ def _hooks() -> Iterator[None]:
 
 
 def _prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
-    import accelerate.utils.fsdp_utils as fsdp_utils
-
     base = _pending_model(model)
     if base is None:
         return ordinary(accelerator, model)  # type: ignore[no-any-return]
+    owner = sys.modules[inspect.unwrap(ordinary).__module__]  # axolotl has these two functions of its own
     added = _added(model, base)  # now: accelerate moves the model to meta
     pending = vars(base).pop(_PENDING)  # else `_shard` would take what accelerate shards
-    with replaced((fsdp_utils, "fsdp2_load_full_state_dict", _load_nothing)):
+    with replaced((owner, "fsdp2_load_full_state_dict", _load_nothing)):
         prepared: nn.Module = ordinary(accelerator, model)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
     _fill(prepared, base, pending, torch.device("cpu") if is_offloaded else accelerator.device, added)
@@ -331,7 +339,14 @@ def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, adapter_name: st
     made: list[tuple[nn.Module, str, nn.Parameter]] = []
 
     def note(ordinary: Any, layer: Any, adapter_name: str, device: torch.device | None = None) -> None:
-        ordinary(layer, adapter_name, device or torch.device("cpu"))
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if device is not None or weight is None or not weight.is_meta:
+            ordinary(layer, adapter_name, device)
+        else:
+            on_host = SimpleNamespace(weight=torch.empty(0, dtype=weight.dtype))
+            layer.get_base_layer = lambda: on_host
+            ordinary(layer, adapter_name)
+            del layer.get_base_layer
         for module in layer.modules():
             made.extend(
                 (module, name, each) for name, each in module.named_parameters(recurse=False) if not each.is_meta

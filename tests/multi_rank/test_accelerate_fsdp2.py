@@ -202,7 +202,7 @@ def train_qlora(path: str, folder: str) -> None:
     expected = train(path, quantization_config=bits)
     lowmem_load.install()
     assert train(path, quantization_config=bits) == expected
-    with pytest.warns(NotStreamedWarning, match="its quantized weights cannot be filled"):
+    with pytest.warns(NotStreamedWarning, match="quantized weights cannot be filled"):
         packed = train(folder)
     lowmem_load.integrations.install.uninstall()
     assert packed == train(folder)
