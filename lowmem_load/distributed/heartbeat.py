@@ -153,9 +153,12 @@ class Peer:
         return None if now is None or not self._was_found else now != heartbeat.started
 
     def why_ended(self) -> str:
-        """Look the process up; return how it ended, "" if it did not or this rank cannot know."""
+        """Look the process up; return that it has ended, "" if it has not or this rank cannot know.
+
+        It does not say what the peer did last: ranks that lose the store with it have seen different heartbeats.
+        """
         found = self.heartbeat
-        return f"its process ({found.who}) has ended, {found.last_seen}" if found and self.has_ended() else ""
+        return f"its process ({found.who}) has ended" if found and self.has_ended() else ""
 
     def why_lost(self, limits: Limits, group: str, number: int, now_s: float, waited_s: float | None) -> str:
         """Return the reason for giving up on the peer; "" if there is none. `waited_s` is None for a busy rank."""
@@ -165,7 +168,7 @@ class Peer:
             return absent
         has_ended, is_busy = self.has_ended(), heartbeat.entry is None
         if has_ended:
-            return self.why_ended()
+            return f"{self.why_ended()}, {heartbeat.last_seen}"
         if not heartbeat.title or (heartbeat.entry and heartbeat.group != group):
             has_left = heartbeat.left and (heartbeat.group, heartbeat.number) == (group, number)
             return heartbeat.left if has_left and waited_s is not None else absent
