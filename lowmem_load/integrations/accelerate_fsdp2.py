@@ -42,7 +42,7 @@ _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""
 
 _NOT_PENDING = (
-    *("device_map", "quantization_config", "gguf_file", "distributed_config", "tp_plan", "tp_size"),
+    *("quantization_config", "gguf_file", "distributed_config", "tp_plan", "tp_size"),
     "state_dict",  # of a from_config, too, whose random values are drawn in another order than missing ones
 )
 """Keywords of loads that transformers does by itself."""
@@ -98,6 +98,7 @@ def pending_loads(
         def begin(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
             if not hooked:  # not before: most jobs have no FSDP2, and need not import all this
                 hooked.append(hooks.enter_context(_hooks()))
+            call.kwargs.pop("device_map", None)
             state = torch.get_rng_state()
             model, info = load(_unfilled, is_last=False)(call)
             if any(parameter.is_meta for parameter in model.parameters()):  # not left to stock
@@ -113,6 +114,10 @@ def pending_loads(
 
 def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate will shard a model by FSDP2 that is loaded with these keywords now."""
+    place = kwargs.get("device_map")
+    place = place.get("") if isinstance(place, Mapping) else place
+    if place is not None and str(place) not in ("cpu", "meta"):  # axolotl names these, for accelerate to shard
+        return False
     if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_PENDING):
         return False
     return _fsdp_version() == "2" and active_zero3_config() is None and _knows_fsdp2()
@@ -238,18 +243,23 @@ def _fill(
     model: nn.Module, base: Any, pending: _PendingLoad, device: torch.device, added: Mapping[str, torch.Tensor]
 ) -> None:
     """Fill a model that was sharded on meta: from its files, and what was added from rank 0's values."""
+    ranks = RankGroup(None)
+    with ranks.step("noting what was added to the model") as step:
+        step.payload = sorted(added) if ranks.rank == 0 else []
+    named = set(step.payloads[0])  # axolotl gives the others memory for all
     model.to_empty(device=device)
     allocate(base, None)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
-    given = {id(each) for name, each in base.named_parameters() if plain_name(prefix + name) in added}
+    given = {id(each) for name, each in base.named_parameters() if plain_name(prefix + name) in named}
     left = [name for name, each in base.named_parameters(remove_duplicate=False) if id(each) in given]
     sharded = ShardedModel(base, left)
     loaded = pending.again(pending.load(lambda _, described: Sharded(sharded, described)))
     with torch.no_grad():
         sharded.fill_buffers(loaded)
     for name, parameter in model.named_parameters():
-        if plain_name(name) in added:
-            scatter_into(parameter, added[plain_name(name)])
+        if plain_name(name) in named:
+            values = added.get(plain_name(name))
+            scatter_into(parameter, torch.empty(parameter.shape) if values is None else values)
     setattr(base, REPORT_ATTRIBUTE, getattr(loaded, REPORT_ATTRIBUTE))
 
 
