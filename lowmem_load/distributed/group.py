@@ -133,7 +133,7 @@ class RankGroup:
             raise _known(error)  # an interrupt stays one, now that the others know of it
         if verdict.failures:
             raise RankError(verdict.title, dict(verdict.failures)) from error
-        step.payloads = list(verdict.payloads or ())
+        step.payloads = list(verdict.payloads)
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:

@@ -143,6 +143,12 @@ class Peer:
         beat = self.heartbeat
         return beat is not None and bool(beat.title) and beat.group == group and beat.number <= number
 
+    def why_past(self, group: str, number: int) -> str:
+        """Return why the peer is in a later step of the group, "" if it is not. Only one that left a step is."""
+        beat = self.heartbeat
+        is_past = beat is not None and beat.group == group and beat.number > number
+        return (beat.left or "went on without the others") if beat and is_past else ""
+
     def has_ended(self) -> bool | None:
         """Look the process up; return None where this rank cannot know."""
         heartbeat = self.heartbeat

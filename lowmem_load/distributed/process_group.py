@@ -145,7 +145,9 @@ class DistributedInterface(RankGroup):
                 f"data_parallel_group: rank {self.rank} is not in it; call this on the ranks of the group only"
             )
         if not is_group:
-            raise ConfigError(f"data_parallel_group: expected a group of torch.distributed, got {group!r}")
+            error = ConfigError(f"data_parallel_group: expected a group of torch.distributed, got {group!r}")
+            self.abort("the check of data_parallel_group", error)
+            raise error
         return RankGroup(group)
 
     def destroy(self, *, force: bool = False) -> None:

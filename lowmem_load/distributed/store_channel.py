@@ -7,7 +7,7 @@ rank failed, ended or got stuck, whatever they do meanwhile.
 - Each rank has one key in the store: its heartbeat. It says in which step the rank is and how far. When the rank has
   done its part, the heartbeat holds its entry, too.
 - Each group has one key: the verdict on its latest step. The leader, the group's first rank, writes it when it has read
-  all entries. compare_set writes it, so the first verdict on a step counts on all ranks.
+  all entries. compare_set writes it, so the first verdict on a step counts.
 - The leader watches the heartbeats of all ranks, the others that of the leader. Who finds a rank lost, or is
   interrupted, writes a verdict that says so. Heartbeats name the ranks that failed, so that busy ranks stop.
 - A rank that aborts says in its heartbeat to which step it does not come. When it is back, it passes the steps that
@@ -41,6 +41,9 @@ POLL_S, POLL_SHARE = 0.001, 0.05
 
 RANKS_PER_POLL = 16
 """In groups of more ranks the first looks are as many times further apart, for the sake of the store."""
+
+PART = 4 * 2**20
+"""Characters of a value at most: torch's store closes a connection that sends 8 MiB (libuv backend, torch 2.13)."""
 
 FAREWELL_S = 5.0
 """Seconds that the leader waits at most until all ranks have read its last verdict: the store may end with it."""
@@ -240,7 +243,7 @@ class StoreChannel:
             self._serve(session)
             self._say_farewell(session)
             with contextlib.suppress(Exception):  # the store is gone; the other ranks will have noticed
-                self._beat(session)
+                self._beat(session, None)
         except _RetiredError:
             pass
         except Exception as error:  # noqa: BLE001  of the store; the caller must hear of it
@@ -258,11 +261,13 @@ class StoreChannel:
                 self._clock_s += min(now_s - before_s, 2 * self._beat_s)
                 has_news, self._has_news = self._has_news, False
                 step, group = self._step, self._step.group if self._step else self._doing[-1][0]
+                if step is not None and not step.is_written:
+                    step.since_s = self._clock_s  # the clock was behind when the caller made the step
             if step is not None and group.is_behind and not step.is_written:
                 group.note(self._peek(session, group.key("verdict")))
                 group.number = max(group.number, group.verdict.number + 1)  # the others ended it without this rank
             if is_due or has_news:
-                self._beat(session)
+                self._beat(session, step)
             # A look right behind the entry comes too early: the leader has yet to read it.
             if is_due or (step is not None and (step.interrupt or not has_news)):
                 self._look(session, group, step, is_due=is_due)
@@ -282,10 +287,10 @@ class StoreChannel:
             time.sleep(5 * POLL_S)
             self._read_heartbeats(session, ranks)
 
-    def _beat(self, session: _Session) -> None:
+    def _beat(self, session: _Session, step: _Step | None) -> None:
         with self._changed:
             self._num_beats += 1
-            count, step, failed = self._num_beats, self._step, [*self._failed]
+            count, failed = self._num_beats, [*self._failed]
             (name, number, left), title, progress = self._left, "", None
             if self._doing:
                 group, title, progress = self._doing[-1]
@@ -311,10 +316,9 @@ class StoreChannel:
             new = None if step is None else self._new_verdict(group, step, lost)
             if new is None:
                 return
-            if new.payloads:
-                group.payloads = new.payloads
-                session.store.set(group.key("payloads"), json.dumps(new.payloads))
-            content = replace(new, number=number, payloads=None if new.payloads else ()).encoded()
+            content = replace(
+                new, number=number, payloads=(), num_parts=self._write_payloads(session, group, new)
+            ).encoded()
             group.note(self._ask(session, "compare_set", key, group.content, content))
         if group.verdict.number >= number:
             self._act_on(session, group, step)
@@ -328,6 +332,8 @@ class StoreChannel:
         # What this rank did not come to, others need not have come to either.
         place = self.limits, group.name, -1 if group.is_behind else group.number, self._clock_s, waited_s
         lost = {rank: why for rank in watched if (why := self._peers[rank].why_lost(*place))}
+        # Heartbeats were read before the verdict, so who is past this step without a verdict does not come to it.
+        lost |= {rank: why for rank in watched if (why := self._peers[rank].why_past(group.name, group.number))}
         failed = {each for rank in watched for each in self._peers[rank].failed_in(group.name, group.number)}
         failed |= lost.keys()
         with self._changed:
@@ -349,8 +355,9 @@ class StoreChannel:
     def _act_on(self, session: _Session, group: Group, step: _Step | None) -> None:
         """Act on a verdict on this rank's step, or on a later one."""
         verdict = group.verdict
-        if step is not None and verdict.payloads is None:
-            found = group.payloads or json.loads(self._peek(session, group.key("payloads")))
+        if step is not None and verdict.num_parts:
+            keys = [group.key(f"payloads/{part}") for part in range(verdict.num_parts)]
+            found = group.payloads or json.loads("".join(self._peek(session, key) for key in keys))
             verdict = replace(verdict, payloads=found)
         failed = dict(verdict.failures)
         # This rank aborted that step, or need not have come to it: it is not the one that this rank is in.
@@ -366,6 +373,15 @@ class StoreChannel:
             if step.interrupt or not is_earlier:
                 group.is_behind, self._step, step.verdict = False, None, verdict
             self._wake()
+
+    def _write_payloads(self, session: _Session, group: Group, verdict: Verdict) -> int:
+        """Write what the ranks brought beside the verdict, if they did; return the number of keys."""
+        group.payloads = verdict.payloads
+        text = json.dumps(verdict.payloads) if verdict.payloads else ""
+        parts = [text[start : start + PART] for start in range(0, len(text), PART)]
+        for part, content in enumerate(parts):
+            session.store.set(group.key(f"payloads/{part}"), content)
+        return len(parts)
 
     def _read_heartbeats(self, session: _Session, ranks: Sequence[int]) -> None:
         for rank in ranks:

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+MAX_FAILURES = 1_000_000
+"""Characters of all messages of a verdict together, which every rank reads again and again."""
+
 T = TypeVar("T", bound="Stored")
 
 
@@ -56,9 +59,8 @@ class Verdict(Stored):
     )
     may_be_skipped: bool = False  # whether a lost rank goes on as if there had been no such step: `Limits.is_prompt`
     number: int = -1  # of the step in its group
-    # Of all ranks, if the step succeeded and a rank brought one. None if they lie in a key of their own, which is read
-    # once: ranks look at the verdict again and again.
-    payloads: Sequence[Any] | None = ()
+    payloads: Sequence[Any] = ()  # of all ranks, if the step succeeded and a rank brought one
+    num_parts: int = 0  # keys with the payloads. They are read once, the verdict again and again
 
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
@@ -77,7 +79,8 @@ def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
     if failures:
         is_alike = len(errors) == len(entries) and len(set(map(_comparable, errors.values()))) == 1
         title = next(entry for rank, entry in entries.items() if rank in failures).full_title
-        return Verdict(title, list(failures.items()), is_alike=is_alike)
+        limit = max(200, MAX_FAILURES // len(failures))
+        return Verdict(title, [(rank, text[:limit]) for rank, text in failures.items()], is_alike=is_alike)
     payloads = [entry.payload for entry in entries.values()]
     return Verdict(payloads=payloads if any(payload is not None for payload in payloads) else ())
 

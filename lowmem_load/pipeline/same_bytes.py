@@ -82,11 +82,10 @@ def agree_on_bytes(
 
     blobs, paths = [name_of_blob(file.path) for file in ordered], [file.path for file in ordered]
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
-        digests: list[str] = []
         if first_of[seen_by[ranks.rank]] == ranks.rank:
             small = list(map(small_of, ordered))
             digests = sample_digests(ordered, small, seen[0][1], sources, on_block, num_threads=num_threads)
-        step.payload = digests, blobs, paths
+            step.payload = digests, blobs, paths
     compare(
         [
             View([rank for rank, other in enumerate(seen_by) if other == theirs], *step.payloads[first])

@@ -257,6 +257,8 @@ def compare_parallel_layers(path: str, more: dict[str, Any], batch_ranks: int) -
 @pytest.mark.skipif(Version(deepspeed.__version__) < Version("0.19.8"), reason="trains neither under ZeRO-3")
 @pytest.mark.parametrize("name", PARALLEL)
 def test_tensor_and_expert_parallel_training_equals_stock(checkpoints: Path, name: str) -> None:
+    if name == "AutoEP" and IS_SIMULATED:
+        pytest.skip("the simulated device's backend has no all-to-all")
     builder, more, batch_ranks = PARALLEL[name]
     path = getattr(builders, builder)(checkpoints)
     run_ranks(compare_parallel_layers, str(path), more, batch_ranks, world_size=4)

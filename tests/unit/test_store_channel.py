@@ -93,6 +93,12 @@ def test_every_rank_gets_the_payloads_of_all(store: Any, world_size: int) -> Non
         ] * world_size
 
 
+def test_payloads_of_many_megabytes_come_in_parts() -> None:
+    ranks = Ranks(2, dist.TCPStore("127.0.0.1", 0, is_master=True))
+    found = ranks.all(lambda channel, group, rank: step(channel, group, payload=str(rank) * 5_000_000))
+    assert [[len(text) for text in verdict.payloads] for verdict in found] == [[5_000_000] * 2] * 2
+
+
 def test_the_store_does_not_grow(store: Any) -> None:
     ranks = Ranks(3, store)
 
@@ -366,6 +372,28 @@ def test_a_store_that_falls_silent_is_an_error_and_no_hang(stuck: Any) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert all(not failed(verdict) for verdict in pool.map(again, range(2)))
+
+
+def test_a_rank_that_left_a_step_is_not_waited_for() -> None:
+    """It had brought its entry, and lost the store before it saw a verdict. It tries again, in the next step."""
+    store, is_stuck, end, limits = dist.HashStore(), threading.Event(), threading.Event(), Limits(gone_s=0.3)
+    clients = store.clone, lambda: Stuck(store, is_stuck, end)
+    channels = [StoreChannel(client, rank, BEAT_S) for rank, client in enumerate(clients)]
+    groups = [channel.group("group", (0, 1)) for channel in channels]
+    with ThreadPoolExecutor(2) as pool:
+        with channels[0].doing(groups[0], "reading", busy()):
+            channels[0].limits = limits
+            waiting = pool.submit(step, channels[1], groups[1], limits=limits)
+            wait_for(lambda: b'"entry":{' in store.compare_set("rank/1", "-", "-"))
+            is_stuck.set()
+            assert "has not answered" in failed(waiting.result(10))[0]
+            end.set()
+            is_stuck.clear()
+            again = pool.submit(step, channels[1], groups[1], limits=limits)
+            time.sleep(5 * BEAT_S)
+            assert failed(channels[0].agree(groups[0], Entry("step"))).keys() == {1}
+        assert not failed(step(channels[0], groups[0], limits=limits))
+        assert not failed(again.result(10))
 
 
 def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> None:
