@@ -19,9 +19,9 @@ from lowmem_load.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABANDONED_S = 300.0
+ABANDONED_S = 1800.0
 """Seconds without a change in a folder after which nobody builds there. A build writes a file after each source, which
-takes less than a minute of one core."""
+takes less than a minute of one core, but minutes where the machine is busy."""
 
 POLL_S = 0.2
 """Seconds between two looks at a lock."""
@@ -94,8 +94,15 @@ def _named_if_not_writable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
+    path = os.path.join(folder, OUR_LOCK)
     with _named_if_not_writable():
-        descriptor = os.open(os.path.join(folder, OUR_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:  # of another user
+            if not os.access(folder, os.W_OK):
+                raise
+            logger.warning("%s: cannot be opened (%s); others may build meanwhile", path, error.strerror)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: torch's own is left
             fcntl.flock(descriptor, fcntl.LOCK_EX)

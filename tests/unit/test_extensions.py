@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch.utils import cpp_extension
 
-from lowmem_load.ds.extensions import ABANDONED_S, POLL_S, load_op
+from lowmem_load.ds.extensions import ABANDONED_S, OUR_LOCK, POLL_S, load_op
 from lowmem_load.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -174,6 +174,22 @@ def test_a_folder_that_cannot_be_locked_is_built_in(folder: Path, monkeypatch: p
 
     monkeypatch.setattr("fcntl.flock", refuse)
     assert load_op(op()) == "loaded"
+
+
+def test_a_lock_of_another_user_is_passed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root may open it, so the answer is given by hand."""
+    ordinary = os.open
+
+    def refuse(path: Any, *rest: Any, **named: Any) -> int:
+        if str(path).endswith(OUR_LOCK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return ordinary(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert load_op(op()) == "loaded"
+    assert f"{OUR_LOCK}: cannot be opened (Permission denied)" in caplog.text
 
 
 def test_a_lock_that_the_kernel_frees_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
