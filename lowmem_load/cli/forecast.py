@@ -14,7 +14,7 @@ import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed, so that host_m
 from lowmem_load.api.plan_model import plan_ranks, plan_sharded
 from lowmem_load.cli.job_memory import Job, Model, Need, held_bytes, memory_needs, world_sizes
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.names import distributed_config, model_config
 from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.io.hub_checkpoint import OpenCheckpoint
@@ -87,9 +87,10 @@ def forecast_zero3(
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`.
 
     Raises:
+        ConfigError: torch knows no such accelerator.
         UnsupportedError: the needs cannot be estimated.
     """
-    process, is_host = host_memory(), accelerator == "cpu"
+    process, is_host = host_memory(), _device(accelerator).type == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
     if settings.stage != 3 or settings.shard_size != settings.world_size:
         what = f"stage {settings.stage}" if settings.stage != 3 else f"mics_shard_size {settings.shard_size}"
@@ -116,6 +117,13 @@ def forecast_zero3(
         world_size=next((size for size in world_sizes(job) if fits(world_size=size)), None),
         offloads=next((pair for pair in OFFLOADS if fits(offload_optimizer=pair[0], offload_param=pair[1])), None),
     )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"accelerator: expected cuda, cpu or another device of torch, got {name!r}") from error
 
 
 def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job, **keywords: Any) -> Forecast:
