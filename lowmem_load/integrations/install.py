@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -126,7 +128,11 @@ def _llamafactory_hooked(*, progress: bool | None, verify: bool, on_load: OnLoad
 
 def _ds_config_of(given: Mapping[str, Any]) -> Any:
     configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
-    return next((config for config in configs if config is not None), None)
+    found = next((config for config in configs if config is not None), None)
+    if isinstance(found, str) and not os.path.exists(found):  # Source: deepspeed 0.19.8 runtime/config.py
+        with contextlib.suppress(ValueError):  # DeepSpeed is about to report it
+            return base64.urlsafe_b64decode(found).decode()
+    return found
 
 
 def _cast_adapters(given: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gc
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +51,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ((), {"config": CONFIG}),
         ((), {"config_params": CONFIG}),
+        ((), {"config": base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()}),
         ((None, "model", *BETWEEN, CONFIG), {}),
         ((None, "model", *BETWEEN, None, None, CONFIG), {}),
         ((SimpleNamespace(deepspeed_config=CONFIG),), {}),
