@@ -159,8 +159,11 @@ def test_copies_are_sampled_by_one_rank_of_each(
     ranks, read = run(rank, ["first", "first", "copy", "copy"], held)
     assert read == expected
     assert ranks.titles == ["model: comparing the files of the ranks"]
+    if not expected:
+        assert ranks.brought == [None], "with a thousand ranks, the same from all would be too much for the store"
+        return
     digests, _, paths = ranks.brought[0]
-    assert bool(digests) is bool(expected)
+    assert digests
     assert [Path(path).name for path in paths] == ["a", "b"]
 
 
