@@ -77,7 +77,7 @@ def load_into(
             made.append((plain, ShardedModel(plain, leave)))
             return ordinary_load(plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size)
 
-        checked = agree_on_request(ranks, asked)
+        checked = agree_on_request(ranks, asked, has_ds_config=False)
         ((plain, sharded),) = made
         load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), progress, verify)
         with intercept.intercepted(load):

@@ -81,14 +81,17 @@ class Checked(NamedTuple):
             return self.cls.from_pretrained(self.name, **self.kwargs)
 
 
-def agree_on_request(ranks: RankGroup, asked: Callable[[], tuple[Request, Settings]]) -> Checked:
+def agree_on_request(
+    ranks: RankGroup, asked: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
+) -> Checked:
     """Return what `asked` asks for, checked and equal on all ranks. Collective: one step; three for a Hub id."""
     with ranks.step("checking the arguments") as step:
         request, settings = asked()
         names.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"
-        step.digest = {"ds_config": settings.fingerprint, "as name": kind}
+        given = {"ds_config": settings.fingerprint} if has_ds_config else {"dtype": settings.precision.value}
+        step.digest = {**given, "as name": kind}
         if is_folder:
             return request.checked(settings)
     return request.checked_once(settings, ranks)

@@ -178,6 +178,9 @@ def refuse_all(path: str) -> None:
         load_into(model, path, device_map="cpu")
     with pytest.raises(LowMemLoadError, match="no-such-folder"):
         load_into(model, path + "/no-such-folder")
+    dtype = (torch.bfloat16, torch.float32)[torch.distributed.get_rank()]
+    with pytest.raises(LowMemLoadError, match=r"holds dtype float32, where rank\(s\) 0 hold bfloat16"):
+        load_into(model, path, dtype=dtype)
 
     model.value_head = nn.Linear(4, 1)
     with pytest.raises(CheckpointError, match=r"neither a file nor a rule fills: value_head.bias, value_head.weight"):
