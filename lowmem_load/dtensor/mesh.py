@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -61,10 +62,12 @@ def fsdp_over_all_ranks(
 
 
 def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Fill a parameter or buffer with the values of the mesh's first rank. Collective: the ranks of the mesh."""
+    """Fill a parameter or buffer with the values of the first rank. Collective: of its mesh, or of all without one."""
     with torch.no_grad():
         if isinstance(tensor, DTensor):
             values = values.to(tensor.device_mesh.device_type, tensor.dtype)
             tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements))
         else:
-            tensor.copy_(values)
+            held = values.to(tensor.device, tensor.dtype, copy=True).contiguous()
+            dist.broadcast(held.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
+            tensor.copy_(held)

@@ -221,7 +221,7 @@ def _shard(ordinary: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _added(model: nn.Module, base: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a pending model that have values: put on it, or read before.
+    """Return what has values in a pending model, or beside it: parameters put on it or read before, others' buffers.
 
     Raises:
         UnsupportedError: somebody has written into one that has none.
@@ -231,7 +231,14 @@ def _added(model: nn.Module, base: nn.Module) -> dict[str, torch.Tensor]:
             f"{type(base).__name__}: {listed(changed)} changed before FSDP2 has sharded the model, when it holds no "
             "values; change them after Accelerator.prepare, or load without lowmem_load"
         )
-    return {plain_name(name): tensor.detach() for name, tensor in model.named_parameters() if not tensor.is_meta}
+    own = set(map(id, base.buffers()))
+    return {name: each.detach() for name, each in _tensors(model) if not each.is_meta and id(each) not in own}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers by their plain names."""
+    parameters, buffers = model.named_parameters(), model.named_buffers(remove_duplicate=False)  # to_empty unties them
+    return ((plain_name(name), each) for name, each in itertools.chain(parameters, buffers))
 
 
 def _load_nothing(*args: Any, **_: Any) -> Any:
@@ -256,10 +263,9 @@ def _fill(
     loaded = pending.again(pending.load(lambda _, described: Sharded(sharded, described)))
     with torch.no_grad():
         sharded.fill_buffers(loaded)
-    for name, parameter in model.named_parameters():
-        if plain_name(name) in named:
-            values = added.get(plain_name(name))
-            scatter_into(parameter, torch.empty(parameter.shape) if values is None else values)
+    for name, tensor in _tensors(model):
+        if name in named:
+            scatter_into(tensor, added.get(name, torch.empty(tensor.shape)))
     setattr(base, REPORT_ATTRIBUTE, getattr(loaded, REPORT_ATTRIBUTE))
 
 

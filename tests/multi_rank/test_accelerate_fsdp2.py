@@ -169,6 +169,35 @@ def test_changes_of_a_pending_model_are_refused(checkpoints: Path) -> None:
     run_ranks(refuse_changes, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
 
+class Wrapper(nn.Module):
+    """A model with state of its own beside it. On meta it has none, but for what accelerate keeps."""
+
+    def __init__(self, base: nn.Module, device: str) -> None:
+        super().__init__()
+        self._no_split_modules = base._no_split_modules
+        self.base = base
+        self.register_buffer("mean", torch.full((2, 3), 1.5).T, persistent=False)
+        self.register_buffer("count", torch.tensor(7, device=device))
+        self.register_buffer("again", self.count)
+
+
+def keep_buffers(path: str) -> None:
+    """Rank function: buffers beside the model keep rank 0's values."""
+    start()
+    lowmem_load.install()
+    device = "cpu" if torch.distributed.get_rank() == 0 else "meta"
+    ours = prepare(Wrapper(from_files(path, "plain"), device), efficient=True)
+    lowmem_load.integrations.install.uninstall()
+    assert torch.equal(ours.mean, torch.full((3, 2), 1.5))
+    assert ours.count.item() == ours.again.item() == 7
+    expected = from_files(path, "plain").model.rotary_emb.inv_freq
+    assert torch.equal(ours.base.model.rotary_emb.inv_freq, expected)
+
+
+def test_buffers_beside_a_pending_model_are_kept(checkpoints: Path) -> None:
+    run_ranks(keep_buffers, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
 def load_for_trainer(path: str, folder: str) -> None:
     """Rank function: nothing but TrainingArguments asks for FSDP2."""
     start()
