@@ -378,6 +378,7 @@ def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, adapter_name: st
 
 def _needs_weights(config: Any) -> bool:
     """Return whether PEFT computes an adapter from the weights that it adapts, or copies some of them."""
-    is_plain_lora = str(config.peft_type).endswith("LORA") and config.init_lora_weights in (True, False, "gaussian")
+    is_lora = str(config.peft_type).rpartition(".")[2] in ("LORA", "ADALORA")
+    is_plain_lora = is_lora and getattr(config, "init_lora_weights", None) in (True, False, "gaussian")
     others = ("use_dora", "target_parameters", "trainable_token_indices", "lora_bias")
     return not is_plain_lora or any(getattr(config, each, None) for each in others)

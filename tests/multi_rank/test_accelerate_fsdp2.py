@@ -17,6 +17,7 @@ from torch import nn
 
 import lowmem_load
 from lowmem_load import NotStreamedWarning
+from lowmem_load.integrations.accelerate_fsdp2 import _needs_weights
 from tests import builders
 from tests.multi_rank.test_distributed_config import losses
 from tests.multi_rank.test_load_into import start
@@ -196,6 +197,12 @@ def keep_buffers(path: str) -> None:
 
 def test_buffers_beside_a_pending_model_are_kept(checkpoints: Path) -> None:
     run_ranks(keep_buffers, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize(("kind", "is_plain"), [("LORA", True), ("ADALORA", True), ("RANDLORA", False)])
+def test_only_plain_lora_needs_no_weights(kind: str, is_plain: bool) -> None:
+    config = types.SimpleNamespace(peft_type=f"PeftType.{kind}", **({"init_lora_weights": True} if is_plain else {}))
+    assert _needs_weights(config) is not is_plain
 
 
 def load_for_trainer(path: str, folder: str) -> None:
