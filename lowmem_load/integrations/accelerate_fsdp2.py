@@ -33,7 +33,7 @@ from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.hf.skeleton import allocate
-from lowmem_load.integrations.startup_hook import after_import
+from lowmem_load.integrations.import_hook import after_import
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import OnLoad
 from lowmem_load.targets.make_target import TargetMaker

@@ -28,7 +28,7 @@ from lowmem_load.errors import ConfigError, LoadOrderWarning
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.hf.replaced import replaced
 from lowmem_load.integrations.accelerate_fsdp2 import pending_loads
-from lowmem_load.integrations.startup_hook import after_import
+from lowmem_load.integrations.import_hook import after_import
 from lowmem_load.integrations.trainer_saves import HookedSaves
 from lowmem_load.report import OnLoad
 from lowmem_load.resume.load_checkpoint import load_checkpoint

@@ -60,7 +60,13 @@ def packages(tmp_path: Path) -> Path:
         (folder / package).mkdir(parents=True)
         for module, source in modules.items():
             (folder / package / f"{module}.py").write_text(source)
-    for name in ("integrations/startup_hook.py", "integrations/on_pythonpath", "hf", "errors.py"):
+    for name in (
+        "integrations/startup_hook.py",
+        "integrations/import_hook.py",
+        "integrations/on_pythonpath",
+        "hf",
+        "errors.py",
+    ):
         (folder / "lowmem_load" / name).symlink_to(REPO / "lowmem_load" / name)
     return folder
 
