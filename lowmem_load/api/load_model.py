@@ -32,17 +32,16 @@ def load_model(
     verify: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> Any:
-    """Load a checkpoint straight into ZeRO-3 partitions; return an ordinary transformers model.
+    """Load a checkpoint straight into ZeRO-3 partitions; return the transformers model, in eval mode.
 
     Every rank must call it. Under ZeRO stage 3 all parameters are partitioned, and each rank reads only the bytes of
-    its own partitions. Under stages 0 to 2 the model is whole on every rank, read without mmap.
+    its own partitions; under stages 0 to 2 every rank reads all. `model.lowmem_load_report` has the `LoadReport`.
 
     Args:
         name: a local folder or a Hub id.
-        ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`; never changed. "auto" values are resolved
-            as Trainer does; `load_report(model).ds_config` holds the result. Or transformers' `DistributedConfig`
-            (FSDP2, HSDP, tensor and expert parallelism), or a `DeviceMesh` for FSDP2 by layers; then `policy=` has the
-            other keywords of `fully_shard`.
+        ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as Trainer
+            does; the report's `ds_config` holds the result. Or transformers' `DistributedConfig`, or a `DeviceMesh` for
+            FSDP2 by layers, with the other keywords of `fully_shard` as `policy=`.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16, else fp32). Under stage 3
             any other value must agree with it; with `partition` it is the dtype of the parameters that stay whole.
@@ -50,19 +49,14 @@ def load_model(
         partition: under stage 3, what to partition: module names or globs, module classes, predicates on
             (name, module), or a sequence of these. Every rank holds the rest whole. None partitions all, an empty
             sequence nothing. Train such a model with `lowmem_load.initialize`.
-        data_parallel_group: a group of torch.distributed among whose ranks parameters are partitioned, such as one for
-            data and sequence parallelism; then exactly the ranks of that group call this. None: all ranks.
+        data_parallel_group: a group of torch.distributed whose ranks share the partitions, and which all call this,
+            such as one for data and sequence parallelism. None: all ranks.
         verify: True hashes every file before it is read, once on each machine, and compares it with the checksum from
             the Hub or beside it (see `verify_checkpoint`). A file that differs, or has no checksum, is an error.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
-    Returns:
-        The model, in eval mode, with a `LoadReport` as `model.lowmem_load_report`.
-
-    Collective: all ranks. No weight crosses the network. Ranks exchange small messages through the process group's
-        store, and each writes a heartbeat there once a second.
-    Memory: the partitions, and a staging buffer per reading thread (`LoadPlan.staging_bytes`) where bytes are cast or
-        rearranged.
+    Collective: all ranks. They exchange small messages through the process group's store, and no weights.
+    Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.staging_bytes` a reading thread.
 
     Raises:
         ConfigError: ds_config, dtype or auto_class cannot be used.
@@ -74,9 +68,7 @@ def load_model(
         from lowmem_load.api.load_into import load_sharded
 
         if partition is not None or data_parallel_group is not None:
-            raise ConfigError(
-                "partition and data_parallel_group belong to ZeRO; a DistributedConfig or mesh has neither"
-            )
+            raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
         options: Any = {"auto_class": auto_class, "dtype": dtype, "progress": progress, "verify": verify}
         return load_sharded(name, ds_config, **options, **from_pretrained_kwargs)
     with load_lock():
