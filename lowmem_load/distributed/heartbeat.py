@@ -114,6 +114,7 @@ class Peer:
         self.heartbeat: Heartbeat | None = None
         self._changed_s = self._progress_s = 0.0  # when the count changed, and when anything else did
         self._was_found = False  # whether a lookup found the process alive
+        self._is_doubted = False  # whether what it brought counts only after another heartbeat
 
     def note(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take the latest heartbeat."""
@@ -124,13 +125,17 @@ class Peer:
             return
         self.heartbeat = heartbeat
         if before is None or heartbeat.count != before.count:
-            self._changed_s = now_s
+            self._changed_s, self._is_doubted = now_s, False
         if before is None or replace(heartbeat, count=0, detail="") != replace(before, count=0, detail=""):
             self._progress_s = now_s
 
+    def doubt(self) -> None:
+        """Take what the peer brings only after another heartbeat: it may have given this rank up meanwhile."""
+        self._is_doubted = True
+
     def entry_in(self, group: str, number: int) -> Entry | None:
         """Return what the peer brings to a step."""
-        beat = self.heartbeat
+        beat = None if self._is_doubted else self.heartbeat
         return beat.entry if beat is not None and (beat.group, beat.number) == (group, number) else None
 
     def failed_in(self, group: str, number: int) -> Sequence[int]:

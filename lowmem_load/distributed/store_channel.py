@@ -42,6 +42,9 @@ POLL_S, POLL_SHARE = 0.001, 0.05
 RANKS_PER_POLL = 16
 """In groups of more ranks the first looks are as many times further apart, for the sake of the store."""
 
+NUM_MISSED = 3
+"""A rank that has missed more heartbeats than this in a row, because it was stopped, may have been given up."""
+
 PART = 4 * 2**20
 """Characters of a value at most: torch's store closes a connection that sends 8 MiB (libuv backend, torch 2.13)."""
 
@@ -245,7 +248,9 @@ class StoreChannel:
             with contextlib.suppress(Exception):  # the store is gone; the other ranks will have noticed
                 self._beat(session, None)
         except _RetiredError:
-            pass
+            if self._session in (None, session):  # else a later one sends heartbeats
+                with contextlib.suppress(Exception):
+                    self._beat(session, None)  # says that this rank went on
         except Exception as error:  # noqa: BLE001  of the store; the caller must hear of it
             self._break(session, f"cannot be reached: {str(error).partition(chr(10))[0]}")
 
@@ -253,6 +258,9 @@ class StoreChannel:
         due_s, now_s = 0.0, time.monotonic()
         while True:
             before_s, now_s = now_s, time.monotonic()
+            if now_s - before_s > NUM_MISSED * self._beat_s:
+                for peer in self._peers.values():
+                    peer.doubt()
             is_due = now_s >= due_s
             due_s = now_s + self._beat_s if is_due else due_s
             with self._changed:

@@ -396,6 +396,23 @@ def test_a_rank_that_left_a_step_is_not_waited_for() -> None:
         assert not failed(again.result(10))
 
 
+def test_a_leader_that_stood_still_asks_for_another_heartbeat(stuck: Any) -> None:
+    """As after SIGSTOP, where the store stands still with it: the others may have given it up since they came."""
+    open_client, is_stuck, end = stuck
+    channels = [StoreChannel(open_client, rank, BEAT_S) for rank in range(2)]
+    groups = [channel.group("group", (0, 1)) for channel in channels]
+    with ThreadPoolExecutor(1) as pool, channels[0].doing(groups[0], "reading", busy()):
+        channels[0].limits = Limits(gone_s=2.0)
+        waiting = pool.submit(step, channels[1], groups[1], limits=Limits(gone_s=0.3))
+        wait_for(lambda: b'"entry":{' in open_client().compare_set("rank/1", "-", "-"))
+        time.sleep(3 * BEAT_S)  # the leader reads it
+        is_stuck.set()
+        assert "has not answered" in failed(waiting.result(10))[0]
+        end.set()
+        is_stuck.clear()
+        assert failed(channels[0].agree(groups[0], Entry("step"))).keys() == {1}
+
+
 def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> None:
     """No other thread of a process runs while C code holds the interpreter's lock."""
     ranks = Ranks(2)
