@@ -368,7 +368,11 @@ def test_a_store_that_falls_silent_is_an_error_and_no_hang(stuck: Any) -> None:
     is_stuck.clear()
 
     def again(rank: int) -> Verdict:
-        return step(channels[rank], groups[rank], limits=limits)
+        found = step(channels[rank], groups[rank], limits=limits)
+        if rank == 0 and failed(found):  # it may hear first that rank 1 went on without it
+            assert failed(found).keys() == {1}
+            found = step(channels[rank], groups[rank], limits=limits)
+        return found
 
     with ThreadPoolExecutor(2) as pool:
         assert all(not failed(verdict) for verdict in pool.map(again, range(2)))
