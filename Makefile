@@ -65,11 +65,11 @@ setup: $(STAMP) $(EXTENSIONS)
 
 # torch comes first and alone: this exact pin resolves to a CPU build where one is offered, and the second command then
 # keeps it. Asked for together with the rest, a CUDA build of several GB may win.
-$(STAMP): $(ROOT)/pyproject.toml
+$(STAMP): $(ROOT)/pyproject.toml $(ROOT)/tests/constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python with venv and ensurepip found; pass PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet 'torch==2.13.0'
-	cd $(ROOT) && $(RUN) -m pip install --quiet -e '.[test]'
+	cd $(ROOT) && $(RUN) -m pip install --quiet -c tests/constraints.txt -e '.[test]'
 	@$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) libaio
 	@touch $@
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # typing's own would import typing, in every process of a job (see startup/)
+TYPE_CHECKING = False  # typing's own would import typing, in every process of a job (see integrations/startup_hook.py)
 if TYPE_CHECKING:
     from typing import Any
 

@@ -34,7 +34,7 @@ class Releases(NamedTuple):
 
 
 DEEPSPEED = Releases("deepspeed", oldest="0.16.4", newest="0.19.8")
-TRANSFORMERS = Releases("transformers", oldest="4.51.0", newest="5.23.0")
+TRANSFORMERS = Releases("transformers", oldest="4.51.0", newest="5.24.0")
 TORCH = Releases("torch", oldest="2.6.0", newest="2.15.0")
 PEFT = Releases("peft", oldest="0.15.0", newest="0.21.2")
 BITSANDBYTES = Releases("bitsandbytes", oldest="0.48.2", newest="0.50.2")

@@ -61,7 +61,7 @@ KNOWN = (
     Difference(
         package="transformers",
         first="5.6.0",
-        last="5.23.0",
+        last="5.24.0",
         models=("BERT",),
         topic="saved names",
         concerns="LayerNorm.weight",

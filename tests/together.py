@@ -40,7 +40,7 @@ def fills(node: ex.Expression, world_size: int, limits: ReadLimits) -> tuple[Pla
 def plan_of(node: ex.Expression, world_size: int, cost: ReadCost, rank: int = 0) -> LoadPlan:
     """The plan of a model of one parameter."""
     fill = fills(node, world_size, ReadLimits(max_gap_bytes=cost.max_gap_bytes))[1][rank]
-    destination = Destination(partition_range(ex.numel(node), rank, world_size), fill.numel, True, fill)
+    destination = Destination(partition_range(ex.numel(node), rank, world_size), fill.numel, fill)
     target = TargetPlan(("w",), node.shape, node.dtype, "zero3", (destination,), False, False, (), "")
     return LoadPlan("model", rank, world_size, (target,), (), (), (), (), (), (), (), Costs(), cost)
 

@@ -22,10 +22,9 @@ from lowmem_load.hf import intercept, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
+from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport, OnLoad
-
-_PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file", "distributed_config", "tp_plan")
 
 
 def load_into(
@@ -108,7 +107,7 @@ def ordinary_load(
     world_size: int,
 ) -> tuple[Request, Settings]:
     """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
-    for keyword in _PLACES_BY_ITSELF:
+    for keyword in (*PLACED_BY_STOCK, *SHARDS):
         if kwargs.get(keyword) is not None:
             raise ConfigError(f"load_into: remove {keyword}; the model says where its parameters go")
     if transformers_models(model):

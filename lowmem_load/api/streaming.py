@@ -17,10 +17,8 @@ from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, outside
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.intercept import load_lock
+from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.report import OnLoad
-
-SHARDS = ("distributed_config", "tp_plan", "tp_size")
-"""Keywords by which `from_pretrained` shards a model."""
 
 DROPPED = (
     "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "

@@ -1,6 +1,6 @@
 """How transformers reads and collects the tensors of a checkpoint while a model is described.
 
-Files give symbolic tensors, and nothing of them is read. Source: transformers 5.0 to 5.23 `core_model_loading.py`.
+Files give symbolic tensors, and nothing of them is read. Source: transformers 5.0 to 5.24 `core_model_loading.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes a model: runs transformers' own loader on symbolic tensors.
 
 The loader builds, renames, converts, checks, ties and initialises as ever; only the reading of files is replaced, and
-it is told that there is no ZeRO-3. Written for transformers 4.51 to 5.23.
+it is told that there is no ZeRO-3. Written for transformers 4.51 to 5.24.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -86,6 +87,9 @@ def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
             return quantizer
 
         stack.enter_context(replaced((AutoHfQuantizer, "from_config", from_config)))
+        operation = getattr(sys.modules.get("transformers.core_model_loading"), _DEQUANTIZES_ALWAYS, None)
+        if is_partitioned and operation is not None:
+            stack.enter_context(replaced((operation, "convert", _refuse_quantized_experts)))
         yield
 
 
@@ -113,8 +117,25 @@ def _refuse_when_checked(quantizer: Any) -> None:
     quantizer.validate_environment = validate_environment
 
 
+_DEQUANTIZES_ALWAYS = "Inkling2LoopDequantizeExperts"
+"""The operation of a model type whose experts have no quantizer: transformers 5.24."""
+
+
+def _refuse_quantized_experts(ordinary: Callable[..., Any], operation: Any, tensors: Any, *rest: Any, **kw: Any) -> Any:
+    if len(tensors) > 1:  # weights and scales; what `save_pretrained` writes is not quantized
+        raise _dequantized_whole("nvfp4" if len(tensors) > 2 else "mxfp8")
+    return ordinary(operation, tensors, *rest, **kw)
+
+
+def _dequantized_whole(method: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"quantization {method!r}: transformers dequantizes the experts of this model whole on every rank; load a "
+        "dequantized or an fp8 checkpoint (quant_method 'fp8'), or use ZeRO stage 0, 1 or 2"
+    )
+
+
 _STACKS_AT_ONCE = ("CompressedTensorsDequantize", "DecompressExperts")
-"""Operations that dequantize experts into one tensor for all of them: transformers 5.17 to 5.23."""
+"""Operations that dequantize experts into one tensor for all of them: transformers 5.17 to 5.24."""
 
 
 def _refuse_stacked(quantizer: Any) -> None:
@@ -128,11 +149,7 @@ def _refuse_stacked(quantizer: Any) -> None:
         for conversion in conversions:
             first, *others = getattr(conversion, "operations", None) or [None]
             if others and type(first).__name__ in _STACKS_AT_ONCE:
-                raise UnsupportedError(
-                    "quantization 'compressed-tensors': transformers dequantizes the experts of this model whole on "
-                    "every rank; load a dequantized or an fp8 checkpoint (quant_method 'fp8'), or use ZeRO stage 0, 1 "
-                    "or 2"
-                )
+                raise _dequantized_whole("compressed-tensors")
         return conversions
 
     quantizer.update_weight_conversions = update_weight_conversions

@@ -1,6 +1,6 @@
 """The files that `save_pretrained` would write, found out by running it on a state dict of symbolic tensors.
 
-Only the function that writes a file of weights is replaced. Written for transformers 4.51 to 5.23, peft 0.15 to 0.21.
+Only the function that writes a file of weights is replaced. Written for transformers 4.51 to 5.24, peft 0.15 to 0.21.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stops a `from_pretrained` where transformers (5.13 to 5.23) would read weights: the model is built and sharded."""
+"""Stops a `from_pretrained` where transformers (5.13 to 5.24) would read weights: the model is built and sharded."""
 
 from __future__ import annotations
 

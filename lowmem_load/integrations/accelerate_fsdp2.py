@@ -34,6 +34,7 @@ from lowmem_load.hf.active import active_zero3_config, transformers_class, trans
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.hf.skeleton import allocate
 from lowmem_load.integrations.import_hook import after_import
+from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import OnLoad
 from lowmem_load.targets.make_target import TargetMaker
@@ -42,7 +43,8 @@ _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""
 
 _NOT_PENDING = (
-    *("quantization_config", "gguf_file", "distributed_config", "tp_plan", "tp_size"),
+    *("quantization_config", "gguf_file"),
+    *SHARDS,
     "state_dict",  # of a from_config, too, whose random values are drawn in another order than missing ones
 )
 """Keywords of loads that transformers does by itself."""

@@ -68,11 +68,12 @@ class Temporaries:
             self._memory.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._memory[number].numel() < num_bytes:
             del self._memory[number]  # before the larger one is mapped
-            self._memory.insert(number, _mapped(num_bytes))
+            self._memory.insert(number, mapped(num_bytes))
         self._num_taken += 1
         return self._memory[number][:num_bytes].view(dtype)
 
 
-def _mapped(num_bytes: int) -> torch.Tensor:
+def mapped(num_bytes: int) -> torch.Tensor:
+    """Return bytes in memory of their own, which goes back to the system when freed."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)

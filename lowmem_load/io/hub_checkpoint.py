@@ -47,9 +47,7 @@ class OpenCheckpoint:
 
 
 @contextlib.contextmanager
-def open_checkpoint(
-    name: str, *, subfolder: str = "", revision: str | None = None, token: str | bool | None = None
-) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> Iterator[OpenCheckpoint]:
     """Yield a local folder, or for a Hub id a temporary folder with its small files, whose weights are read by ranges.
 
     With `HF_HUB_OFFLINE`, a Hub id means what is in the local cache.
@@ -65,10 +63,10 @@ def open_checkpoint(
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         yield OpenCheckpoint(name, _cached(name, revision), None, LocalFile)
         return
-    info = _model_info(name, revision, token)
+    info = _model_info(name, revision)
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as base:
         folder = os.path.join(base, name.replace("/", "--"))
-        remote = _lay_out(info, name, folder, subfolder, token)
+        remote = _lay_out(info, name, folder, subfolder)
 
         def open_source(path: str) -> ByteSource:
             return remote.get(os.path.abspath(path)) or LocalFile(path)
@@ -85,9 +83,9 @@ def _cached(name: str, revision: str | None) -> str:
         ) from error
 
 
-def _model_info(name: str, revision: str | None, token: str | bool | None) -> Any:
+def _model_info(name: str, revision: str | None) -> Any:
     try:
-        return huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True, token=token)
+        return huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True)
     except HFValidationError as error:
         raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
     except HfHubHTTPError as error:
@@ -98,7 +96,7 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
         ) from error
 
 
-def _lay_out(info: Any, name: str, folder: str, subfolder: str, token: str | bool | None) -> dict[str, HubFile]:
+def _lay_out(info: Any, name: str, folder: str, subfolder: str) -> dict[str, HubFile]:
     # File names are untrusted: none may leave the folder.
     remote: dict[str, HubFile] = {}
     os.makedirs(os.path.join(folder, subfolder))
@@ -114,15 +112,15 @@ def _lay_out(info: Any, name: str, folder: str, subfolder: str, token: str | boo
             Path(path).touch()
             url = huggingface_hub.hf_hub_url(name, file, revision=info.sha)
             version = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
-            remote[path] = HubFile(path, url, nbytes, str(version), token)
+            remote[path] = HubFile(path, url, nbytes, str(version))
         elif last.endswith(SMALL) and nbytes <= MAX_SMALL_NBYTES and not last.startswith("tokenizer"):
-            _fetch_small(name, file, path, str(info.sha), token)
+            _fetch_small(name, file, path, str(info.sha))
     return remote
 
 
-def _fetch_small(name: str, file: str, path: str, commit: str, token: str | bool | None) -> None:
+def _fetch_small(name: str, file: str, path: str, commit: str) -> None:
     try:
-        shutil.copyfile(huggingface_hub.hf_hub_download(name, file, revision=commit, token=token), path)
+        shutil.copyfile(huggingface_hub.hf_hub_download(name, file, revision=commit), path)
     except Exception as error:  # of httpx or requests, or of the cache on disk
         raise CheckpointError(f"{name}: {file} cannot be fetched from the Hub: {error}") from error
 

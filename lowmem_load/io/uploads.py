@@ -26,9 +26,10 @@ import torch
 
 from lowmem_load.io.elements import scatter_elements, source_elements
 from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.reads import ReadLimits
 
-SLOT_BYTES = 8 << 20
-"""Bytes of a pinned slot: the largest staged read of a plan (`ReadLimits.staging_bytes`)."""
+SLOT_BYTES = ReadLimits().staging_bytes
+"""Bytes of a pinned slot: the largest staged read of a plan."""
 
 SLOTS_PER_THREAD = 2
 """One is filled while the other is copied to the device."""

@@ -15,8 +15,11 @@ from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, Mo
 from lowmem_load.hf import loader
 from lowmem_load.pipeline.describe import Described
 
-_PLACES_BY_ITSELF = ("device_map", "quantization_config", "gguf_file")
+PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""
+
+SHARDS = ("distributed_config", "tp_plan", "tp_size")
+"""Keywords by which `from_pretrained` shards a model."""
 
 
 class DiskUse(NamedTuple):
@@ -40,7 +43,7 @@ def may_work_in_stock(error: Exception) -> bool:
 
 def is_left_alone(call: loader.Call, settings: Settings) -> bool:
     """Return whether transformers does a load by itself, also inside `streaming()`."""
-    return settings.stage < 3 and any(call.kwargs.get(name) for name in _PLACES_BY_ITSELF)
+    return settings.stage < 3 and any(call.kwargs.get(name) for name in PLACED_BY_STOCK)
 
 
 def refuse_device_map(call: loader.Call, settings: Settings) -> None:

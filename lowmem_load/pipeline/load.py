@@ -123,10 +123,10 @@ class Load:
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable():
                 described = self._describe(call, executor, cache, report)
-                planned, views, offers = self._plan(described, around, sharing, report)
+                planned, seen, offers = self._plan(described, around, sharing, report)
             with self._streamable(made=True):
                 self._prepare(described, planned, report)
-            self._check_files(described, executor, views, report)
+            self._check_files(described, executor, seen, report)
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
             self._note_reads(executor, sharing.why_alone if together is None else together.why_alone, report)

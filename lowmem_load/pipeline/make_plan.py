@@ -136,7 +136,7 @@ def _destinations(planner: Planner, name: str, stored: ex.Expression, layout: La
         fill = None
         if copied_from is None:
             fill = planner.plan_fill(name, stored, region, on_host=layout.on_host)
-        yield Destination(region, size, layout.on_host, fill, copied_from)
+        yield Destination(region, size, fill, copied_from)
 
 
 def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:

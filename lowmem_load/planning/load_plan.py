@@ -94,7 +94,6 @@ class Destination(NamedTuple):
     Attributes:
         region: elements of the parameter that it holds.
         numel: elements that are allocated: the region and the padding behind it.
-        on_host: whether it is host memory.
         fill: how the region is filled; None if another destination of the parameter holds these elements as well.
         copied_from: if there is no fill: the number of that other destination, and its element from which on the
             region is copied once everything is filled.
@@ -102,7 +101,6 @@ class Destination(NamedTuple):
 
     region: Region
     numel: int
-    on_host: bool
     fill: Fill | None
     copied_from: tuple[int, int] | None = None
 
@@ -134,7 +132,7 @@ class TargetPlan:
     Attributes:
         names: all names of the parameter; several if it is tied.
         shape, dtype: of the whole parameter as it is stored; if it is quantized, of its packed values.
-        kind: the kind of target: "zero3", "replicated".
+        kind: the kind of target: "zero3", "replicated", "sharded".
         destinations: one for each piece of memory.
         is_recast: whether an ordinary load keeps it in another dtype.
         is_uninitialised: whether nothing gives it a value; then it is zero.

@@ -100,10 +100,7 @@ class Nest:
         Raises:
             PlanError: loops interleave on that side. Those of a planned nest do not.
         """
-        if side == "source":
-            axes = sorted(self.axes, key=lambda axis: -axis.source)
-        else:
-            axes = sorted(self.axes, key=lambda axis: -axis.destination)
+        axes = sorted(self.axes, key=lambda axis: -getattr(axis, side))
         for part in _clipped(replace(self, axes=tuple(axes)), start, end, side):
             yield part.merged()
 

@@ -39,7 +39,7 @@ from lowmem_load.io.elements import source_elements
 from lowmem_load.io.source import LocalFile, read_bytes
 from lowmem_load.phases import Phases
 from lowmem_load.planning.copies import Copy, plan_copies
-from lowmem_load.planning.expression import Expression, Shape, Source, leaves, numel
+from lowmem_load.planning.expression import Expression, Held, Shape, Source, leaves, numel
 from lowmem_load.planning.nest import Nest, offsets
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange
@@ -78,7 +78,23 @@ def lay_out_saved(file: SavedFile, scratch: Path) -> FileLayout:
     """Return the layout of a file of a save. `scratch` is a folder for temporary files."""
     if file.is_zip:
         return lay_out_zip(file.name, file.tensors, scratch)
-    return lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
+    layout = lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
+    return replace(layout, others=dict(_in_memory(file.tensors, layout)))
+
+
+def _in_memory(tensors: Mapping[str, Expression], layout: FileLayout) -> Iterator[tuple[int, bytes]]:
+    """Yield the values that are no parameter's, such as padding, with their offset in the file."""
+    for name, expression in tensors.items():
+        if any(isinstance(leaf, Held) for leaf in leaves(expression)):
+            for copy in plan_copies(expression, FlatRange(0, numel(expression))):
+                leaf, nest = copy.leaf, copy.nest
+                if isinstance(leaf, Held) and nest.is_run and not nest.casts:
+                    values = leaf.flat[nest.source - leaf.first :][: nest.numel]
+                    yield _offset(layout, name, copy), values.view(torch.uint8).numpy().tobytes()
+
+
+def _offset(layout: FileLayout, name: str, copy: Copy) -> int:
+    return layout.starts[name] + copy.nest.destination * copy.leaf.dtype.itemsize
 
 
 def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
@@ -177,16 +193,18 @@ def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) ->
     writes: list[Write] = []
     for number, (layout, tensors) in enumerate(files):
         for name, expression in sorted(tensors.items(), key=lambda item: layout.starts[item[0]]):
-            for leaf in leaves(expression):
-                if not isinstance(leaf, Source):
-                    what = getattr(leaf, "operation", None) or getattr(leaf, "origin", "a value in memory")
+            copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
+            for copy in copies:
+                leaf = copy.leaf
+                if isinstance(leaf, Source):
+                    writes.append(Write(number, layout.starts[name], expression.dtype, copy))
+                elif not (isinstance(leaf, Held) and _offset(layout, name, copy) in layout.others):
+                    what = leaf.origin if isinstance(leaf, Held) else leaf.operation
                     raise UnsupportedError(
                         f"{layout.name}: {name}: is made by {what}, which needs gathered parameters; save it with "
                         "save_original_format=False, or with stage3_gather_16bit_weights_on_model_save"
                     )
-            copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
             prove_coverage(f"{layout.name}: {name}", [copy.nest for copy in copies], numel(expression))
-            writes += [Write(number, layout.starts[name], expression.dtype, copy) for copy in copies]
     return writes
 
 

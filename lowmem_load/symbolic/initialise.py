@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
+from lowmem_load.io.elements import mapped
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
 from lowmem_load.planning.ranges import FlatRange
 
@@ -134,8 +134,7 @@ def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < PAGES_NBYTES:
         return torch.zeros(num_elements, dtype=dtype, device=CPU)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype)
+    return mapped(num_bytes).view(dtype)
 
 
 def with_random_state(state: torch.Tensor | None, call: Callable[[], T]) -> T:

@@ -12,13 +12,25 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lowmem_load.planning.expression import Cast, Expression, cast, concat, expand, numel, permute, reshape, slice_dim
+from lowmem_load.planning.expression import (
+    Cast,
+    Expression,
+    Held,
+    cast,
+    concat,
+    expand,
+    numel,
+    permute,
+    reshape,
+    slice_dim,
+)
 from lowmem_load.symbolic.initialise import ReadNow
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
 
 EQUAL_NUMEL = 1 << 21  # elements that `equal` compares at a time: they take a few tens of MiB
+FEW_INDEXES = 64  # each is a node of the expression
 _PLACE = object()  # stands for a tensor in a `Template`
 
 
@@ -87,6 +99,16 @@ def _selected(args: Args, meta: torch.Tensor) -> Expression | None:
     return reshape(row, tuple(meta.shape))
 
 
+def _indexed(args: Args, meta: torch.Tensor) -> Expression | None:
+    """Describe `tensor[..., [0, 3], ...]`: one list of indexes."""
+    (dim, index), *others = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+    if others or not isinstance(index, Held) or index.flat.is_meta or index.dtype != torch.int64:
+        return None
+    if len(index.shape) != 1 or not 0 < index.shape[0] <= FEW_INDEXES:
+        return None
+    return concat([slice_dim(args[0], dim, at % args[0].shape[dim], 1, 1) for at in index.flat.tolist()], dim)
+
+
 def _parts(args: Args, metas: Sequence[torch.Tensor]) -> list[Expression] | None:
     dim = (args[2] if len(args) > 2 else 0) % len(args[0].shape)
     parts: list[Expression] = []
@@ -129,6 +151,7 @@ BUILDERS: dict[Any, Callable[[Args, Any], Any]] = {
     aten.permute: lambda args, _: permute(args[0], [dim % len(args[0].shape) for dim in args[1]]),
     aten.slice: _sliced,
     aten.select: _selected,
+    aten.index: _indexed,
     **dict.fromkeys((aten.split, aten.split_with_sizes), _parts),
     aten.unbind: _unbound,
     aten.cat: _joined,

@@ -46,6 +46,7 @@ Shape = tuple[int, ...]
 WORLD_SIZES = range(1, 9)
 PREFIX = "model.layers.0."
 NUM_HEADS = 3
+PADDED_VOCAB, VOCAB = 16, 13
 UNWRITTEN = 0xA5
 """Byte that destinations are full of before they are filled."""
 
@@ -164,8 +165,8 @@ class Case:
     @property
     def config(self) -> Any:
         """A stand-in for the model's configuration."""
-        heads = SimpleNamespace(num_attention_heads=NUM_HEADS)
-        return SimpleNamespace(num_attention_heads=NUM_HEADS, vision_config=heads, get_text_config=lambda: heads)
+        part = SimpleNamespace(num_attention_heads=NUM_HEADS, vocab_size=PADDED_VOCAB, unpadded_vocab_size=VOCAB)
+        return SimpleNamespace(num_attention_heads=NUM_HEADS, vision_config=part, get_text_config=lambda: part)
 
     @property
     def model(self) -> Any:
@@ -250,7 +251,7 @@ def _chunk_cases(converter: WeightConverter) -> Iterator[Case]:
 
 
 def _split_cases(converter: WeightConverter) -> Iterator[Case]:
-    sizes = (8, 3, 3)
+    sizes = (8, 3, 3, 2)[: len(converter.target_patterns)]
     for case in _rows_cases(converter, {"grouped heads": sum(sizes)}):
         (key,) = case.shapes
         suffix = key[len(_key(converter.source_patterns[0])) :]
@@ -293,6 +294,18 @@ def _ernie_cases(converter: WeightConverter) -> Iterator[Case]:
     yield _case("5 equal experts", converter, [[text] * 5 for _ in converter.source_patterns])
 
 
+def _unpad_cases(converter: WeightConverter) -> Iterator[Case]:
+    case = _case("padded", converter, [[(PADDED_VOCAB, 5)]])
+    case.parameters[_key(converter.target_patterns[0])] = (VOCAB, 5)
+    yield case
+
+
+def _dequantized_cases(converter: WeightConverter) -> Iterator[Case]:
+    """Yield what `save_pretrained` writes. A quantized original is refused: tests/unit/test_quantizers.py."""
+    pattern = converter.source_patterns[0]
+    yield Case("not quantized", {_key(pattern): (3, 8, 5)}, {_key(pattern): pattern})
+
+
 def _fixed(*shapes: list[Shape]) -> Callable[[WeightConverter], Iterator[Case]]:
     def build(converter: WeightConverter) -> Iterator[Case]:
         yield _case("one size", converter, list(shapes))
@@ -312,6 +325,10 @@ _CASES: dict[tuple[str, ...], Callable[[WeightConverter], Iterator[Case]]] = {
     ("Interleave", "Chunk"): _interleave_cases,
     ("Transpose",): _transpose_cases,
     ("ErnieFuseAndSplitTextVisionExperts",): _ernie_cases,
+    ("Inkling2UnpadVocab",): _unpad_cases,
+    ("Inkling2LoopMergeMessageQueries",): _fixed([(6, 5)], [(6, 5)]),
+    ("Inkling2LoopDequantizeExperts",): _dequantized_cases,
+    ("Inkling2LoopDequantizeExperts", "Interleave"): _dequantized_cases,
     # not in the mapping
     ("SplitModulelist",): _fixed([(5, 3, 4)]),
     ("Conv3dToLinear",): _fixed([(5, 3, 2, 2, 4)]),

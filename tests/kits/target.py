@@ -194,7 +194,7 @@ def _target_plan(name: str, parameter: nn.Parameter, layout: Layout) -> TargetPl
     planner, shape = Planner(), tuple(parameter.shape)
     stored = cast(held(torch.zeros(math.prod(shape), dtype=parameter.dtype).view(shape)), layout.dtype)
     destinations = tuple(
-        Destination(region, numel, layout.on_host, planner.plan_fill(name, stored, region, on_host=layout.on_host))
+        Destination(region, numel, planner.plan_fill(name, stored, region, on_host=layout.on_host))
         for region, numel in zip(layout.regions, layout.numels, strict=True)
     )
     return TargetPlan(

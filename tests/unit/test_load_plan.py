@@ -44,7 +44,7 @@ def plan_of(kind: str, expression: ex.Expression, planner: Planner, region: Flat
         shape=expression.shape,
         dtype=expression.dtype,
         kind=kind,
-        destinations=(Destination(region, padded, True, fill),),
+        destinations=(Destination(region, padded, fill),),
         is_recast=kind == "zero3",
         is_uninitialised=kind != "zero3",
         slow_paths=(SlowPath(f"{kind}.weight", "why", 7),),

@@ -108,7 +108,7 @@ def test_what_fills_the_memory_is_the_parameter(requires_grad: bool) -> None:
     values, target = torch.arange(6.0).view(2, 3), Replicated(CPU)
     described = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad)
     fill = Planner().plan_fill("w", held(values), FlatRange(0, 6))
-    destination = Destination(FlatRange(0, 6), 6, True, fill)
+    destination = Destination(FlatRange(0, 6), 6, fill)
     plan = TargetPlan(("w",), (2, 3), torch.float32, REPLICATED, (destination,), False, False, (), "")
     target.prepare(nn.Module())
     made, (memory,) = target.make(plan, described, lambda: None)

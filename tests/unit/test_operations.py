@@ -70,6 +70,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "select": (aten.select.int, (X, 1, 2)),
     "select, negative": (aten.select.int, (X, -1, -2)),
     "select of a vector": (aten.select.int, (VECTOR, 0, 4)),
+    "index": (aten.index.Tensor, (X, [None, torch.tensor([2, 0, -1])])),
+    "index of the first dim": (aten.index.Tensor, (X, [torch.tensor([1])])),
     "split": (aten.split.Tensor, (X, 3, 2)),
     "split along the first dim": (aten.split.Tensor, (X, 1)),
     "split_with_sizes": (aten.split_with_sizes.default, (X, [1, 0, 2], -2)),
@@ -112,6 +114,9 @@ def test_a_copy_to_a_dtype_is_a_cast() -> None:
         (aten.constant_pad_nd.default, (X, [0, 1])),
         (aten.mul.Tensor, (X, Y)),
         (aten.flip.default, (X, [0])),
+        (aten.index.Tensor, (X, [torch.tensor([0, 1]), torch.tensor([0, 1])])),
+        (aten.index.Tensor, (X, [torch.tensor([[0, 1]])])),
+        (aten.index.Tensor, (X, [torch.zeros(65, dtype=torch.int64)])),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.errors import UnsupportedError
@@ -46,3 +47,23 @@ def test_experts_that_would_be_dequantized_whole_are_refused(
                 quantizer.update_weight_conversions([], None)
         else:
             assert quantizer.update_weight_conversions([], None) is conversions
+
+
+@pytest.mark.parametrize("is_partitioned", [True, False])
+@pytest.mark.parametrize("method", ["nvfp4", "mxfp8", None])
+def test_experts_without_a_quantizer_are_refused_when_quantized(is_partitioned: bool, method: str | None) -> None:
+    loading = pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 converts no weights")
+    owner = getattr(loading, "Inkling2LoopDequantizeExperts", None)
+    if owner is None:
+        pytest.skip("transformers before 5.24")
+    names = ["w", "scale", "amax", "denominator"][: {"nvfp4": 4, "mxfp8": 2, None: 1}[method]]
+    shapes = {"w": (2, 3, 32), "scale": (2, 3, 4 if method == "nvfp4" else 1), "amax": (2,), "denominator": (2,)}
+    tensors = {name: torch.ones(shapes[name]) for name in names}
+    with described_quantizers(is_partitioned=is_partitioned):
+        if is_partitioned and method:
+            with pytest.raises(UnsupportedError, match=f"{method}.*dequantizes the experts of this model whole"):
+                owner().convert(tensors, names, ["experts"])
+        else:
+            wide = 64 if method == "nvfp4" else 32
+            sources = [*names, None, None, None][:4]
+            assert owner().convert(tensors, sources, ["experts"])["experts"].shape == (2, 3, wide)

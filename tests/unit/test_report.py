@@ -39,7 +39,7 @@ def plan() -> LoadPlan:
             shape=expression.shape,
             dtype=expression.dtype,
             kind=kind,
-            destinations=(Destination(region, padded, True, planner.plan_fill(kind, expression, region)),),
+            destinations=(Destination(region, padded, planner.plan_fill(kind, expression, region)),),
             is_recast=is_recast,
             is_uninitialised=is_uninitialised,
             slow_paths=slow_paths,

@@ -11,17 +11,18 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.hf.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import writer as writer_module
-from lowmem_load.saving.writer import FileLayout, Writer, held_writes, lay_out, plan_writes, total_bytes
+from lowmem_load.saving.writer import FileLayout, Writer, held_writes, lay_out_saved, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7,)}
 
 
 def layout_of(name: str, tensors: Mapping[str, Expression]) -> FileLayout:
-    return lay_out(name, {key: (part.dtype, part.shape) for key, part in tensors.items()}, {"format": "pt"})
+    return lay_out_saved(SavedFile(name, tensors, {"format": "pt"}), Path())
 
 
 def converted(p: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -138,7 +138,7 @@ def test_buffers_are_kept_in_fp32_by_name(lone_process: None) -> None:
 
 def plan_of(parameter: nn.Parameter, region: FlatRange) -> TargetPlan:
     fill = Planner().plan_fill("w", held(torch.zeros(parameter.shape)), region)
-    made = (Destination(region, region.numel, True, fill),)
+    made = (Destination(region, region.numel, fill),)
     return TargetPlan(("w",), tuple(parameter.shape), torch.float32, "zero3", made, False, False, (), "")
 
 
