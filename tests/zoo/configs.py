@@ -84,6 +84,13 @@ def _under(prefix: str, fields: Override) -> dict[str, Any]:
 
 
 OVERRIDES: dict[str, Override] = {
+    "apertus1p5": {
+        "text_config.vocab_size": 3 * VOCAB,
+        "image_token_offset": VOCAB,
+        "audio_token_offset": 2 * VOCAB,
+        "audio_config.codebook_dim": WIDTH,
+        "audio_config.decoder_attention_num_groups": 4,
+    },
     "autoformer": _FORECAST,
     "beit": _FOUR_STAGES,
     "chameleon": {"vocabulary_map": {"<image>": 5}},
@@ -105,6 +112,13 @@ OVERRIDES: dict[str, Override] = {
         "text_config.num_experts": 4,
         "text_config.top_k_experts": 2,
         "text_config.moe_intermediate_size": 16,
+    },
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "dots1": {
         "n_routed_experts": 4,
@@ -146,6 +160,8 @@ OVERRIDES: dict[str, Override] = {
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
     "hunyuan_vl_text": {"head_dim": HEAD_DIM},
+    "hy_v4_vl": {"text_config.qk_rope_head_dim": HEAD_DIM, "text_config.rope_parameters": _MROPE},
+    "hy_v4_vl_text": {"qk_rope_head_dim": HEAD_DIM, "rope_parameters": _MROPE},
     "informer": _FORECAST,
     "inkling_mm_model": {"vision_config.patch_size": 8, "vision_config.n_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -203,6 +219,8 @@ OVERRIDES: dict[str, Override] = {
     "vitmatte": {"fusion_hidden_sizes": [32, 16, 16, 8], "convstream_hidden_sizes": [8, 16, 16]},
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
+    "wavtokenizer": {"codebook_dim": WIDTH, "decoder_attention_num_groups": 4},
+    "wavtokenizer_encoder": {"codebook_dim": WIDTH, "decoder_attention_num_groups": 4},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
 }
 """Fields to set, by model type; a dotted name reaches into a sub-config. They win over the rules."""
