@@ -24,6 +24,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "training": ("tests/multi_rank/test_after_load.py", "tests/multi_rank/test_several_models.py"),
     "modes": ("tests/multi_rank/test_modes.py",),
     "saving": ("tests/multi_rank/test_save.py", "tests/unit/test_saving_merged.py"),
+    "sharded": (
+        *("tests/multi_rank/test_load_into.py", "tests/multi_rank/test_save_sharded.py", "tests/unit/test_shards.py"),
+        *("tests/multi_rank/test_distributed_config.py", "tests/multi_rank/test_accelerate_fsdp2.py"),
+    ),
     "partial": ("tests/multi_rank/test_partial_training.py", "tests/multi_rank/test_partial_precision.py"),
     "pipelines": ("tests/pipelines/",),
 }

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import lowmem_load
 from lowmem_load import ConfigError, UnsupportedError, load_model, load_report, plan, streaming
 from tests import builders
-from tests.multi_rank.test_load_into import differing, start
+from tests.multi_rank.test_load_into import differing, losses, start
 from tests.ranks import run_ranks
+
+if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
+    pytest.skip("this release of transformers shards no model", allow_module_level=True)
 
 SIZES: dict[int, list[dict[str, Any]]] = {
     2: [{"fsdp_size": 2}, {"tp_size": 2}],
@@ -49,7 +51,6 @@ def load_all(paths: list[str], moe: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, world_size: int) -> None:
-    pytest.importorskip("transformers.distributed")
     moe = str(builders.tiny_mixtral(checkpoints))
     paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_qwen2_tied(checkpoints)), moe]
     for rank, costs in enumerate(run_ranks(load_all, paths, moe, world_size=world_size, timeout_s=240)):
@@ -57,22 +58,6 @@ def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, wo
             config = transformers.distributed.DistributedConfig(**sizes)
             planned = plan(path, config, rank=rank, world_size=world_size, dtype=torch.bfloat16)
             assert [planned.needed_bytes, planned.read_bytes, planned.num_reads] == cost, (path, sizes, rank)
-
-
-def losses(model: nn.Module, num_steps: int = 10) -> list[float]:
-    """Train on the same tokens on each rank."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    tokens = torch.randint(0, 7, (2, 8), generator=generator)
-    found = []
-    model.train()
-    for _ in range(num_steps):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 def train(path: str, kind: str) -> None:
@@ -117,7 +102,6 @@ def refuse(path: str) -> None:
 
 
 def test_what_cannot_be_sharded_is_refused(checkpoints: Path) -> None:
-    pytest.importorskip("transformers.distributed")
     run_ranks(refuse, str(builders.tiny_llama(checkpoints)))
 
 
@@ -136,7 +120,6 @@ def load_installed(path: str) -> None:
 
 
 def test_install_takes_sharded_loads(checkpoints: Path) -> None:
-    pytest.importorskip("transformers.distributed")
     run_ranks(load_installed, str(builders.tiny_mixtral(checkpoints)))
 
 

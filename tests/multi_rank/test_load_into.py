@@ -107,6 +107,22 @@ def start() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def losses(model: nn.Module, num_steps: int = 10) -> list[float]:
+    """Train on the same tokens on each rank."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    tokens = torch.randint(0, 7, (2, 8), generator=generator)
+    found = []
+    model.train()
+    for _ in range(num_steps):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 def fill_all(cases: dict[str, tuple[str, torch.dtype, str | None]]) -> None:
     """Rank function: each case on each mesh."""
     world_size = start()
