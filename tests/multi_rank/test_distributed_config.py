@@ -13,6 +13,7 @@ import lowmem_load
 from lowmem_load import ConfigError, UnsupportedError, load_model, load_report, plan, streaming
 from tests import builders
 from tests.multi_rank.test_load_into import differing, losses, start
+from tests.multi_rank.test_plan import fp8
 from tests.ranks import run_ranks
 
 if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
@@ -150,3 +151,22 @@ def load_engine(path: str, offload: bool) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_model_engine_takes_fsdp2(checkpoints: Path, offload: bool) -> None:
     run_ranks(load_engine, str(builders.tiny_llama(checkpoints)), offload)
+
+
+def load_dequantized(path: str, options: dict[str, Any]) -> list[int]:
+    """Rank function: an fp8 checkpoint, dequantized while transformers' shards are filled; what was read."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(fsdp_size=start())
+    reference = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options)
+    model = load_model(path, config, dtype=torch.bfloat16, **options)
+    assert differing(model, reference) == []
+    return [load_report(model).read_bytes, load_report(model).num_reads]
+
+
+def test_an_fp8_checkpoint_is_dequantized_into_shards(checkpoints: Path, tmp_path: Path) -> None:
+    folder, options = fp8(checkpoints, tmp_path)
+    for rank, cost in enumerate(run_ranks(load_dequantized, str(folder), options, world_size=2)):
+        config = transformers.distributed.DistributedConfig(fsdp_size=2)
+        planned = plan(folder, config, rank=rank, world_size=2, dtype=torch.bfloat16, **options)
+        assert [planned.read_bytes, planned.num_reads] == cost
