@@ -1,7 +1,7 @@
-"""Adapters merged into base weights by PEFT's own code, on a few rows of a weight at a time.
+"""Adapters merged into base weights by PEFT's own code, one layer at a time.
 
-PEFT's `merge_and_unload` runs, but each layer's `merge` is only recorded. It runs later, on a copy of the layer with
-some rows, or for all but plain LoRA with full tensors. Written for peft 0.15 to 0.21.
+PEFT's `merge_and_unload` runs, but each layer's `merge` is only recorded. It runs later, on a copy of the layer that
+has the gathered weights. Written for peft 0.15 to 0.21.
 """
 
 from __future__ import annotations
@@ -20,44 +20,30 @@ from torch import nn
 from lowmem_load.contract import PEFT, require
 from lowmem_load.errors import ConfigError, UnsupportedError
 
-FEW_ROWS = 64
-"""Least number of rows that are merged together. For fewer, BLAS (MKL 2024.2: for fewer than 8) rounds differently."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
-    """Layers of PEFT, in its order, whose adapters are merged into the same weights.
-
-    With `by_rows` there is one weight, whose rows can be merged in groups.
-    """
+    """Layers of PEFT, in its order, whose adapters are merged into the same parameters."""
 
     layers: tuple[nn.Module, ...]
     parameters: tuple[nn.Parameter, ...]
-    by_rows: bool
 
     def adapters(self) -> list[nn.Parameter]:
         """Return the parameters of the adapters."""
-        bases = {id(parameter) for layer in self.layers for parameter in _base_of(layer).parameters()}
+        bases = {id(parameter) for parameter in self.parameters}
         found = {id(p): p for layer in self.layers for p in layer.parameters() if id(p) not in bases}
         return list(found.values())
 
-    def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the merged weights. `values` has full tensors by `id` of parameter; the weights' are overwritten."""
-        copies = _Copies(values)
+    def run(self) -> list[torch.Tensor]:
+        """Return the merged parameters, as new tensors. All parameters must be gathered."""
+        values = {id(parameter): parameter.detach().clone() for parameter in self.parameters}
+        device = self.parameters[0].device  # adapters may be on another one, such as the host
+        copies = _Copies(values | {id(adapter): adapter.detach().to(device) for adapter in self.adapters()})
         for layer in self.layers:
             copied: Any = copies.of(layer)
             with torch.no_grad():
                 type(layer).merge(copied, safe_merge=False)  # type: ignore[operator]
         return [copies.parameters[id(parameter)].data for parameter in self.parameters]
-
-    def run_on_rows(self, rows: torch.Tensor, first: int, adapters: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return merged rows of the weight, from row `first` on. `rows` are overwritten; `adapters` as in `run`."""
-        values = dict(adapters)
-        for layer in self.layers:
-            for parameter, dim in _cut_with_rows(layer):
-                values[id(parameter)] = adapters[id(parameter)].narrow(dim, first, len(rows))
-        (merged,) = self.run({**values, id(self.parameters[0]): rows})
-        return merged
 
 
 @contextlib.contextmanager
@@ -113,49 +99,15 @@ def _restored(model: nn.Module) -> Iterator[None]:
             module._modules.update(children)
 
 
-def _together(layers: Sequence[nn.Module]) -> list[Merge]:
+def _together(layers: Sequence[Any]) -> list[Merge]:
     merges: list[Merge] = []
     for layer in layers:
-        cut = _is_by_rows(layer)
-        base = _base_of(layer)
-        mine = (base.weight,) if cut else tuple(base.parameters())
+        mine = list(layer.get_base_layer().parameters())
         others = [merge for merge in merges if {*map(id, merge.parameters)}.intersection(map(id, mine))]
         merges = [merge for merge in merges if merge not in others]
         parameters = {id(p): p for p in (*(p for merge in others for p in merge.parameters), *mine)}
-        merges.append(
-            Merge(
-                (*(one for merge in others for one in merge.layers), layer),
-                tuple(parameters.values()),
-                cut and all(merge.by_rows for merge in others),
-            )
-        )
+        merges.append(Merge((*(one for merge in others for one in merge.layers), layer), tuple(parameters.values())))
     return merges
-
-
-def _base_of(layer: Any) -> Any:
-    return layer.get_base_layer()
-
-
-def _is_by_rows(layer: Any) -> bool:
-    """Return whether a layer is a plain LoRA of a matrix. Before peft 0.16 the only variant is DoRA."""
-    from peft.tuners.lora import layer as lora
-
-    if type(layer) not in (lora.Linear, lora.Embedding):
-        return False
-    has_variant = bool(getattr(layer, "lora_variant", None)) or any(layer.use_dora.values())
-    has_bias = any(getattr(layer, "lora_bias", {}).values())
-    return not has_variant and not has_bias
-
-
-def _cut_with_rows(layer: Any) -> list[tuple[nn.Parameter, int]]:
-    """Return the adapter's parameters that are cut to merge some rows of the weight, each with the dimension."""
-    from peft.tuners.lora import layer as lora
-
-    if isinstance(layer, lora.Embedding):
-        return [(parameter, 1) for parameter in layer.lora_embedding_A.values()]
-    if layer.fan_in_fan_out:
-        return [(module.weight, 1) for module in layer.lora_A.values()]
-    return [(module.weight, 0) for module in layer.lora_B.values()]
 
 
 class _Copies:
