@@ -104,10 +104,8 @@ def save_model(
 def _describe(
     model: nn.Module, merge_adapters: bool, options: Mapping[str, Any], scratch: Path, sources: Mapping[int, Source]
 ) -> tuple[list[saver.SavedFile], list[Merge]]:
-    if not merge_adapters:
-        return saver.describe_save(model, scratch, sources, **options), []
-    with merging.unloaded(model) as (whole, merges):
-        return saver.describe_save(whole, scratch, sources, **options), merges
+    whole, merges = merging.unloaded(model) if merge_adapters else (model, [])
+    return saver.describe_save(whole, scratch, sources, **options), merges
 
 
 def save_described(

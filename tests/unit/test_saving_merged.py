@@ -38,14 +38,16 @@ def adapted(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
 def test_layers_are_merged_as_peft_merges_the_model(dtype: torch.dtype, kind: dict[str, Any]) -> None:
     wanted = dict(adapted(dtype, **kind).merge_and_unload().named_parameters())
     model = adapted(dtype, **kind)
+    modules = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with unloaded(model) as (base, merges):
-        names = {id(parameter): name for name, parameter in base.named_parameters()}
+    base, merges = unloaded(model)
+    names = {id(parameter): name for name, parameter in base.named_parameters()}
     assert len(merges) == (2 if "lora_bias" in kind else 3)
     for merge in merges:
         for parameter, value in zip(merge.parameters, merge.run(), strict=True):
             assert torch.equal(value, wanted[names[id(parameter)]]), names[id(parameter)]
-    assert not any("merge" in vars(module) for module in model.modules())
+    assert modules == [(module, vars(module), module._modules) for module in model.modules()]
+    assert not any("data_ptr" in vars(parameter) for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -54,26 +56,25 @@ def test_layers_that_share_a_weight_are_merged_together() -> None:
     plain = nn.ModuleDict({"words": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
     plain["head"].weight = plain["words"].weight
     model = get_peft_model(plain, LoraConfig(target_modules=["words", "head"], r=2))
-    with unloaded(model) as (_, merges):
-        ((parameter,),) = [merge.parameters for merge in merges]
+    _, merges = unloaded(model)
+    ((parameter,),) = [merge.parameters for merge in merges]
     assert parameter is plain["words"].base_layer.weight
     assert len(merges[0].layers) == 2 and len(merges[0].adapters()) == 4
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear is no PeftModel"), unloaded(nn.Linear(2, 2)):
-        pass
+    with pytest.raises(ConfigError, match="Linear is no PeftModel"):
+        unloaded(nn.Linear(2, 2))
     model = get_peft_model(nn.ModuleDict({"mha": nn.MultiheadAttention(8, 2)}), LoraConfig(target_modules=["mha"]))
     before = [id(module) for module in model.modules()]
-    with pytest.raises(UnsupportedError, match=r"LoRA on torch\.nn\.MultiheadAttention"), unloaded(model):
-        pass
+    with pytest.raises(UnsupportedError, match=r"LoRA on torch\.nn\.MultiheadAttention"):
+        unloaded(model)
     assert before == [id(module) for module in model.modules()]
 
 
 def test_a_layer_has_a_digest_of_its_adapters_and_a_dtensor_is_refused() -> None:
     model = adapted()
-    with unloaded(model) as (_, merges):
-        pass
+    _, merges = unloaded(model)
     shards = {id(shard.tensor): shard for shard in local_shards(model, 0, masters=False)}
     held = [shards[id(parameter)] for parameter in merges[0].parameters]
     merged, digest = gathered_and_merged(merges[0], held)
