@@ -18,7 +18,6 @@ import transformers.modeling_utils as modeling_utils
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import CODES, Safetensors
 from lowmem_load.hf.replaced import Handler, Replacement
-from lowmem_load.planning.expression import Expression
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -51,15 +50,11 @@ class SymbolicFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a symbolic tensor."""
-        return SymbolicTensor(self.expression(name), self._read_now)
+        return SymbolicTensor(self._file.expression(name), self._read_now)
 
     def get_slice(self, name: str) -> _SymbolicSlice:
         """Return a tensor that may be indexed before it is made."""
         return _SymbolicSlice(self, name)
-
-    def expression(self, name: str) -> Expression:
-        """Return the expression of a tensor."""
-        return self._file.expression(name)
 
 
 class _SymbolicSlice:
@@ -69,10 +64,10 @@ class _SymbolicSlice:
         self._file, self._name = file, name  # not looked up yet: torch may lack the dtype of a tensor that nobody uses
 
     def get_shape(self) -> list[int]:
-        return list(self._file.expression(self._name).shape)
+        return list(self[...].shape)
 
     def get_dtype(self) -> str:
-        return CODES[self._file.expression(self._name).dtype]
+        return CODES[self[...].dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._file.get_tensor(self._name)

@@ -214,5 +214,8 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     save_zero3(tmp_path, {"a": torch.zeros(3)}, world_size=1)
     with pytest.raises(ConfigError, match="int8"):
         consolidate(tmp_path, tmp_path / "made", dtype=torch.int8)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="nowhere: no usable model configuration"):
         consolidate(tmp_path, tmp_path / "made", config=tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1000000000000}')
+    with pytest.raises(CheckpointError, match="config.json: num_hidden_layers: expected 0 to"):
+        consolidate(tmp_path, tmp_path / "made")
