@@ -24,9 +24,6 @@ from lowmem_load.symbolic.tensor import SymbolicTensor
 
 MODULE = "transformers.core_model_loading"
 
-_IN_THREADS = "load_shard_files_with_threadpool"
-"""Reads shards in threads if HF_ENABLE_PARALLEL_LOADING is set: transformers 4.53 to 4.57."""
-
 
 class SymbolicFile:
     """Stands for what `safetensors.safe_open` returns."""
@@ -98,13 +95,13 @@ def symbolic_files(context: Context) -> list[Replacement]:
     ]
     if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: on such mounts it reads full files to avoid mmap
         replacements.append((modeling_utils, "_is_on_hf_mount", lambda *_: False))
-    if hasattr(modeling_utils, _IN_THREADS):
-        replacements.append((modeling_utils, _IN_THREADS, _one_after_the_other))
+    if hasattr(modeling_utils, "load_shard_files_with_threadpool"):  # 4.53 to 4.57
+        replacements.append((modeling_utils, "load_shard_files_with_threadpool", _one_after_the_other))
     return replacements
 
 
 def _one_after_the_other(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
-    """Stand in for `_IN_THREADS`: a new thread would not see the replacements."""
+    """Read shards in this thread, even if HF_ENABLE_PARALLEL_LOADING is set: others do not see the replacements."""
     found = [modeling_utils.load_shard_file(shard) for shard in shards]
     return [message for messages, _ in found for message in messages], found[-1][1]
 

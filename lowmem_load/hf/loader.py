@@ -74,9 +74,6 @@ from transformers import PreTrainedModel  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path, quiet  # noqa: E402  it uses private names, too
 
-_MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
-"""In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
-
 
 class Call:
     """A call of `from_pretrained` that has not run yet; or, given `from_config`, one from no files in its place."""
@@ -127,7 +124,8 @@ class Call:
             try:
                 return self._run(kwargs)
             except RuntimeError as error:
-                if _MISMATCH.search(str(error)) is None:
+                # Source: transformers 5.23 `loading_report.py`, 4.57 `modeling_utils.py`.
+                if re.search("ignore_mismatched_sizes|size mismatch for ", str(error)) is None:
                     raise
                 raise CheckpointError(
                     f"{self.name}: tensors of the files have other shapes than config.json gives the parameters of "
