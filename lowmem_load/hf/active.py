@@ -43,7 +43,7 @@ def note_load() -> None:
 
 
 def was_dropped() -> bool:
-    """Return whether the last `HfDeepSpeedConfig` has died before any load: it may die after one."""
+    """Return whether the last `HfDeepSpeedConfig` died before it served a load."""
     reference = getattr(hf_deepspeed, _REFERENCE)
     ordinary = None if reference is None else inspect.unwrap(reference)
     return ordinary not in (None, _no_config, *_served) and reference() is None

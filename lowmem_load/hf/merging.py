@@ -47,7 +47,7 @@ class Merge:
 
 
 def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
-    """Return what `merge_and_unload` makes of a model of PEFT, with its parameters not merged yet, and the merges."""
+    """Return the base model of a model of PEFT, a copy that shares the unmerged parameters, and the merges to do."""
     _check_tuner(model)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
