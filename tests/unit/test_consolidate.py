@@ -216,6 +216,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         consolidate(tmp_path, tmp_path / "made", dtype=torch.int8)
     with pytest.raises(CheckpointError, match="nowhere: no usable model configuration"):
         consolidate(tmp_path, tmp_path / "made", config=tmp_path / "nowhere")
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1000000000000}')
-    with pytest.raises(CheckpointError, match="config.json: num_hidden_layers: expected 0 to"):
+    hostile = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**12}
+    (tmp_path / "config.json").write_text(json.dumps(hostile))
+    with pytest.raises(CheckpointError, match=r"config\.json: num_hidden_layers: expected 0 to"):
         consolidate(tmp_path, tmp_path / "made")
