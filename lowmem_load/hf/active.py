@@ -18,9 +18,6 @@ from transformers.utils import logging as hf_logging
 
 from lowmem_load.hf.replaced import Replacement, replaced
 
-QUESTIONS = ("is_deepspeed_zero3_enabled", "is_fsdp_enabled")
-"""Functions that make transformers leave its ordinary path. Under FSDP all ranks but the first read nothing."""
-
 _REFERENCE = "_hf_deepspeed_config_weak_ref"
 
 
@@ -46,7 +43,7 @@ def note_load() -> None:
 
 
 def was_dropped() -> bool:
-    """Return whether the last `HfDeepSpeedConfig` has died before any load: it may die after one."""
+    """Return whether the last `HfDeepSpeedConfig` died before it served a load."""
     reference = getattr(hf_deepspeed, _REFERENCE)
     ordinary = None if reference is None else inspect.unwrap(reference)
     return ordinary not in (None, _no_config, *_served) and reference() is None
@@ -58,9 +55,6 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
     with replaced((hf_deepspeed, "set_hf_deepspeed_config", lambda *_: None)):  # it would be set for all threads
         alive = HfDeepSpeedConfig(dict(config)) if isinstance(config, Mapping) else config
     if getattr(hf_deepspeed, _REFERENCE) is None:
-        if alive is None:
-            yield None
-            return
         setattr(hf_deepspeed, _REFERENCE, _no_config)
     with replaced((hf_deepspeed, _REFERENCE, lambda _: alive)):
         yield alive
@@ -74,10 +68,11 @@ def _no_config() -> None:
 def ordinary_path() -> Iterator[None]:
     """Inside, transformers loads as without ZeRO-3, FSDP and a default device."""
     # Each module has its own name for these functions, and frameworks replace some (axolotl 0.19 by `lambda: True`).
+    # Under FSDP all ranks but the first read nothing.
     answered_with_no: list[Replacement] = [
         (module, question, lambda *_, **__: False)
         for module in list(sys.modules.values())
-        for question in QUESTIONS
+        for question in ("is_deepspeed_zero3_enabled", "is_fsdp_enabled")
         if callable(getattr(module, "__dict__", {}).get(question))  # getattr(module, question) may import modules
     ]
     with deepspeed_config(None), replaced(*answered_with_no), contextlib.ExitStack() as stack:

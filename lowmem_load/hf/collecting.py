@@ -18,15 +18,11 @@ import transformers.modeling_utils as modeling_utils
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import CODES, Safetensors
 from lowmem_load.hf.replaced import Handler, Replacement
-from lowmem_load.planning.expression import Expression
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 MODULE = "transformers.core_model_loading"
-
-_IN_THREADS = "load_shard_files_with_threadpool"
-"""Reads shards in threads if HF_ENABLE_PARALLEL_LOADING is set: transformers 4.53 to 4.57."""
 
 
 class SymbolicFile:
@@ -51,15 +47,11 @@ class SymbolicFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a symbolic tensor."""
-        return SymbolicTensor(self.expression(name), self._read_now)
+        return SymbolicTensor(self._file.expression(name), self._read_now)
 
     def get_slice(self, name: str) -> _SymbolicSlice:
         """Return a tensor that may be indexed before it is made."""
         return _SymbolicSlice(self, name)
-
-    def expression(self, name: str) -> Expression:
-        """Return the expression of a tensor."""
-        return self._file.expression(name)
 
 
 class _SymbolicSlice:
@@ -69,10 +61,10 @@ class _SymbolicSlice:
         self._file, self._name = file, name  # not looked up yet: torch may lack the dtype of a tensor that nobody uses
 
     def get_shape(self) -> list[int]:
-        return list(self._file.expression(self._name).shape)
+        return list(self[...].shape)
 
     def get_dtype(self) -> str:
-        return CODES[self._file.expression(self._name).dtype]
+        return CODES[self[...].dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._file.get_tensor(self._name)
@@ -103,13 +95,13 @@ def symbolic_files(context: Context) -> list[Replacement]:
     ]
     if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: on such mounts it reads full files to avoid mmap
         replacements.append((modeling_utils, "_is_on_hf_mount", lambda *_: False))
-    if hasattr(modeling_utils, _IN_THREADS):
-        replacements.append((modeling_utils, _IN_THREADS, _one_after_the_other))
+    if hasattr(modeling_utils, "load_shard_files_with_threadpool"):  # 4.53 to 4.57
+        replacements.append((modeling_utils, "load_shard_files_with_threadpool", _one_after_the_other))
     return replacements
 
 
 def _one_after_the_other(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
-    """Stand in for `_IN_THREADS`: a new thread would not see the replacements."""
+    """Read shards in this thread, even if HF_ENABLE_PARALLEL_LOADING is set: others do not see the replacements."""
     found = [modeling_utils.load_shard_file(shard) for shard in shards]
     return [message for messages, _ in found for message in messages], found[-1][1]
 

@@ -25,9 +25,6 @@ MXFP4_MODULE = "transformers.integrations.mxfp4"
 
 Dequantize = Callable[..., torch.Tensor]
 
-_Pattern = tuple[Expression, tuple[Slot, ...], torch.Tensor]
-"""The expression that all instances share, its slots, and a meta tensor like it."""
-
 
 def fp8() -> list[Replacement]:
     """Return what stands in for transformers' dequantization of fp8."""
@@ -77,7 +74,8 @@ class Patterns:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Pattern | None] = {}
+        # The expression that all instances share, its slots, and a meta tensor like it; None if it needs values.
+        self._known: dict[Hashable, tuple[Expression, tuple[Slot, ...], torch.Tensor] | None] = {}
 
     def applied(
         self, function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor], settings: Hashable
@@ -85,23 +83,19 @@ class Patterns:
         """Return `function(*tensors)`. A function that asks for values is called each time."""
         kind = (settings, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
         if kind not in self._known:
-            self._known[kind] = _pattern(function, tensors)
+            slots = tuple(Slot(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+            symbols = [SymbolicTensor(slot, _no_values, like.meta) for slot, like in zip(slots, tensors, strict=True)]
+            try:
+                result: Any = function(*symbols)
+                self._known[kind] = result.expression, slots, result.meta
+            except _NeedsValuesError:
+                self._known[kind] = None
         found = self._known[kind]
         if found is None:
             return function(*tensors)
         expression, slots, meta = found
         inputs = tuple(tensor.expression for tensor in tensors)
         return SymbolicTensor(Instance(expression, slots, inputs), tensors[0].read_now, meta)
-
-
-def _pattern(function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor]) -> _Pattern | None:
-    slots = tuple(Slot(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-    symbols = [SymbolicTensor(slot, _no_values, tensor.meta) for slot, tensor in zip(slots, tensors, strict=True)]
-    try:
-        result: Any = function(*symbols)
-    except _NeedsValuesError:
-        return None
-    return result.expression, slots, result.meta
 
 
 class _NeedsValuesError(Exception):

@@ -57,7 +57,7 @@ def replacements() -> list[Replacement]:
             "bitsandbytes.nn:Params4bit.from_prequantized": ("data", "quantized_stats", "device", "module"),
         },
     )
-    parameter = _params4bit()
+    parameter = importlib.import_module("bitsandbytes").nn.Params4bit
     return [(parameter, "__new__", _of_weight), (parameter, "from_prequantized", _of_packed)]
 
 
@@ -69,10 +69,6 @@ def unpacked(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, linear) and not isinstance(module.weight, QuantizedTensor)
     ]
-
-
-def _params4bit() -> Any:
-    return importlib.import_module("bitsandbytes").nn.Params4bit
 
 
 def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +110,9 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
 
 
 def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
-    functional, device = importlib.import_module("bitsandbytes.functional"), _stock_device()
+    functional = importlib.import_module("bitsandbytes.functional")
+    # Where an ordinary load packs: transformers' `update_device_map`.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     # On the host, where computed values have to be. Copying a piece waits for the kernel that packed it.
     values = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device="cpu")
     states, start = [], 0
@@ -172,7 +170,8 @@ def _of_packed(
 
 
 def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
-    made.__class__ = _params4bit()  # in place: DeepSpeed's methods are bound to the object
+    # In place: DeepSpeed's methods are bound to the object.
+    made.__class__ = importlib.import_module("bitsandbytes").nn.Params4bit
     vars(made).update(attributes)
     state, module = attributes["quant_state"], attributes["module"]
     state.to(device)
@@ -214,13 +213,6 @@ def _tensors_of(state: Any) -> Tensors:
         for key, value in state.as_dict().items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def _stock_device() -> torch.device:
-    """Return the device on which an ordinary load packs a model: transformers' `update_device_map`."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.device(str(torch.accelerator.current_accelerator()), torch.accelerator.current_device_index())
 
 
 # -- settings of DeepSpeed that would destroy packed weights -----------------------------------------------------------

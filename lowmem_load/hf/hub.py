@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,23 @@ import transformers.utils.hub as transformers_hub
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
-from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import CheckpointError
 from lowmem_load.hf.replaced import Replacement
 from lowmem_load.symbolic.context import Once
-
-require(
-    TRANSFORMERS,
-    {
-        "transformers.models.auto.auto_factory": ("find_adapter_config_file",),
-        "transformers.utils.hub": ("cached_files",),
-    },
-)
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
 HUB_KEYWORDS = (*_DOWNLOAD_KEYWORDS, "proxies", "code_revision", "trust_remote_code")
 """Keywords of `from_pretrained` that say where files come from."""
 
 
-def hub_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `HUB_KEYWORDS` that are given."""
-    return {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
-
-
-def _download_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: kwargs[key] for key in _DOWNLOAD_KEYWORDS if key in kwargs}
+def hub_keywords(kwargs: Mapping[str, Any], keys: Sequence[str] = HUB_KEYWORDS) -> dict[str, Any]:
+    """Return these keywords with their values, as far as they are given."""
+    return {key: kwargs[key] for key in keys if key in kwargs}
 
 
 def adapter_config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
     """Return the path of the adapter_config.json that a name stands for; None if it stands for no adapter."""
-    found: str | None = find_adapter_config_file(name, **_download_keywords(kwargs))
+    found: str | None = find_adapter_config_file(name, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
     return found
 
 
@@ -56,7 +43,7 @@ def config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
         return file if os.path.exists(file) else None
     try:
         path: str = huggingface_hub.hf_hub_download(
-            name, "config.json", **{**_download_keywords(kwargs), "force_download": False}
+            name, "config.json", **{**hub_keywords(kwargs, _DOWNLOAD_KEYWORDS), "force_download": False}
         )
         return path
     except (OSError, ValueError):  # such as that there is no such model
@@ -68,7 +55,7 @@ def has_file(name: str, file: str, kwargs: Mapping[str, Any]) -> bool:
     if os.path.isdir(name):
         return os.path.isfile(os.path.join(name, kwargs.get("subfolder") or "", file))
     try:
-        huggingface_hub.hf_hub_download(name, file, **_download_keywords(kwargs))
+        huggingface_hub.hf_hub_download(name, file, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
     except EntryNotFoundError:  # also raised offline, for a file that is not in the cache
         return False
     return True

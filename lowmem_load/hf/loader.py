@@ -60,8 +60,10 @@ require(
             *("get_checkpoint_shard_files", "is_deepspeed_zero3_enabled", "is_fsdp_enabled"),
             *("load_state_dict", "safe_open"),
         ),
+        "transformers.models.auto.auto_factory": ("find_adapter_config_file",),
         "transformers.quantizers.auto:AutoHfQuantizer": ("from_config",),
         "transformers.quantizers.base:HfQuantizer": ("validate_environment",),
+        "transformers.utils.hub": ("cached_files",),
         "transformers.utils.logging": (
             *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
             *("get_verbosity", "set_verbosity", "set_verbosity_error"),
@@ -74,12 +76,9 @@ from transformers import PreTrainedModel  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path, quiet  # noqa: E402  it uses private names, too
 
-_MISMATCH = re.compile("ignore_mismatched_sizes|size mismatch for ")
-"""In transformers' error about shapes: 5.23 `loading_report.py`, 4.57 `modeling_utils.py`."""
-
 
 class Call:
-    """A call of `from_pretrained` that has not run yet; or, given `from_config`, one from no files in its place."""
+    """A call of `from_pretrained` that has not run yet. `from_config` runs in its place, but is described as it is."""
 
     def __init__(
         self,
@@ -127,7 +126,8 @@ class Call:
             try:
                 return self._run(kwargs)
             except RuntimeError as error:
-                if _MISMATCH.search(str(error)) is None:
+                # Source: transformers 5.23 `loading_report.py`, 4.57 `modeling_utils.py`.
+                if re.search("ignore_mismatched_sizes|size mismatch for ", str(error)) is None:
                     raise
                 raise CheckpointError(
                     f"{self.name}: tensors of the files have other shapes than config.json gives the parameters of "

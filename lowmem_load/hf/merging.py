@@ -1,16 +1,15 @@
-"""Adapters merged into base weights by PEFT's own code, on a few rows of a weight at a time.
+"""Adapters merged into base weights by PEFT's own code, one layer at a time.
 
-PEFT's `merge_and_unload` runs, but each layer's `merge` is only recorded. It runs later, on a copy of the layer with
-some rows, or for all but plain LoRA with full tensors. Written for peft 0.15 to 0.21.
+PEFT's `merge_and_unload` runs on a copy of the modules, and each layer's `merge` is only recorded. It runs later, on a
+copy of the layer that has the gathered weights. Written for peft 0.15 to 0.21.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,168 +19,96 @@ from torch import nn
 from lowmem_load.contract import PEFT, require
 from lowmem_load.errors import ConfigError, UnsupportedError
 
-FEW_ROWS = 64
-"""Least number of rows that are merged together. For fewer, BLAS (MKL 2024.2: for fewer than 8) rounds differently."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
-    """Layers of PEFT, in its order, whose adapters are merged into the same weights.
-
-    With `by_rows` there is one weight, whose rows can be merged in groups.
-    """
+    """Layers of PEFT, in its order, whose adapters are merged into the same parameters."""
 
     layers: tuple[nn.Module, ...]
     parameters: tuple[nn.Parameter, ...]
-    by_rows: bool
 
     def adapters(self) -> list[nn.Parameter]:
         """Return the parameters of the adapters."""
-        bases = {id(parameter) for layer in self.layers for parameter in _base_of(layer).parameters()}
+        bases = {id(parameter) for parameter in self.parameters}
         found = {id(p): p for layer in self.layers for p in layer.parameters() if id(p) not in bases}
         return list(found.values())
 
-    def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the merged weights. `values` has full tensors by `id` of parameter; the weights' are overwritten."""
-        copies = _Copies(values)
+    def run(self) -> list[torch.Tensor]:
+        """Return the merged parameters, as new tensors. All parameters must be gathered."""
+        device = self.parameters[0].device  # adapters may be on another one, such as the host
+        values = {id(parameter): parameter.detach().clone() for parameter in self.parameters}
+        values |= {id(adapter): adapter.detach().to(device) for adapter in self.adapters()}
+        parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in values.items()}
+        copies: dict[int, Any] = {}
         for layer in self.layers:
-            copied: Any = copies.of(layer)
             with torch.no_grad():
-                type(layer).merge(copied, safe_merge=False)  # type: ignore[operator]
-        return [copies.parameters[id(parameter)].data for parameter in self.parameters]
-
-    def run_on_rows(self, rows: torch.Tensor, first: int, adapters: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return merged rows of the weight, from row `first` on. `rows` are overwritten; `adapters` as in `run`."""
-        values = dict(adapters)
-        for layer in self.layers:
-            for parameter, dim in _cut_with_rows(layer):
-                values[id(parameter)] = adapters[id(parameter)].narrow(dim, first, len(rows))
-        (merged,) = self.run({**values, id(self.parameters[0]): rows})
-        return merged
+                type(layer).merge(_copied(layer, copies, parameters), safe_merge=False)  # type: ignore[operator]
+        return [parameters[id(parameter)].data for parameter in self.parameters]
 
 
-@contextlib.contextmanager
-def unloaded(model: nn.Module) -> Iterator[tuple[nn.Module, list[Merge]]]:
-    """Inside, a model of PEFT is its base model, as after `merge_and_unload`, but nothing is merged."""
-    tuner: Any = _tuner_of(model)
+def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
+    """Return the base model of a model of PEFT, a copy that shares the unmerged parameters, and the merges to do."""
+    _check_tuner(model)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     noted: list[nn.Module] = []
-    with _restored(model):
-        if hasattr(tuner.model, "config"):  # PEFT may note in it that weights are no longer tied
-            tuner.model.config = copy.deepcopy(tuner.model.config)
-        for module in list(model.modules()):
-            if isinstance(module, BaseTunerLayer):
-                if type(module).__name__ == "MultiheadAttention":
-                    raise UnsupportedError(
-                        "merge_adapters: a LoRA on torch.nn.MultiheadAttention gets new parameters when it is merged; "
-                        "merge it in a process that has the whole model"
-                    )
-                vars(module)["merge"] = lambda *_, layer=module, **__: noted.append(layer)
-        for parameter in model.parameters():  # PEFT finds ties by memory, which partitioned parameters lack
-            vars(parameter)["data_ptr"] = functools.partial(id, parameter)
-        base = tuner.merge_and_unload()
-        for parameter in model.parameters():
-            vars(parameter).pop("data_ptr", None)
-        yield base, _together(noted)
+    copies: dict[int, Any] = {}
+    tuner = _copied(model, copies, {}).base_model
+    if hasattr(tuner.model, "config"):  # PEFT may note in it that weights are no longer tied
+        tuner.model.config = copy.deepcopy(tuner.model.config)
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            if type(module).__name__ == "MultiheadAttention":
+                raise UnsupportedError(
+                    "merge_adapters: a LoRA on torch.nn.MultiheadAttention gets new parameters when it is merged; "
+                    "merge it in a process that has the whole model"
+                )
+            vars(copies[id(module)])["merge"] = lambda *_, layer=module, **__: noted.append(layer)
+    parameters = list(model.parameters())
+    for parameter in parameters:  # PEFT finds ties by memory, which partitioned parameters lack
+        vars(parameter)["data_ptr"] = functools.partial(id, parameter)
+    try:
+        return tuner.merge_and_unload(), _together(noted)
+    finally:
+        for parameter in parameters:
+            del vars(parameter)["data_ptr"]
 
 
-def _tuner_of(model: nn.Module) -> nn.Module:
+def _check_tuner(model: nn.Module) -> None:
     peft = sys.modules.get("peft.peft_model")
     if peft is None or not isinstance(model, peft.PeftModel):
         raise ConfigError(f"merge_adapters: {type(model).__name__} is no PeftModel; make one, or leave the option out")
-    tuner: nn.Module = model.base_model
-    if not hasattr(tuner, "merge_and_unload"):
-        raise ConfigError(f"merge_adapters: what {type(tuner).__name__} of PEFT trains cannot be merged")
+    if not hasattr(model.base_model, "merge_and_unload"):
+        raise ConfigError(f"merge_adapters: what {type(model.base_model).__name__} of PEFT trains cannot be merged")
     require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})
-    return tuner
 
 
-@contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    parameters = list(model.parameters())
-    modules = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            vars(parameter).pop("data_ptr", None)
-        for module, attributes, children in modules:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._modules.clear()
-            module._modules.update(children)
-
-
-def _together(layers: Sequence[nn.Module]) -> list[Merge]:
+def _together(layers: Sequence[Any]) -> list[Merge]:
     merges: list[Merge] = []
     for layer in layers:
-        cut = _is_by_rows(layer)
-        base = _base_of(layer)
-        mine = (base.weight,) if cut else tuple(base.parameters())
+        mine = list(layer.get_base_layer().parameters())
         others = [merge for merge in merges if {*map(id, merge.parameters)}.intersection(map(id, mine))]
         merges = [merge for merge in merges if merge not in others]
         parameters = {id(p): p for p in (*(p for merge in others for p in merge.parameters), *mine)}
-        merges.append(
-            Merge(
-                (*(one for merge in others for one in merge.layers), layer),
-                tuple(parameters.values()),
-                cut and all(merge.by_rows for merge in others),
-            )
-        )
+        merges.append(Merge((*(one for merge in others for one in merge.layers), layer), tuple(parameters.values())))
     return merges
 
 
-def _base_of(layer: Any) -> Any:
-    return layer.get_base_layer()
-
-
-def _is_by_rows(layer: Any) -> bool:
-    """Return whether a layer is a plain LoRA of a matrix. Before peft 0.16 the only variant is DoRA."""
-    from peft.tuners.lora import layer as lora
-
-    if type(layer) not in (lora.Linear, lora.Embedding):
-        return False
-    has_variant = bool(getattr(layer, "lora_variant", None)) or any(layer.use_dora.values())
-    has_bias = any(getattr(layer, "lora_bias", {}).values())
-    return not has_variant and not has_bias
-
-
-def _cut_with_rows(layer: Any) -> list[tuple[nn.Parameter, int]]:
-    """Return the adapter's parameters that are cut to merge some rows of the weight, each with the dimension."""
-    from peft.tuners.lora import layer as lora
-
-    if isinstance(layer, lora.Embedding):
-        return [(parameter, 1) for parameter in layer.lora_embedding_A.values()]
-    if layer.fan_in_fan_out:
-        return [(module.weight, 1) for module in layer.lora_A.values()]
-    return [(module.weight, 0) for module in layer.lora_B.values()]
-
-
-class _Copies:
-    """Copies of modules that have other parameters, by the `id` of the original, and share everything else."""
-
-    def __init__(self, values: Mapping[int, torch.Tensor]) -> None:
-        self._values = values
-        self._modules: dict[int, nn.Module] = {}
-        self.parameters: dict[int, nn.Parameter] = {}
-
-    def of(self, module: nn.Module) -> nn.Module:
-        if id(module) not in self._modules:
-            made: Any = type(module).__new__(type(module))
-            vars(made).update(vars(module))
-            self._modules[id(module)] = made
-            for name in ("merged_adapters", "_caches"):  # PEFT writes into them while merging
-                if name in vars(made):
-                    vars(made)[name] = copy.copy(vars(made)[name])
-            vars(made)["_parameters"] = {name: self._parameter(p) for name, p in module._parameters.items()}
-            vars(made)["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
-        return self._modules[id(module)]
-
-    def _parameter(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None:
-            return None
-        if id(parameter) not in self.parameters:
-            value = self._values.get(id(parameter), parameter.data)
-            self.parameters[id(parameter)] = nn.Parameter(value, requires_grad=False)
-        return self.parameters[id(parameter)]
+def _copied(module: nn.Module, copies: dict[int, Any], parameters: Mapping[int, nn.Parameter]) -> Any:
+    """Return a copy of a module and of its children that has these parameters, and shares everything else."""
+    if id(module) not in copies:
+        copied = copies[id(module)] = object.__new__(type(module))
+        attributes = vars(copied)
+        attributes.update(vars(module))
+        for name in ("merged_adapters", "_caches"):  # PEFT writes into them while merging
+            if name in attributes:
+                attributes[name] = copy.copy(attributes[name])
+        attributes["_parameters"] = {
+            name: None if parameter is None else parameters.get(id(parameter), parameter)
+            for name, parameter in module._parameters.items()
+        }
+        attributes["_modules"] = {
+            name: None if child is None else _copied(child, copies, parameters)
+            for name, child in module._modules.items()
+        }
+    return copies[id(module)]

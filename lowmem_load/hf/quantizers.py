@@ -82,12 +82,15 @@ def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
 
                 describe(method, dequantize.fp8 if method == "fp8" else dequantize.mxfp4)
             if is_partitioned:
-                _refuse_when_checked(quantizer)
-                _refuse_stacked(quantizer)
+                refusals: list[Replacement] = [(type(quantizer), "validate_environment", _refuse_when_checked)]
+                if hasattr(quantizer, "update_weight_conversions"):  # 5.0 on
+                    refusals.append((type(quantizer), "update_weight_conversions", _refuse_stacked))
+                stack.enter_context(replaced(*refusals))
             return quantizer
 
         stack.enter_context(replaced((AutoHfQuantizer, "from_config", from_config)))
-        operation = getattr(sys.modules.get("transformers.core_model_loading"), _DEQUANTIZES_ALWAYS, None)
+        # 5.24: of a model type whose experts have no quantizer.
+        operation = getattr(sys.modules.get("transformers.core_model_loading"), "Inkling2LoopDequantizeExperts", None)
         if is_partitioned and operation is not None:
             stack.enter_context(replaced((operation, "convert", _refuse_quantized_experts)))
         yield
@@ -104,21 +107,12 @@ def _packing() -> list[Replacement]:
     return found + [(modeling_utils, name, lambda *_, **__: None) for name in placing if hasattr(modeling_utils, name)]
 
 
-def _refuse_when_checked(quantizer: Any) -> None:
+def _refuse_when_checked(ordinary: Callable[..., Any], quantizer: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse once the quantizer has checked the environment: mxfp4 may decide then to dequantize."""
-
-    def validate_environment(*args: Any, **kwargs: Any) -> None:
-        del quantizer.validate_environment  # the class has its own
-        try:
-            quantizer.validate_environment(*args, **kwargs)
-        finally:  # for a method that is refused it does not matter what is not installed
-            refuse_quantized(quantizer, {})
-
-    quantizer.validate_environment = validate_environment
-
-
-_DEQUANTIZES_ALWAYS = "Inkling2LoopDequantizeExperts"
-"""The operation of a model type whose experts have no quantizer: transformers 5.24."""
+    try:
+        ordinary(quantizer, *args, **kwargs)
+    finally:  # for a method that is refused it does not matter what is not installed
+        refuse_quantized(quantizer, {})
 
 
 def _refuse_quantized_experts(ordinary: Callable[..., Any], operation: Any, tensors: Any, *rest: Any, **kw: Any) -> Any:
@@ -127,29 +121,18 @@ def _refuse_quantized_experts(ordinary: Callable[..., Any], operation: Any, tens
     return ordinary(operation, tensors, *rest, **kw)
 
 
+def _refuse_stacked(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse experts that are dequantized into one tensor: each rank would hold the whole model."""
+    conversions = ordinary(*args, **kwargs)
+    for conversion in conversions:
+        first, *others = getattr(conversion, "operations", None) or [None]
+        if others and type(first).__name__ in ("CompressedTensorsDequantize", "DecompressExperts"):  # 5.17 to 5.24
+            raise _dequantized_whole("compressed-tensors")
+    return conversions
+
+
 def _dequantized_whole(method: str) -> UnsupportedError:
     return UnsupportedError(
         f"quantization {method!r}: transformers dequantizes the experts of this model whole on every rank; load a "
         "dequantized or an fp8 checkpoint (quant_method 'fp8'), or use ZeRO stage 0, 1 or 2"
     )
-
-
-_STACKS_AT_ONCE = ("CompressedTensorsDequantize", "DecompressExperts")
-"""Operations that dequantize experts into one tensor for all of them: transformers 5.17 to 5.24."""
-
-
-def _refuse_stacked(quantizer: Any) -> None:
-    """Refuse experts that are dequantized into one tensor: each rank would hold the whole model."""
-    ordinary = getattr(quantizer, "update_weight_conversions", None)
-    if ordinary is None:  # before 5.0
-        return
-
-    def update_weight_conversions(*args: Any, **kwargs: Any) -> Any:
-        conversions = ordinary(*args, **kwargs)
-        for conversion in conversions:
-            first, *others = getattr(conversion, "operations", None) or [None]
-            if others and type(first).__name__ in _STACKS_AT_ONCE:
-                raise _dequantized_whole("compressed-tensors")
-        return conversions
-
-    quantizer.update_weight_conversions = update_weight_conversions

@@ -23,6 +23,7 @@ from torch import nn
 from lowmem_load.contract import PEFT, TRANSFORMERS, require
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.active import quiet
+from lowmem_load.hf.names import model_config
 from lowmem_load.hf.replaced import Replacement, replaced
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -200,10 +201,7 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 
 def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
     """Return the model of a configuration, on the meta device."""
-    try:
-        found = transformers.AutoConfig.from_pretrained(os.fspath(config))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config {config}: cannot be read: {error}") from error
+    found = model_config(os.fspath(config), {"config": os.fspath(config)})
     name = next(iter(getattr(found, "architectures", None) or ()), None)
     kind = getattr(transformers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):

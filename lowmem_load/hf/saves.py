@@ -111,17 +111,13 @@ def describe_save(
     files: list[SavedFile] = []
     state = OrderedDict(symbolic_state(given["model"], tensors, None))
 
-    def write(weights: Mapping[str, Any], path: str, safe_serialization: bool = False) -> None:
+    def write(_: Any, __: Any, weights: Mapping[str, Any], path: str, safe_serialization: bool = False) -> None:
         metadata = {"format": "pt"} if safe_serialization else {}
         files.append(recorded(scratch, weights, path, metadata, is_zip=not safe_serialization))
 
-    own = {"get_state_dict": lambda *_, **__: state, "save": write}
-    vars(accelerator).update(own)
-    try:
+    kind = type(accelerator)
+    with replaced((kind, "get_state_dict", lambda *_, **__: state), (kind, "save", write)):
         save(**{**given, "save_directory": str(scratch)})
-    finally:
-        for name in own:
-            del vars(accelerator)[name]
     return files
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.hub import HUB_KEYWORDS
+from lowmem_load.hf.hub import HUB_KEYWORDS, hub_keywords
 from lowmem_load.hf.replaced import replaced
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
@@ -76,11 +76,11 @@ def hand_over(loaded: nn.Module, model: nn.Module) -> None:
 
 def file_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return those keywords of a `from_pretrained` that say which files to read, and how."""
-    return {name: kwargs[name] for name in _FILE_KEYWORDS if name in kwargs}
+    return hub_keywords(kwargs, _FILE_KEYWORDS)
 
 
 def _set_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
-    """Give parameters that transformers keeps in another dtype that dtype: its loader does so as it reads."""
+    """Cast the parameters that transformers keeps in another dtype: its loader would do so as it reads."""
     if not plan:
         return
     from transformers.core_model_loading import build_glob_alternation

@@ -23,13 +23,13 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.intercept import load_lock
-from lowmem_load.hf.merging import FEW_ROWS, Merge
+from lowmem_load.hf.merging import Merge
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.local_shards import LocalShard, Piece, groups_of, is_dtensor, local_shards
+from lowmem_load.saving.local_shards import LocalShard, groups_of, is_dtensor, local_shards
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.writer import (
     FileLayout,
@@ -42,9 +42,6 @@ from lowmem_load.saving.writer import (
     plan_writes,
     total_bytes,
 )
-
-BLOCK_BYTES = 8 << 20
-"""Bytes of a block of rows in float32. Merging it takes a few times as much."""
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]
 """Gets an empty folder of this rank's own, to which it writes all other files, and the source of each parameter and
@@ -77,9 +74,8 @@ def save_model(
             torch.float32, the optimizer's fp32 values are written of parameters that a ZeRO-3 engine trains in 16
             bits; `SaveReport.num_masters` counts them. Under stages 0 to 2 the 16-bit values are cast.
         merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model does not
-            change. A LoRA of linear layers and embeddings is merged row by row, for which every rank gathers the
-            adapters (`SaveReport.adapter_bytes`). Other adapters are gathered with their weight, one at a time
-            (`SaveReport.gathered`). With a dtype, the merged values are cast.
+            change. All ranks gather the weights that adapters change, one layer at a time. With a dtype, the merged
+            values are cast.
         processors: tokenizers and processors, whose `save_pretrained` writes into the folder too.
         progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
         **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ...
@@ -87,8 +83,9 @@ def save_model(
     Returns:
         What was done on this rank.
 
-    Collective: all ranks that hold partitions of the model, or all ranks. Only merged adapters cross the network.
-    Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; a few times that to merge rows.
+    Collective: all ranks that hold partitions of the model, or all ranks. Weights cross the network only to be merged.
+    Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; to merge, a few times the largest
+    layer.
 
     Raises:
         ConfigError: the folder or an argument cannot be used, or `GatheredParameters` is open.
@@ -107,10 +104,8 @@ def save_model(
 def _describe(
     model: nn.Module, merge_adapters: bool, options: Mapping[str, Any], scratch: Path, sources: Mapping[int, Source]
 ) -> tuple[list[saver.SavedFile], list[Merge]]:
-    if not merge_adapters:
-        return saver.describe_save(model, scratch, sources, **options), []
-    with merging.unloaded(model) as (whole, merges):
-        return saver.describe_save(whole, scratch, sources, **options), merges
+    whole, merges = merging.unloaded(model) if merge_adapters else (model, [])
+    return saver.describe_save(whole, scratch, sources, **options), merges
 
 
 def save_described(
@@ -237,59 +232,35 @@ class _Save:
         bar = progress_bar(total, "Saving partitions", show_progress, self.ranks.rank)
         with bar as update, Writer(paths, on_bytes) as writer:
             todo = _in_turn(planned.writes, len(planned.files), self.ranks)
-            self._write_gathered(planned, writer, todo)
-            pieces_of = self._pieces_of(planned)
+            found = {id(shard.tensor): shard for shard in planned.shards.values()}
+            for merge in planned.merges:
+                self._write_merged(merge, [found[id(parameter)] for parameter in merge.parameters], writer, todo)
             with self.ranks.step("writing", name=self.folder, progress=progress):
                 with report.phase("write"):
                     for name, writes in todo.items():
-                        for memory, first in pieces_of(planned.shards[name]):
-                            held = FlatRange(first, first + memory.numel())
-                            for part in (part for write in writes for part in write.within(held)):
-                                writer.write(part, memory, first)
+                        with planned.shards[name].memory() as pieces:
+                            for memory, first in pieces:
+                                held = FlatRange(first, first + memory.numel())
+                                for part in (part for write in writes for part in write.within(held)):
+                                    writer.write(part, memory, first)
                         report.sample_memory()
                 with report.phase("sync"):
                     writer.sync()
         report.note_writes(writer)
 
-    def _write_gathered(self, planned: _Planned, writer: Writer, todo: dict[str, list[Write]]) -> None:
-        """Write the weights that must be gathered to be merged, and remove them from `todo`."""
-        found = {id(shard.tensor): shard for shard in planned.shards.values()}
-        for merge in planned.merges:
-            if merge.by_rows:
-                continue
-            shards = [found[id(parameter)] for parameter in merge.parameters]
-            name = shards[0].source.name
-            with self.ranks.step(f"merging {name}", name=self.folder), self.report.phase("merge"):
-                merged = gathered_and_merged(merge, shards)
-                for shard, memory in zip(shards, merged, strict=False):
-                    for write in todo.pop(shard.source.name, ()):
-                        writer.write(write, memory, 0)
-                    self.report.gathered[shard.source.name] = memory.nbytes
-                    self.report.sample_memory()
-            self.report.num_merged += len(shards)
-
-    def _pieces_of(self, planned: _Planned) -> Callable[[LocalShard], Iterator[tuple[torch.Tensor, int]]]:
-        merges = {id(merge.parameters[0]): merge for merge in planned.merges if merge.by_rows}
-        adapters: dict[int, torch.Tensor] = {}
-        if merges:
-            with self.ranks.step("gathering the adapters", name=self.folder) as step, self.report.phase("merge"):
-                adapters = gathered_adapters(merges.values())
-                digest = hashlib.sha256()  # ranks with different adapters would write a mixture of models
-                for tensor in adapters.values():
-                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
-                step.digest = {"adapters with values": digest.hexdigest()[:16]}
-            self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
-            self.report.num_merged += len(merges)
-
-        def pieces(shard: LocalShard) -> Iterator[tuple[torch.Tensor, int]]:
-            merge = merges.get(id(shard.tensor))
-            if merge is not None:
-                yield from merged_pieces(merge, shard, adapters)
-                return
-            with shard.memory() as held:
-                yield from held
-
-        return pieces
+    def _write_merged(
+        self, merge: Merge, shards: Sequence[LocalShard], writer: Writer, todo: dict[str, list[Write]]
+    ) -> None:
+        """Write the parameters that adapters are merged into, and remove them from `todo`."""
+        name = shards[0].source.name
+        with self.ranks.step(f"merging {name}", name=self.folder) as step, self.report.phase("merge"):
+            merged, digest = gathered_and_merged(merge, shards)
+            step.digest = {"adapters with values": digest}  # else ranks would write a mixture of models
+            for shard, memory in zip(shards, merged, strict=False):
+                for write in todo.pop(shard.source.name, ()):
+                    writer.write(write, memory, 0)
+                self.report.sample_memory()
+        self.report.num_merged += len(merge.layers)
 
 
 def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
@@ -299,60 +270,20 @@ def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup
     return {name: mine for name, mine in writes.items() if name not in later} | later
 
 
-# -- merging ---------------------------------------------------------------------------------------------------------
-# To merge an adapter row by row, each rank gathers the adapter, which is small, and merges its own elements of the
-# weight, a block of rows at a time. All other weights are gathered by all ranks, one at a time. See `hf/merging.py`.
-
-
-def row_blocks(mine: FlatRange, num_rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the rows that have any of these elements, in blocks: their start and end, and those of the rows to compute.
-
-    At least `FEW_ROWS` are computed at a time.
-    """
-    size = max(FEW_ROWS, BLOCK_BYTES // (width * torch.float32.itemsize))
-    start, last = mine.start // width, -(-mine.end // width)
-    while start < last:
-        end = min(last, start + size)
-        lower = max(0, min(start, end - FEW_ROWS))
-        yield start, end, lower, min(num_rows, max(end, lower + FEW_ROWS))
-        start = end
-
-
-def merged_pieces(merge: Merge, shard: LocalShard, adapters: Mapping[int, torch.Tensor]) -> Iterator[Piece]:
-    """Yield this rank's elements of a merged weight in pieces, given the gathered parameters of adapters by `id`."""
-    if is_dtensor(shard.tensor):
+def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> tuple[list[torch.Tensor], str]:
+    """Return the merged parameters, flat, on ranks that write any of them, and a digest of the adapters. Collective."""
+    adapters = merge.adapters()
+    if any(map(is_dtensor, (*merge.parameters, *adapters))):
         raise UnsupportedError(
-            f"{shard.source.name}: is a DTensor, whose adapters cannot be merged while it is saved; save the adapter, "
-            "and merge it into an ordinary load"
+            f"{shards[0].source.name}: is a DTensor, whose adapters cannot be merged while it is saved; save the "
+            "adapter, and merge it into an ordinary load"
         )
-    if not shard.mine:
-        return
-    (mine,), (num_rows, width) = shard.mine, shard.source.shape
-    device = next(iter(adapters.values())).device
-    with shard.memory() as [(memory, first)]:
-        for first_row, last_row, lower, upper in row_blocks(mine, num_rows, width):
-            origin = lower * width
-            start, end = max(mine.start, first_row * width), min(mine.end, last_row * width)
-            rows = torch.zeros((upper - lower, width), dtype=memory.dtype, device=device)
-            rows.view(-1)[start - origin : end - origin] = memory[start - first : end - first]
-            merged = merge.run_on_rows(rows, lower, adapters)
-            yield merged.reshape(-1)[start - origin : end - origin], start
-
-
-def gathered_adapters(merges: Iterable[Merge]) -> dict[int, torch.Tensor]:
-    """Return copies of the gathered parameters of all adapters, by `id`. Collective."""
-    parameters = [parameter for merge in merges for parameter in merge.adapters()]
-    with _gathered(parameters):
-        return {id(parameter): parameter.detach().clone() for parameter in parameters}
-
-
-def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
-    """Return the merged weights, gathered and flat, on ranks that write any of their elements. Collective."""
-    with _gathered([*merge.parameters, *merge.adapters()]):
-        if not any(shard.mine for shard in shards):
-            return []
-        merged = merge.run({id(parameter): parameter.detach().clone() for parameter in merge.parameters})
-        return [tensor.reshape(-1) for tensor in merged]
+    digest = hashlib.sha256()
+    with _gathered([*merge.parameters, *adapters]):
+        for adapter in adapters:
+            digest.update(adapter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        merged = merge.run() if any(shard.mine for shard in shards) else []
+    return [tensor.reshape(-1) for tensor in merged], digest.hexdigest()[:16]
 
 
 def _gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:

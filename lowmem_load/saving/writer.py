@@ -327,9 +327,7 @@ class SaveReport(Phases):
         staged_bytes: those of `written_bytes` that went through a buffer of 8 MiB, because they were cast, rearranged
             or on a device. The others were written straight from the partitions.
         num_masters: parameters of which the optimizer's fp32 values were written.
-        num_merged: weights that adapters were merged into; see `save_model`.
-        adapter_bytes: bytes of the adapters that this rank gathered to merge them row by row.
-        gathered: bytes, by name, of weights that were gathered one at a time to merge an adapter into them.
+        num_merged: layers whose adapters were merged; see `save_model`.
         seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
     """
 
@@ -341,8 +339,6 @@ class SaveReport(Phases):
     staged_bytes: int = 0
     num_masters: int = 0
     num_merged: int = 0
-    adapter_bytes: int = 0
-    gathered: dict[str, int] = field(default_factory=dict)
 
     def note_writes(self, writer: Writer) -> None:
         """Take over what a writer counted."""
@@ -359,6 +355,5 @@ class SaveReport(Phases):
         if self.num_masters:
             lines.append(f"{self.num_masters} parameters as the optimizer's fp32 values")
         if self.num_merged:
-            merged = f"{self.num_merged} weights merged with adapters of {size(self.adapter_bytes)}"
-            lines.append(f"{merged}, {len(self.gathered)} of them gathered")
+            lines.append(f"{self.num_merged} layers merged with their adapters, gathered one at a time")
         return "\n  ".join(lines)

@@ -6,6 +6,7 @@ the end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -111,12 +112,9 @@ def _indexed(args: Args, meta: torch.Tensor) -> Expression | None:
 
 def _parts(args: Args, metas: Sequence[torch.Tensor]) -> list[Expression] | None:
     dim = (args[2] if len(args) > 2 else 0) % len(args[0].shape)
-    parts: list[Expression] = []
-    start = 0
-    for meta in metas:
-        parts.append(slice_dim(args[0], dim, start, 1, meta.shape[dim]))
-        start += meta.shape[dim]
-    return parts
+    sizes = [meta.shape[dim] for meta in metas]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [slice_dim(args[0], dim, start, 1, size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _unbound(args: Args, metas: Sequence[torch.Tensor]) -> list[Expression] | None:

@@ -169,7 +169,7 @@ def adapted(name: str, model: Any) -> Any:
 
 
 def save_merged(paths: dict[str, str], out: str) -> None:
-    """Save models with adapters merged: partitioned adapters and whole ones, by rows and gathered."""
+    """Save models with adapters merged: partitioned adapters and whole ones."""
     import deepspeed
 
     from lowmem_load import load_model, save_model, streaming
@@ -182,17 +182,13 @@ def save_merged(paths: dict[str, str], out: str) -> None:
         before = list(model.state_dict()), list(map(id, model.modules())), model.config.tie_word_embeddings
         report = save_model(holder, f"{out}/merged-{name}", max_shard_size=SHARD, merge_adapters=True)
         assert before == (list(model.state_dict()), list(map(id, model.modules())), model.config.tie_word_embeddings)
-        assert all("base_layer" in key for key in report.gathered), name
-        assert (len(report.gathered), report.adapter_bytes > 0) == (
-            (report.num_merged, False) if name in ("llama", "mixtral") else (0, True)
-        ), name
         assert report.num_merged == {"odd": 6, "llama": 4, "tied": 3}.get(name, 2), name
         save_model(holder, f"{out}/again-{name}")  # the adapters, as ever
     with streaming(FP32):
         model = adapted("gpt2", load_model(paths["gpt2"], FP32))
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad).add_(int(os.environ["RANK"]))
-    with pytest.raises(RankError, match=r"gathering the adapters failed .*\n.*adapters with values"):
+    with pytest.raises(RankError, match=r"merging .*c_attn.* failed .*\n.*adapters with values"):
         save_model(model, f"{out}/merged-differing", merge_adapters=True)
     with pytest.raises(ConfigError, match="GPT2LMHeadModel is no PeftModel"):
         save_model(load_model(paths["gpt2"], FP32), f"{out}/merged-differing", merge_adapters=True)

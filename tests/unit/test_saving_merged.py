@@ -1,4 +1,4 @@
-"""Rows of a weight, merged by PEFT's code without the others, are those of the weight that it merges as a whole."""
+"""What PEFT's code merges later, layer by layer, are the weights that it merges at once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.merging import unloaded
-from lowmem_load.planning.ranges import FlatRange, partition_range
-from lowmem_load.saving import save as merged
-from lowmem_load.saving.local_shards import LocalShard, local_shards
-from lowmem_load.saving.save import gathered_adapters, merged_pieces, row_blocks
+from lowmem_load.saving.local_shards import local_shards
+from lowmem_load.saving.save import gathered_and_merged
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but")
 
 
 class Model(nn.Module):
-    """One of each layer whose weight is merged by rows."""
+    """One of each layer that a LoRA is often on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,58 +34,54 @@ def adapted(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank", range(3))
-def test_rows_are_those_of_the_whole(dtype: torch.dtype, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged, "BLOCK_BYTES", 40_000)
-    wanted = dict(adapted(dtype).merge_and_unload().named_parameters())
-    model = adapted(dtype)
-    tensors = {id(one.tensor): one for one in local_shards(model, 0, masters=False)}
-    with unloaded(model) as (base, merges):
-        names = {id(parameter): name for name, parameter in base.named_parameters()}
-    assert [merge.by_rows for merge in merges] == [True] * 3
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"lora_bias": True}])
+def test_layers_are_merged_as_peft_merges_the_model(dtype: torch.dtype, kind: dict[str, Any]) -> None:
+    wanted = dict(adapted(dtype, **kind).merge_and_unload().named_parameters())
+    model = adapted(dtype, **kind)
+    modules = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    base, merges = unloaded(model)
+    names = {id(parameter): name for name, parameter in base.named_parameters()}
+    assert len(merges) == (2 if "lora_bias" in kind else 3)
     for merge in merges:
-        whole = tensors[id(merge.parameters[0])]
-        mine = partition_range(whole.tensor.numel(), rank, 3)
-        shard = LocalShard(whole.source, whole.tensor, (mine,), False, False)
-        taken = [(memory.clone(), first) for memory, first in merged_pieces(merge, shard, gathered_adapters(merges))]
-        assert [first for _, first in taken] == [
-            mine.start + sum(len(memory) for memory, _ in taken[:number]) for number in range(len(taken))
-        ]
-        found = torch.cat([memory for memory, _ in taken])
-        expected = wanted[names[id(whole.tensor)]].detach().reshape(-1)[mine.start : mine.end]
-        assert found.dtype == dtype and torch.equal(found, expected), names[id(whole.tensor)]
-    assert not any("merge" in vars(module) for module in model.modules())
+        for parameter, value in zip(merge.parameters, merge.run(), strict=True):
+            assert torch.equal(value, wanted[names[id(parameter)]]), names[id(parameter)]
+    assert modules == [(module, vars(module), module._modules) for module in model.modules()]
+    assert not any("data_ptr" in vars(parameter) for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_blocks_cover_a_range_once_and_are_never_few_rows() -> None:
-    for mine in (FlatRange(0, 0), FlatRange(5, 6), FlatRange(995, 3333), FlatRange(0, 10_000)):
-        blocks = list(row_blocks(mine, 1000, 10))
-        rows = [row for start, end, *_ in blocks for row in range(start, end)]
-        assert rows == sorted({element // 10 for element in range(mine.start, mine.end)})
-        assert all(lower <= start < end <= upper <= 1000 for start, end, lower, upper in blocks)
-        assert all(upper - lower >= 64 for _, _, lower, upper in blocks)
-    assert list(row_blocks(FlatRange(0, 50), 5, 10)) == [(0, 5, 0, 5)]
-
-
-def test_what_takes_more_than_rows_is_gathered_and_merged() -> None:
-    """A variant of LoRA, and a bias."""
-    for kwargs in ({"use_dora": True}, {"lora_bias": True}):
-        model = adapted(**kwargs)
-        wanted = dict(adapted(**kwargs).merge_and_unload().named_parameters())
-        with unloaded(model) as (base, merges):
-            names = {id(parameter): name for name, parameter in base.named_parameters()}
-        for merge in merges:
-            assert not merge.by_rows
-            found = merge.run({id(parameter): parameter.detach().clone() for parameter in merge.parameters})
-            for parameter, value in zip(merge.parameters, found, strict=True):
-                assert torch.equal(value, wanted[names[id(parameter)]]), names[id(parameter)]
+def test_layers_that_share_a_weight_are_merged_together() -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"words": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
+    plain["head"].weight = plain["words"].weight
+    model = get_peft_model(plain, LoraConfig(target_modules=["words", "head"], r=2))
+    _, merges = unloaded(model)
+    ((parameter,),) = [merge.parameters for merge in merges]
+    assert parameter is plain["words"].base_layer.weight
+    assert len(merges[0].layers) == 2 and len(merges[0].adapters()) == 4
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear is no PeftModel"), unloaded(nn.Linear(2, 2)):
-        pass
+    with pytest.raises(ConfigError, match="Linear is no PeftModel"):
+        unloaded(nn.Linear(2, 2))
     model = get_peft_model(nn.ModuleDict({"mha": nn.MultiheadAttention(8, 2)}), LoraConfig(target_modules=["mha"]))
     before = [id(module) for module in model.modules()]
-    with pytest.raises(UnsupportedError, match=r"LoRA on torch\.nn\.MultiheadAttention"), unloaded(model):
-        pass
+    with pytest.raises(UnsupportedError, match=r"LoRA on torch\.nn\.MultiheadAttention"):
+        unloaded(model)
     assert before == [id(module) for module in model.modules()]
+
+
+def test_a_layer_has_a_digest_of_its_adapters_and_a_dtensor_is_refused() -> None:
+    model = adapted()
+    _, merges = unloaded(model)
+    shards = {id(shard.tensor): shard for shard in local_shards(model, 0, masters=False)}
+    held = [shards[id(parameter)] for parameter in merges[0].parameters]
+    merged, digest = gathered_and_merged(merges[0], held)
+    assert [tensor.numel() for tensor in merged] == [shard.tensor.numel() for shard in held]
+    with torch.no_grad():
+        merges[0].adapters()[0].add_(1)
+    assert gathered_and_merged(merges[0], held)[1] != digest
+    vars(merges[0].parameters[0])["device_mesh"] = "of a DTensor"
+    with pytest.raises(UnsupportedError, match="is a DTensor, whose adapters cannot be merged while it is saved"):
+        gathered_and_merged(merges[0], held)
