@@ -177,7 +177,7 @@ def _directory_start(source: ByteSource) -> int:
                 f"{path}: is in an old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"
             )
         raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
-    last_nbytes, directory_nbytes, start = 22, 0, -1
+    last_nbytes, directory_nbytes, start = 22, 0, file_nbytes
     last = read_bytes(source, max(0, file_nbytes - 98), 98)
     if len(last) == 98 and last[-22:-18] == b"PK\x05\x06":
         directory_nbytes, start = struct.unpack_from("<2L", last, 98 - 10)
