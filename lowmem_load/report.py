@@ -139,7 +139,7 @@ class LoadReport(Phases):
             them.
         slow_paths: parameters and buffers that took a slower path.
         notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
-            ordinary load gives, reads that could not be shared, repeated reads, known differences from stock ZeRO-3.
+            ordinary load gives, reads that could not be shared, known differences from stock ZeRO-3.
     """
 
     name: str

@@ -13,22 +13,16 @@ from lowmem_load.planning.expression import Expression
 class CheckpointFile(NamedTuple):
     """The description of one file of a checkpoint, made without reading its data.
 
-    Attributes:
-        path: as it was opened.
-        nbytes: size of the file.
-        digest: of the bytes that say which tensor lies where; `version` is the source's when these were read.
-        names: of the tensors, in the order of the file.
-        metadata: free-form strings; None if the file has none.
-        expression: returns the expression of a tensor, given its name. Names of the same tensor give the same object.
-            Raises UnsupportedError if torch has no dtype for the tensor.
+    `expression` returns the expression of a tensor, given its name. Names of the same tensor give the same object. It
+    raises UnsupportedError if torch has no dtype for the tensor.
     """
 
     path: str
     nbytes: int
-    digest: str
-    version: str
-    names: tuple[str, ...]
-    metadata: Mapping[str, str] | None
+    digest: str  # of the bytes that say which tensor lies where
+    version: str  # of the source when these were read
+    names: tuple[str, ...]  # of the tensors, in the order of the file
+    metadata: Mapping[str, str] | None  # free-form strings, if the file has any
     expression: Callable[[str], Expression]
 
 

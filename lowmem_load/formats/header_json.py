@@ -38,21 +38,26 @@ class HeaderReader:
 
     def tensors(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield name and fields of each tensor; a name may come twice. ValueError: safetensors refuses the header."""
+        for name in self._names():
+            if name == METADATA:
+                self._read_metadata()
+            else:
+                yield name, self._description()
+        self._skip_space()
+        if self._at != len(self._text):
+            raise ValueError(f"something follows its end, character {self._at}")
+
+    def _names(self) -> Iterator[str]:
+        # Of an object; the caller reads the value that follows each.
         self._take("{")
         more = self._take('"}') == '"'
         while more:
             name = self._string()
             self._take(":")
-            if name == METADATA:
-                self._read_metadata()
-            else:
-                yield name, self._description()
+            yield name
             more = self._take(",}") == ","
             if more:
                 self._take('"')
-        self._skip_space()
-        if self._at != len(self._text):
-            raise ValueError(f"something follows its end, character {self._at}")
 
     def _read_metadata(self) -> None:
         if self._has_metadata:
@@ -64,20 +69,13 @@ class HeaderReader:
             return
         self.metadata = {}
         try:
-            self._take("{")
-            more = self._take('"}') == '"'
-            while more:
-                name = self._string()
-                self._take(":")
+            for name in self._names():
                 self._take('"')
                 if name in self.metadata:
                     raise ValueError(f"{name!r} comes twice")
                 if len(self.metadata) > FREE_STRINGS + self._at // MIN_CHARS_PER_STRING:
                     raise ValueError(f"too many strings up to character {self._at}")
                 self.metadata[name] = self._string()
-                more = self._take(",}") == ","
-                if more:
-                    self._take('"')
         except ValueError as error:
             raise ValueError(f"{METADATA} must map strings to strings: {error}") from error
 

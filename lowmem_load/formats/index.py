@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.io.source import read_small
 
 MAX_JSON_NBYTES = 64 << 20
 """Bytes of such a file: three times the largest published index. Parsed, it takes up to ten times as much."""
@@ -81,13 +81,7 @@ def check_model_config(path: str) -> None:
 
 def read_json(path: str) -> Any:
     """Return the content of a JSON file. It must be a regular file of limited size."""
-    source = LocalFile(path)
-    try:
-        if source.nbytes > MAX_JSON_NBYTES:
-            raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {MAX_JSON_NBYTES}")
-        content = read_bytes(source, 0, source.nbytes)
-    finally:
-        source.close()
+    content = read_small(path, MAX_JSON_NBYTES)
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -244,11 +244,9 @@ class _Machine:
             case "MARK":
                 self._below.append(stack)
                 self._stack = []
-            case "TUPLE":
-                items = self._pop_marked()
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                items = self._pop_marked() if name == "TUPLE" else self._pop(int(name[-1]))
                 self._stack.append(tuple(items))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(self._pop(int(name[-1]))))
             case "BINPUT" | "LONG_BINPUT":
                 self._memo[self._argument(opcode)] = stack[-1]
             case "BINGET" | "LONG_BINGET":
@@ -259,11 +257,8 @@ class _Machine:
                 stack.append(_call(stack.pop(), stack.pop()))
             case "BINPERSID":
                 stack.append(_storage(*stack.pop()))
-            case "SETITEM" | "APPEND" | "BUILD":
-                items = self._pop(2 if name == "SETITEM" else 1)
-                _change(stack[-1], name, items)
-            case "SETITEMS" | "APPENDS":
-                items = self._pop_marked()
+            case "BUILD" | "APPEND" | "APPENDS" | "SETITEM" | "SETITEMS":
+                items = self._pop_marked() if name[-1] == "S" else self._pop(2 if name == "SETITEM" else 1)
                 _change(self._stack[-1], name, items)
             case _:
                 raise CheckpointError(f"{self._path}: its pickle uses {name}, which no state dict needs")

@@ -222,20 +222,19 @@ class Safetensors:
 def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str], Source]:
     """Return a function from names to sources. It shares equal shapes: there may be a hundred thousand tensors."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    sources: dict[str, Source] = {}
-    unsupported: dict[str, str] = {}
+    found: dict[str, Source | str] = {}
     for name, entry in entries.items():
         try:
-            shape, dtype = entry.shape, entry.dtype
+            shape = entry.shape
+            found[name] = Source(path, name, entry.start, shapes.setdefault(shape, shape), entry.dtype)
         except UnsupportedError as error:  # only a model that uses this tensor fails
-            unsupported[name] = str(error)
-        else:
-            sources[name] = Source(path, name, entry.start, shapes.setdefault(shape, shape), dtype)
+            found[name] = str(error)
 
     def expression(name: str) -> Source:
-        if name in unsupported:
-            raise UnsupportedError(unsupported[name])
-        return sources[name]
+        source = found[name]
+        if isinstance(source, str):
+            raise UnsupportedError(source)
+        return source
 
     return expression
 

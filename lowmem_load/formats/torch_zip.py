@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.formats.inert_pickle import Tensor, objects, state_dict
-from lowmem_load.io.source import ByteSource, SourceFile, read_bytes
+from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 
 MAX_PICKLE_NBYTES = 32 << 20
@@ -40,61 +41,36 @@ class TorchZip:
 
     def describe(self, source: ByteSource) -> CheckpointFile:
         """See `CheckpointFormat`. Equal views of one storage, such as tied weights, give the same expression object."""
-        path, version = source.path, source.version
-        opened = _open(source)
+        file = describe_objects(source, state_dict)
         expressions: dict[str, Expression] = {}  # keyed by text: a hostile file can give all tensors one hash
         named: dict[str, Expression] = {}
-        for name, tensor in state_dict(opened.pickled, path).items():
+        for name, tensor in file.tree.items():
             view = repr(tensor)
             if view not in expressions:
-                expressions[view] = opened.expression(tensor, name)
+                expressions[view] = file.expression(tensor, name)
             named[name] = expressions[view]
-        return CheckpointFile(path, source.nbytes, opened.digest, version, tuple(named), None, named.__getitem__)
+        return CheckpointFile(file.path, file.nbytes, file.digest, file.version, tuple(named), None, named.__getitem__)
+
+
+class _Entry(NamedTuple):
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TorchObjects:
-    """A torch file that holds more than tensors, part of a checkpoint of training: a tree of `inert_pickle.objects`.
-
-    `expression` gets a tensor of the tree and its name in messages. For the rest see `CheckpointFile`.
-    """
+    """A torch file and the tree of its pickle. For the other fields see `CheckpointFile`."""
 
     path: str
     nbytes: int
     digest: str
     version: str
     tree: Any
-    expression: Callable[[Tensor, str], Expression]
-
-
-def describe_objects(source: ByteSource) -> TorchObjects:
-    """Read the directory and `data.pkl` of a torch file with any content, without running it."""
-    version, opened = source.version, _open(source)
-    tree = objects(opened.pickled, source.path)
-    return TorchObjects(source.path, source.nbytes, opened.digest, version, tree, opened.expression)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    path: str
-    entries: Mapping[str, _Entry]
     prefix: str
-    pickled: bytes
-
-    @property
-    def digest(self) -> str:
-        digest = hashlib.sha256(self.pickled)
-        digest.update(repr(sorted((name, entry.start, entry.nbytes) for name, entry in self.entries.items())).encode())
-        return digest.hexdigest()[:16]
+    entries: Mapping[str, _Entry]
 
     def expression(self, tensor: Tensor, name: str) -> Expression:
-        """Return the bytes that a view spans in the entry of its storage, permuted."""
+        """Return a tensor of the tree, `name` in messages: the bytes that it spans in its storage, permuted."""
         path, entry = self.path, self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
         storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
         storage_nbytes = storage.numel * storage.dtype.itemsize
@@ -124,7 +100,9 @@ class _Opened:
         return permute(stored, sorted(range(len(size)), key=lambda place: order[place]))
 
 
-def _open(source: ByteSource) -> _Opened:
+def describe_objects(source: ByteSource, read: Callable[[bytes, str], Any] = objects) -> TorchObjects:
+    """Read the directory and `data.pkl` of a torch file, without running it; `read` makes the tree."""
+    version = source.version
     refuse_git_lfs_pointer(source)
     entries = _read_directory(source)
     prefixes = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -136,13 +114,35 @@ def _open(source: ByteSource) -> _Opened:
     byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)
     if byte_order not in (b"", b"little"):
         raise CheckpointError(f"{source.path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
-    return _Opened(source.path, entries, prefix, _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES))
+    pickled = _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES)
+    places = repr(sorted((name, *entry) for name, entry in entries.items()))
+    digest = hashlib.sha256(pickled + places.encode()).hexdigest()[:16]
+    tree = read(pickled, source.path)
+    return TorchObjects(source.path, source.nbytes, digest, version, tree, prefix, entries)
+
+
+class _ZipSource:
+    # What `zipfile` needs of a file.
+    def __init__(self, source: ByteSource) -> None:
+        self._source, self._at = source, 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (self._source.nbytes if whence == os.SEEK_END else 0)
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        found = read_bytes(self._source, self._at, nbytes if nbytes >= 0 else self._source.nbytes)
+        self._at += len(found)
+        return found
 
 
 def _read_directory(source: ByteSource) -> dict[str, _Entry]:
     path, directory_start = source.path, _directory_start(source)
     try:
-        infos = zipfile.ZipFile(SourceFile(source)).infolist()
+        infos = zipfile.ZipFile(_ZipSource(source)).infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
     infos.sort(key=lambda info: info.header_offset)
@@ -177,7 +177,7 @@ def _directory_start(source: ByteSource) -> int:
                 f"{path}: is in an old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"
             )
         raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
-    last_nbytes, directory_nbytes, start = 22, 0, -1
+    last_nbytes, directory_nbytes, start = 22, 0, file_nbytes
     last = read_bytes(source, max(0, file_nbytes - 98), 98)
     if len(last) == 98 and last[-22:-18] == b"PK\x05\x06":
         directory_nbytes, start = struct.unpack_from("<2L", last, 98 - 10)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.io.source import read_small
 
 GIT, SHA256 = "git's sha1", "sha256"
 """Algorithms. Git's is a SHA-1 of the size and the bytes."""
@@ -26,11 +26,9 @@ MAX_LINKS = 40
 
 _ALGORITHM_OF = {64: SHA256, 40: GIT}
 _DIGEST = re.compile(r"(?:[0-9a-f]{64}|[0-9a-f]{40})")
-_LINE = re.compile(r"(?P<escaped>\\?)(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
-_TAGGED_LINE = re.compile(r"(?P<escaped>\\?)SHA256 \((?P<name>.+)\) = (?P<digest>[0-9a-fA-F]{64})")
+_LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
+_TAGGED_LINE = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<digest>[0-9a-fA-F]{64})")
 _BARE = re.compile(r"[0-9a-fA-F]{64}")
-_ESCAPES = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}
-
 
 _Listed = dict[str, dict[str, str]]
 """For each file name, the digests written for it, each with its checksum file."""
@@ -54,8 +52,7 @@ def checksums_of(paths: Iterable[str]) -> dict[str, Checksum | None]:
       nothing but the digest;
     - what huggingface_hub noted when it downloaded the file to a local folder.
 
-    Raises:
-        CheckpointError: a checksum file cannot be read, or there are two different digests for one file.
+    Raises CheckpointError if a checksum file cannot be read, or there are two different digests for one file.
     """
     listed: dict[str, _Listed] = {}
     return {path: _from_cache(path) or _from_sidecars(path, listed) or _from_download(path) for path in paths}
@@ -127,17 +124,8 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
     for line in text.split("\n"):
         match = _LINE.fullmatch(line.removesuffix("\r")) or _TAGGED_LINE.fullmatch(line.removesuffix("\r"))
         if match is not None:
-            name = match["name"]
-            if match["escaped"]:
-                name = re.sub(r"\\[\\nr]", lambda escape: _ESCAPES[escape[0]], name)
-            yield name, match["digest"].lower()
+            yield match["name"], match["digest"].lower()
 
 
 def _read(path: str) -> str:
-    source = LocalFile(path)
-    try:
-        if source.nbytes > MAX_NBYTES:
-            raise CheckpointError(f"{path}: has {source.nbytes} bytes, a checksum file has at most {MAX_NBYTES}")
-        return os.fsdecode(read_bytes(source, 0, source.nbytes))
-    finally:
-        source.close()
+    return os.fsdecode(read_small(path, MAX_NBYTES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -42,8 +43,8 @@ def compute_into(
         result[block].copy_(compute([each[block] for each in inputs]))
 
 
-class Temporaries:
-    """Memory that one thread uses again and again, for staged reads and for inputs of elementwise operations.
+class Temporaries(threading.local):
+    """Memory that each thread uses again and again, for staged reads and for inputs of elementwise operations.
 
     It is mapped, not taken from the heap: what is freed there would stay as holes between the partitions that are made
     meanwhile. A rank that dequantized a partition of 1250 MiB ended with 590 MiB of holes.

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.io.uploads import Put, Spans, Uploads, move_tasks
 from lowmem_load.planning.expression import Expression, Source, numel
-from lowmem_load.planning.load_plan import ComputedValue, PlannedFile, Value
+from lowmem_load.planning.load_plan import ComputedValue, Value
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.ranges import FlatRange
@@ -35,7 +35,7 @@ PART_BYTES = 16 << 20
 """Bytes of a read after which they are counted: from slow storage a whole read may take minutes."""
 
 MAX_WAITING = 64
-"""Most tasks that wait for the threads. So many, so that a thread need not wait for the calling one."""
+"""Most tasks that wait for the threads: enough that no thread waits for the calling one."""
 
 MAX_DELAYED = 512
 """Most tasks that the calling thread puts off, to run them together. A read of MBs empties the processor's caches. If
@@ -53,11 +53,7 @@ MIN_DEVICE_THREADS = 2
 
 
 class Tasks:
-    """Runs tasks in any order.
-
-    Args:
-        num_threads: tasks at a time. With 1, the calling thread runs them, unless `have_threads` is called.
-    """
+    """Runs tasks in any order. With one thread, the calling one runs them, unless `have_threads` is called."""
 
     def __init__(self, num_threads: int) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -138,27 +134,18 @@ class Executor:
     objects that stay would fill the holes that are freed, so that its heap would grow with each operation (by 80 MiB
     for a partition of 1250 MiB). The C library gives other threads heaps of their own, where nothing stays.
 
-    Args:
-        num_threads: reads at a time. With 1, the calling thread reads, and one thread computes operations. For a device
-            there are at least `MIN_DEVICE_THREADS`.
-        open_source: opens a file of the checkpoint.
-
-    Attributes:
-        sources: the files that it reads; see [Note: one descriptor] in `open_sources.py`.
-        stats: what was read so far.
-        num_threads: as given.
-        tasks: the reads and operations that remain.
-        on_bytes: called, from any thread, with the number of needed bytes that reached their destination.
+    There are `num_threads` reads at a time. With 1, the calling thread reads, and one thread computes operations. For a
+    device there are at least `MIN_DEVICE_THREADS`.
     """
 
     def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
         self.sources = OpenSources(open_source)
         self.stats = ReadStats()
-        self.on_bytes: Callable[[int], object] = int
+        self.on_bytes: Callable[[int], object] = int  # called with needed bytes that arrived, from any thread
         self.num_threads = num_threads
         self.tasks = Tasks(num_threads)
         self._lock = threading.Lock()
-        self._local = threading.local()
+        self._temporaries = Temporaries()
         self._uploads: Uploads | None = None
 
     def __enter__(self) -> Executor:
@@ -177,16 +164,12 @@ class Executor:
                     self._uploads.finish()  # copies may still use the memory; after `finish` there are none
             self.sources.close()
 
-    def expect(self, files: Sequence[PlannedFile]) -> None:
-        """See `OpenSources.expect`."""
-        self.sources.expect(files)
-
     def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], constants: Constants) -> None:
         """Start to fill flat, contiguous memory. Call `finish` before it is used."""
-        known = {number: self._value(number, values, constants) for number in fill.needs}
+        tensors = {number: self._value(number, values, constants) for number in fill.needs}
         if destination.is_cpu and any(isinstance(step, Apply) for step in fill.steps):
             self.tasks.have_threads(1)  # see [Note: another heap]
-        for task in self._tasks_of(fill.steps, destination, known, constants):
+        for task in self._tasks_of(fill.steps, destination, Constants(tensors, constants.functions)):
             self.tasks.run(task)
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
@@ -196,9 +179,28 @@ class Executor:
         for task in move_tasks(nest, values.detach().contiguous().view(-1), self._put_into(destination)):
             self.tasks.run(task)
 
-    def read_range(self, path: str, start: int, memory: torch.Tensor, what: str) -> None:
-        """Fill host memory, uint8, with the bytes of a file from `start` on. Raises as `finish`, naming `what`."""
-        self._read(Source(path, what, start, tuple(memory.shape), memory.dtype), 0, memory)
+    def read_range(self, path: str, start: int, memory: torch.Tensor, what: str, needed_bytes: int = 0) -> None:
+        """Fill host memory with the bytes of a file from `start` on. Raises as `finish`, naming `what`."""
+        self.stats.path, content = path, memory.view(torch.uint8).numpy().data
+        try:
+            with self.sources.reading(path) as source:
+                for done in range(0, content.nbytes, PART_BYTES):
+                    part = content[done : done + PART_BYTES]
+                    if needed_bytes:
+                        _make_pages(part)
+                    source.read_into(start + done, part)
+                    with self._lock:
+                        self.stats.read_bytes += part.nbytes
+        except TruncatedFileError as error:
+            raise TruncatedFileError(
+                f"{error} while {what} was read; the file changed after its header was read"
+            ) from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} (while {what} was read)") from error
+        with self._lock:
+            self.stats.num_reads += 1
+        if needed_bytes:
+            self.on_bytes(needed_bytes)
 
     def place(self, nest: Nest, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Move elements of a flat host tensor to `destination`. `values` may be overwritten once this returns."""
@@ -208,10 +210,6 @@ class Executor:
         for task in move_tasks(nest, values, self._put_into(destination)):
             self.tasks.run(task)
         self.tasks.finish()
-
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file has changed since the plan was made."""
-        self.sources.check_unchanged()
 
     def finish(self) -> None:
         """Wait until all memory is filled. Raises CheckpointError, or RuntimeError of the device."""
@@ -238,9 +236,7 @@ class Executor:
         # The function may compute elsewhere, on a stream of this thread. So this thread copies the result to the host.
         return constants.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
 
-    def _tasks_of(
-        self, steps: Sequence[Step], destination: torch.Tensor, known: Mapping[int, torch.Tensor], constants: Constants
-    ) -> Iterator[Task]:
+    def _tasks_of(self, steps: Sequence[Step], destination: torch.Tensor, known: Constants) -> Iterator[Task]:
         # To host memory, values are moved at once.
         put = partial(self._put_on_host, destination) if destination.is_cpu else self._put_into(destination)
         for step in steps:
@@ -253,54 +249,45 @@ class Executor:
             elif isinstance(step, Apply):
                 apply = partial(self._apply_on_host, destination) if destination.is_cpu else partial(self._apply, put)
                 for piece in step.pieces:
-                    yield partial(apply, step, piece, known, constants)
+                    yield partial(apply, step, piece, known)
             elif destination.is_cpu:
-                scatter_elements(step.nest, known[step.value], destination)
+                scatter_elements(step.nest, known.tensors[step.value], destination)
             else:
-                yield from move_tasks(step.nest, known[step.value], put)
+                yield from move_tasks(step.nest, known.tensors[step.value], put)
 
     def _direct_read(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
         memory = destination.narrow(0, step.nest.destination + shift, step.numel)
-        start = step.tensor.start + first * step.tensor.dtype.itemsize
-        return partial(self._read_bytes, step.tensor, start, _bytes_of(memory), step.needed_bytes_each)
+        return partial(self._read_elements, step.tensor, first, memory, step.needed_bytes_each)
 
     def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
-        put(nest, step.numel, step.tensor.dtype, lambda memory: self._read(step.tensor, first, memory))
+        put(nest, step.numel, step.tensor.dtype, partial(self._read_elements, step.tensor, first))
         self.on_bytes(step.needed_bytes_each)
 
-    def _apply(
-        self, put: Put, step: Apply, piece: Piece, known: Mapping[int, torch.Tensor], constants: Constants
-    ) -> None:
+    def _read_elements(self, tensor: Source, first: int, memory: torch.Tensor, needed_bytes: int = 0) -> None:
+        start = tensor.start + first * tensor.dtype.itemsize
+        self.read_range(tensor.path, start, memory, repr(tensor.name), needed_bytes)
+
+    def _apply(self, put: Put, step: Apply, piece: Piece, known: Constants) -> None:
         def write(memory: torch.Tensor) -> None:
-            with self._temporaries().frame() as take:
-                inputs = self._inputs(piece, known, constants, take)
-                compute_into(memory, constants.functions[step.function], inputs)
+            with self._temporaries.frame() as take:
+                compute_into(memory, known.functions[step.function], self._inputs(piece, known, take))
 
         put(piece.nest, piece.numel, step.dtype, write)
 
-    def _apply_on_host(
-        self,
-        destination: torch.Tensor,
-        step: Apply,
-        piece: Piece,
-        known: Mapping[int, torch.Tensor],
-        constants: Constants,
-    ) -> None:
-        with self._temporaries().frame() as take:
-            inputs = self._inputs(piece, known, constants, take)
+    def _apply_on_host(self, destination: torch.Tensor, step: Apply, piece: Piece, known: Constants) -> None:
+        with self._temporaries.frame() as take:
+            inputs = self._inputs(piece, known, take)
             result = next((each for each in inputs if each.dtype == step.dtype), None)
             if result is None:
                 result = take(piece.numel, step.dtype)
-            compute_into(result, constants.functions[step.function], inputs)
+            compute_into(result, known.functions[step.function], inputs)
             scatter_elements(piece.nest, result, destination)
 
-    def _inputs(
-        self, piece: Piece, known: Mapping[int, torch.Tensor], constants: Constants, take: Take
-    ) -> list[torch.Tensor]:
+    def _inputs(self, piece: Piece, known: Constants, take: Take) -> list[torch.Tensor]:
         inputs = []
         for fill in piece.inputs:
             inputs.append(take(fill.numel, fill.dtype))
-            for task in self._tasks_of(fill.steps, inputs[-1], known, constants):
+            for task in self._tasks_of(fill.steps, inputs[-1], known):
                 task()
         return inputs
 
@@ -312,7 +299,7 @@ class Executor:
         dtype: torch.dtype,
         write: Callable[[torch.Tensor], object],
     ) -> None:
-        with self._temporaries().frame() as take:
+        with self._temporaries.frame() as take:
             memory = take(numel, dtype)
             write(memory)
             scatter_elements(nest, memory, destination)
@@ -323,33 +310,6 @@ class Executor:
             self._uploads = Uploads(destination.device, num_threads)
             self.tasks.have_threads(num_threads)  # uploads change the current stream of the threads that make them
         return self._uploads.into(destination)
-
-    def _read(self, tensor: Source, first: int, memory: torch.Tensor) -> None:
-        self._read_bytes(tensor, tensor.start + first * tensor.dtype.itemsize, _bytes_of(memory), 0)
-
-    def _read_bytes(self, tensor: Source, start: int, content: memoryview, needed_bytes: int) -> None:
-        path = self.stats.path = tensor.path
-        try:
-            with self.sources.reading(path) as source:
-                for done in range(0, content.nbytes, PART_BYTES):
-                    part = content[done : done + PART_BYTES]
-                    if needed_bytes:
-                        _make_pages(part)
-                    source.read_into(start + done, part)
-                    with self._lock:
-                        self.stats.read_bytes += part.nbytes
-        except CheckpointError as error:
-            raise _explained(error, repr(tensor.name)) from error
-        with self._lock:
-            self.stats.num_reads += 1
-        if needed_bytes:
-            self.on_bytes(needed_bytes)
-
-    def _temporaries(self) -> Temporaries:
-        found: Temporaries | None = getattr(self._local, "temporaries", None)
-        if found is None:
-            found = self._local.temporaries = Temporaries()
-        return found
 
 
 def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
@@ -374,13 +334,3 @@ def _make_pages(memory: memoryview) -> None:
         for first in range(start // page * page, end, POPULATED_BYTES):
             nbytes = min(POPULATED_BYTES, end - first)
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), _POPULATE_WRITE)
-
-
-def _bytes_of(memory: torch.Tensor) -> memoryview:
-    return memory.view(torch.uint8).numpy().data
-
-
-def _explained(error: CheckpointError, what: str) -> CheckpointError:
-    if isinstance(error, TruncatedFileError):
-        return TruncatedFileError(f"{error} while {what} was read; the file changed after its header was read")
-    return CheckpointError(f"{error} (while {what} was read)")

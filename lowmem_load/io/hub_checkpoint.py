@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import posixpath
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ from lowmem_load.io.source import ByteSource, LocalFile, Opener
 TIMEOUT_S = 30.0
 """Seconds without a byte from the server after which a read fails."""
 
-MAX_CACHED_NBYTES = 64 << 20
-"""Most bytes of one file that are cached, so that a header that two stages read is fetched once."""
+MAX_CACHED_READS = 8
+"""Latest reads of one file that are cached, so that a header that two stages read is fetched once."""
 
 MAX_SMALL_NBYTES = 64 << 20
 """Most bytes of a file that is fetched whole, such as an index."""
@@ -130,12 +130,10 @@ class HubFile:
 
     is_remote = True
 
-    def __init__(self, path: str, url: str, nbytes: int, version: str, token: str | bool | None = None) -> None:
+    def __init__(self, path: str, url: str, nbytes: int, version: str) -> None:
         self.path, self.nbytes, self.version = path, nbytes, version
-        self._url, self._token = url, token
-        self._cached: dict[tuple[int, int], bytes] = {}
-        self._cached_nbytes = 0
-        self._lock = threading.Lock()
+        self._url = url
+        self._bytes = functools.lru_cache(MAX_CACHED_READS)(self._fetch)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
@@ -148,17 +146,6 @@ class HubFile:
     def close(self) -> None:
         """Do nothing: the session owns the connections."""
 
-    def _bytes(self, offset: int, nbytes: int) -> bytes:
-        cached = self._cached.get((offset, nbytes))
-        if cached is not None:
-            return cached
-        found = self._fetch(offset, nbytes)
-        with self._lock:
-            if self._cached_nbytes + nbytes <= MAX_CACHED_NBYTES:
-                self._cached_nbytes += nbytes
-                self._cached[offset, nbytes] = found
-        return found
-
     def _check_range(self, headers: Any, offset: int, nbytes: int) -> None:
         content_range = str(headers.get("Content-Range", ""))
         if not content_range.startswith(f"bytes {offset}-"):
@@ -170,7 +157,7 @@ class HubFile:
             raise CheckpointError(f"{self.path}: {self._url} sent compressed bytes although identity was asked for")
 
     def _fetch(self, offset: int, nbytes: int) -> bytes:
-        headers = {**build_hf_headers(token=self._token), "Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        headers = {**build_hf_headers(), "Range": f"bytes={offset}-{offset + nbytes - 1}"}
         headers["Accept-Encoding"] = "identity"
         try:
             with _response(self._url, headers) as response:

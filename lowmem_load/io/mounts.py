@@ -70,15 +70,12 @@ def read_cost(paths: Iterable[str]) -> ReadCost:
     systems, the largest block counts.
     """
     mounts: dict[str, Mount | None] = {}
-    kinds, block_bytes = set(), 1
+    block_bytes = 1
     for path in paths:
         folder = os.path.dirname(os.path.realpath(path))
         if folder not in mounts:
             mounts[folder] = mount_of(folder)
         mount = mounts[folder]
         if mount is not None and mount.is_network and os.path.exists(path):
-            kinds.add(mount.kind)
             block_bytes = max(block_bytes, os.stat(path).st_blksize, mount.rsize)
-    if not kinds:
-        return ReadCost()
-    return ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S, block_bytes, ", ".join(sorted(kinds)))
+    return ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S, block_bytes) if block_bytes > 1 else ReadCost()

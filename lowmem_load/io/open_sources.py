@@ -37,34 +37,24 @@ class OpenSources:
 
     A source must keep the version that was planned against, or that it had when it was first opened. The version is
     compared after opening and before closing, so everything that is read in between has that version.
-
-    Args:
-        open_source: opens a source.
     """
 
     def __init__(self, open_source: Opener) -> None:
-        self._retries_of_closed = 0
         self._open = open_source
         self._versions: dict[str, str] = {}
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
         self._lock = threading.Lock()
 
-    @property
-    def num_retries(self) -> int:
-        """Reads that were repeated after a fault, of all sources that count them."""
-        return self._retries_of_closed + sum(map(_retries_of, self._entries.values()))
-
     def expect(self, files: Iterable[PlannedFile]) -> None:
         """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
         for file in files:
-            self._check(file.path, self._versions.setdefault(file.path, file.version), file.version)
+            self._check(file.path, file.version)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[ByteSource]:
         """Yield the open source of a path. It stays open afterwards unless there are too many.
 
-        Raises:
-            CheckpointError: it cannot be opened, or has changed; or another one has that is closed to make room.
+        Raises CheckpointError if it cannot be opened or has changed, or if another has that is closed to make room.
         """
         with self._lock:
             entry = self._entries.setdefault(path, _Entry())
@@ -82,58 +72,44 @@ class OpenSources:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if an open source has changed."""
-        for entry in self._entries.values():
-            self._check_entry(entry)
+        self._check_all(self._entries.values())
 
     def close(self) -> None:
         """Close all sources without a check. Nobody may read them any more."""
-        self._retries_of_closed = self.num_retries
         _close(self._entries.values())
         self._entries.clear()
 
     def _close_idle(self) -> None:
-        if len(self._entries) <= MAX_OPEN_SOURCES:
-            return
         with self._lock:
             num_surplus = len(self._entries) - MAX_OPEN_SOURCES
             if num_surplus <= 0:
                 return
             idle = [path for path, entry in self._entries.items() if not entry.num_readers][:num_surplus]
             surplus = [self._entries.pop(path) for path in idle]
-            self._retries_of_closed += sum(map(_retries_of, surplus))
         try:
-            for entry in surplus:
-                self._check_entry(entry)
+            self._check_all(surplus)
         finally:
             _close(surplus)
 
     def _opened(self, path: str) -> ByteSource:
         source = self._open(path)
         try:
-            self._check_source(source)
+            self._check(path, source.version)
         except CheckpointError:
             source.close()
             raise
         return source
 
-    def _check_entry(self, entry: _Entry) -> None:
-        if entry.source is not None:
-            self._check_source(entry.source)
+    def _check_all(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            if entry.source is not None:
+                self._check(entry.source.path, entry.source.version)
 
-    def _check_source(self, source: ByteSource) -> None:
-        version = source.version
-        self._check(source.path, version, self._versions.setdefault(source.path, version))
-
-    @staticmethod
-    def _check(path: str, version: str, expected: str) -> None:
-        if version != expected:
+    def _check(self, path: str, version: str) -> None:
+        if self._versions.setdefault(path, version) != version:
             raise CheckpointError(
                 f"{path}: was replaced or written to after its header was read; load again once nobody writes to it"
             )
-
-
-def _retries_of(entry: _Entry) -> int:
-    return getattr(entry.source, "num_retries", 0)
 
 
 def _close(entries: Iterable[_Entry]) -> None:

@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from lowmem_load.errors import CheckpointError
 from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.source import read_bytes
 from lowmem_load.planning.load_plan import PlannedFile
@@ -84,21 +83,19 @@ def sample_digests(
 ) -> list[str]:
     """Return a digest of the sampled blocks and the `small` tensors of each file.
 
-    Raises:
-        CheckpointError: a file cannot be read, or has changed since its header was read.
+    Raises CheckpointError if a file cannot be read, or has changed since its header was read.
     """
 
     def digest(sampled: tuple[PlannedFile, list[int]], tensors: Sequence[Span]) -> str:
         file, offsets = sampled
         spans = [*((offset, BLOCK_BYTES) for offset in offsets), *joined(tensors)]
         with sources.reading(file.path) as source:
-            if source.version != file.version:
-                raise CheckpointError(f"{file.path}: was replaced or written to after its header was read; load again")
             found = hashlib.blake2b(digest_size=16)
             for offset, nbytes in spans:
                 found.update(read_bytes(source, offset, nbytes))
                 on_block()
             return found.hexdigest()
 
+    sources.expect(files)
     with ThreadPoolExecutor(num_threads, "lowmem_load-sample") as pool:
         return list(pool.map(digest, sample_offsets(files, seed), small))

@@ -75,21 +75,12 @@ class SharedBuffer:
         """Return the chunk that a rank fills in a round, uint8. Rounds alternate between the two."""
         return self.both_chunks(place).narrow(0, round_number % 2 * self.chunk_bytes, self.chunk_bytes)
 
-    def decline(self) -> None:
-        """Let all barriers pass as far as this rank is concerned."""
-        self._arrive(_DECLINED)
-
-    def leave(self) -> None:
-        """Tell the other ranks that this one comes to no further barrier."""
-        self._arrive(_LEFT)
-
     def barrier(self, number: int, check: Callable[[], None]) -> None:
         """Wait until every rank has reached barrier `number`, which grows; `check` may raise to end the waiting.
 
-        Raises:
-            LowMemLoadError: another rank has left, and `check` did not say why.
+        Raises LowMemLoadError if another rank has left, and `check` did not say why.
         """
-        self._arrive(number)
+        self.arrive(number)
         pause_s, left_s = _FIRST_WAIT_S, float("inf")
         while (least := min(counter[0] for counter in self._counters)) < number:
             check()
@@ -101,34 +92,27 @@ class SharedBuffer:
             pause_s = min(_LAST_WAIT_S, pause_s * 1.5)
         self._order_memory()
 
-    def _arrive(self, number: int) -> None:
+    def arrive(self, number: int) -> None:
+        """Let the other ranks see that this one has reached barrier `number`."""
         self._order_memory()
         self._counters[self.place][0] = number
 
     def _order_memory(self) -> None:
-        """Make sure that other ranks see what was written before they see the counter, on every kind of processor."""
-        with self._fence:  # taking a lock orders memory; Python has no other means
+        with self._fence:  # taking a lock orders memory on every kind of processor; Python has no other means
             pass
 
 
 class SharedReads:
-    """Carries out reads together with the other ranks of the node, in this rank's part of the shared buffer.
+    """Carries out `reads` together with the other ranks of the node, in this rank's part of the shared buffer.
 
-    Args:
-        reads: to be shared. `take` removes them from the fills that they are part of.
-        buffer: shared with the ranks that take part.
-        block_bytes: bytes that storage reads as a whole; see `ReadCost.block_bytes`.
-        check: raises if another rank has failed; called while this one waits.
-
-    Attributes:
-        waited: grows while this rank waits for others, which then counts as progress.
-        why_alone: why the ranks did not read together after all; "" if they did.
+    `check` raises if another rank has failed; it is called while this one waits.
     """
 
     def __init__(
         self, reads: Sequence[Read], buffer: SharedBuffer, block_bytes: int, *, check: Callable[[], None]
     ) -> None:
-        self.waited, self.why_alone = 0, ""
+        self.waited = 0  # grows while this rank waits for others, which then counts as progress
+        self.why_alone = ""  # why the ranks did not read together after all; "" if they did
         self._shared_ids = {id(read) for read in reads}
         self._deliveries: list[_Delivery] = []
         self._buffer, self._block_bytes, self._check = buffer, block_bytes, check
@@ -144,14 +128,12 @@ class SharedReads:
     def run(self, executor: Executor) -> Shared | None:
         """Carry out the reads that were taken. Return None if the ranks save little; then each has begun to read alone.
 
-        Raises:
-            CheckpointError, PlanError: a read failed; the chunks do not hold all that this rank needs.
-            StoppedError: another rank has failed.
+        Raises PlanError if the chunks do not hold all that this rank needs.
         """
         try:
             return self._run(executor)
         except BaseException:
-            self._buffer.leave()
+            self._buffer.arrive(_LEFT)
             raise
 
     def _run(self, executor: Executor) -> Shared | None:
@@ -225,7 +207,7 @@ class SharedReads:
 def decline(buffer: SharedBuffer, reason: str) -> None:
     """Tell the other ranks of the node that this rank reads alone, so that they do not wait for it."""
     _write(buffer.both_chunks(buffer.place), reason)
-    buffer.decline()
+    buffer.arrive(_DECLINED)
 
 
 def _read_segment(executor: Executor, segment: Segment, memory: torch.Tensor, has_failed: threading.Event) -> int:

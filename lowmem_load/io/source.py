@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
@@ -41,8 +39,7 @@ Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`
 class ByteSource(Protocol):
     """Bytes that several threads can read at a time, by position.
 
-    Two members are optional. `num_retries` counts reads that were repeated after a transient fault. `is_remote` says
-    that each read takes a request.
+    One member is optional: `is_remote` says that each read takes a request.
     """
 
     @property
@@ -82,19 +79,17 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.num_retries = 0
-        self._lock = threading.Lock()
         self._descriptor = -1
         with _our_errors(path):
             self._descriptor, found = self._retrying(_open_regular, path)
-        self.nbytes, self._opened_version = found.st_size, file_version(found)
+        self.nbytes, self._opened_version = found.st_size, _version(found)
         self._is_on_disk = os.major(found.st_dev) != 0  # file systems in memory and on the network have major number 0
 
     @property
     def version(self) -> str:
         """Device, inode, size and time of change of the open file."""
         with _our_errors(self.path):
-            return file_version(self._retrying(os.fstat, self._descriptor))
+            return _version(self._retrying(os.fstat, self._descriptor))
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
@@ -125,8 +120,6 @@ class LocalFile:
                 if error.errno not in TRANSIENT or delay_s is None:
                     raise
                 logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
-            with self._lock:
-                self.num_retries += 1
             time.sleep(delay_s)
             with contextlib.suppress(OSError):  # the call itself then says what is wrong
                 self._reopen()
@@ -137,7 +130,7 @@ class LocalFile:
             return
         descriptor, found = _open_regular(self.path)
         try:
-            if file_version(found) != self._opened_version:
+            if _version(found) != self._opened_version:
                 raise CheckpointError(
                     f"{self.path}: was replaced or written to while it was read; load again once nobody writes to it"
                 )
@@ -159,8 +152,7 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
     return descriptor, found
 
 
-def file_version(found: os.stat_result) -> str:
-    """Return the version of a file: device, inode, size and time of change."""
+def _version(found: os.stat_result) -> str:
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
 
@@ -171,36 +163,12 @@ def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
     return bytes(found)
 
 
-class SourceFile(io.RawIOBase):
-    """A source as a read-only seekable file object, for `zipfile`."""
-
-    def __init__(self, source: ByteSource) -> None:
-        super().__init__()
-        self._source, self._position = source, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position; see `io.IOBase.seek`."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.nbytes}[whence]
-        if start + offset < 0:
-            raise ValueError(f"{self._source.path}: byte {start + offset} lies before the start of the file")
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # any writable buffer; zipfile gives these
-        """Fill `buffer` as far as the source goes."""
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(view.nbytes, self._source.nbytes - self._position))]
-        self._source.read_into(self._position, view)
-        self._position += view.nbytes
-        return view.nbytes
+def read_small(path: str, max_nbytes: int) -> bytes:
+    """Return the bytes of a regular file. Raises CheckpointError if there are more than `max_nbytes`."""
+    with contextlib.closing(LocalFile(path)) as source:
+        if source.nbytes > max_nbytes:
+            raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {max_nbytes}")
+        return read_bytes(source, 0, source.nbytes)
 
 
 @contextlib.contextmanager

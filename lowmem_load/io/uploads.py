@@ -86,13 +86,6 @@ class Uploads:
     Memory: pinned, `SLOTS_PER_THREAD` slots for each thread, rounded up to a power of two. Torch keeps them for the
     next load. On the device, at most `NUM_STREAMS * SLOT_BYTES` if values are cast or rearranged (two to four times
     that if they are cast more than once).
-
-    Args:
-        device: that is copied to.
-        num_threads: that fill slots at a time.
-
-    Attributes:
-        spans: times of reads and copies so far.
     """
 
     def __init__(self, device: torch.device, num_threads: int) -> None:

@@ -36,7 +36,7 @@ def execute(
         What sharing reads came to; None where this rank read alone.
     """
     plan = planned.plan
-    executor.expect(plan.files)
+    executor.sources.expect(plan.files)
     for buffer in plan.buffers:
         _fill_buffer(buffer, planned, target, executor)
     uses = [plan.values_of(part.fills) for part in plan.targets]
@@ -67,7 +67,7 @@ def execute(
         sample()
     shared = None if sharing is None else sharing.run(executor)
     executor.finish()
-    executor.check_unchanged()
+    executor.sources.check_unchanged()
     for source, copy in copies:
         copy.copy_(source)
     for restore in restores:

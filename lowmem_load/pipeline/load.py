@@ -137,8 +137,6 @@ class Load:
         report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
         if why_alone:
             report.notes.append(f"no reads were shared with other ranks: {why_alone}")
-        if executor.sources.num_retries:
-            report.notes.append(f"{executor.sources.num_retries} reads again after a fault of the storage")
         if executor.spans is not None:
             report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
 

@@ -67,35 +67,23 @@ class _Index(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Loops:
-    """A loop nest over the current expression; see [Note: loop nests].
-
-    Attributes:
-        sizes: iterations of each loop.
-        strides: of each loop, in elements of the destination.
-        start: first element of the destination.
-        index: of the expression, along each of its dims.
-        casts: dtypes to which the elements are converted, in order.
-    """
+    """A loop nest over the current expression; see [Note: loop nests]."""
 
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    index: tuple[_Index, ...]
-    casts: tuple[torch.dtype, ...]
+    strides: tuple[int, ...]  # of each loop, in elements of the destination
+    start: int  # first element of the destination
+    index: tuple[_Index, ...]  # of the expression, along each of its dims
+    casts: tuple[torch.dtype, ...]  # to which the elements are converted, in order
 
     def span(self, index: _Index) -> int:
         return sum(c * (size - 1) for c, size in zip(index.coefficients, self.sizes, strict=True))
 
     def split(self, loop: int, at: Sequence[int]) -> Iterator[_Loops]:
-        cuts = [0, *at, self.sizes[loop]]
-        for first, last in pairwise(cuts):
+        for first, last in pairwise([0, *at, self.sizes[loop]]):
             if last > first:
-                yield self._part(loop, first, last - first)
-
-    def _part(self, loop: int, first: int, size: int) -> _Loops:
-        index = tuple(_Index(i.base + first * i.coefficients[loop], i.coefficients) for i in self.index)
-        start = self.start + first * self.strides[loop]
-        return replace(self, sizes=_set(self.sizes, loop, size), start=start, index=index)
+                index = tuple(_Index(i.base + first * i.coefficients[loop], i.coefficients) for i in self.index)
+                start = self.start + first * self.strides[loop]
+                yield replace(self, sizes=_set(self.sizes, loop, last - first), start=start, index=index)
 
     def tile(self, loop: int, inner: int) -> _Loops:
         """Return this nest with `loop` as two; the inner one has `inner` iterations, which divide those of `loop`."""
@@ -239,17 +227,13 @@ def _walk_concat(node: Concat, nest: _Loops) -> Iterator[Copy]:
         index = current.index[node.dim]
         part = bisect_right(node.ends, index.base)
         if index.base + current.span(index) >= node.ends[part]:
-            pending.extend(reversed(list(_cut(current, index, node.ends[part]))))
+            loop = _widest(current, index)  # between the two parts comes the one iteration that crosses the border
+            cuts = _iterations_before(current, index, loop, node.ends[part])
+            pending.extend(reversed(list(current.split(loop, cuts))))
             continue
         moved = _Index(index.base - node.ends[part] + node.parts[part].shape[node.dim], index.coefficients)
         within = (*current.index[: node.dim], moved, *current.index[node.dim + 1 :])
         yield from _walk(node.parts[part], replace(current, index=within))
-
-
-def _cut(nest: _Loops, index: _Index, border: int) -> Iterator[_Loops]:
-    # Between the two parts comes the one iteration that crosses the border, if any.
-    loop = _widest(nest, index)
-    yield from nest.split(loop, _iterations_before(nest, index, loop, border))
 
 
 def _widest(nest: _Loops, index: _Index) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -136,11 +136,8 @@ class Cast:
     """`part`, each element converted to `dtype` as `Tensor.to` does."""
 
     part: Expression
-    shape: Shape = field(init=False)
+    shape: Shape
     dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", self.part.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,7 +235,7 @@ def reshape(part: Expression, shape: Sequence[int]) -> Expression:
 
 def cast(part: Expression, dtype: torch.dtype) -> Expression:
     """Return `part` as `dtype`: itself if it has that dtype."""
-    return part if part.dtype == dtype else Cast(part, dtype=dtype)
+    return part if part.dtype == dtype else Cast(part, part.shape, dtype)
 
 
 def without_casts(part: Expression) -> tuple[Expression, tuple[torch.dtype, ...]]:
@@ -267,9 +264,6 @@ def leaves(expression: Expression) -> list[Leaf]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, Source):  # most nodes of large models
-            found.append(node)
-            continue
         if isinstance(node, Leaf):
             found.append(node)
         stack.extend(children(node)[::-1])

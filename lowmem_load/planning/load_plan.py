@@ -24,20 +24,15 @@ from lowmem_load.planning.reads import Fill, Read, ReadCost
 class Costs:
     """What a plan, or a part of one, costs its rank.
 
-    Attributes:
-        needed_bytes: bytes of files that end up in the filled memory.
-        read_bytes: bytes that are read: needed ones and gaps between them. Headers do not count.
-        num_reads: reads that fetch them.
-        staging_bytes: bytes of the staging buffer that each reading thread needs.
-        largest_temporary_bytes: most bytes that are held at one time only to compute or move values: all values that
-            one destination needs, and the inputs of the largest. Each reading thread may hold as much again for
-            elementwise operations.
+    `largest_temporary_bytes` is the most that is held at one time only to compute or move values: all values that one
+    destination needs, and the inputs of the largest. Each reading thread may hold as much again for elementwise
+    operations.
     """
 
-    needed_bytes: int = 0
-    read_bytes: int = 0
+    needed_bytes: int = 0  # of files, that end up in the filled memory
+    read_bytes: int = 0  # needed ones and gaps between them, without headers
     num_reads: int = 0
-    staging_bytes: int = 0
+    staging_bytes: int = 0  # of the buffer that each reading thread needs
     largest_temporary_bytes: int = 0
 
     def plus(self, other: Costs) -> Costs:
@@ -55,8 +50,6 @@ class HeldValue(NamedTuple):
     """A flat tensor that is in memory before the plan is executed. `origin` says where it comes from."""
 
     origin: str
-    numel: int
-    dtype: torch.dtype
 
 
 class ComputedValue(NamedTuple):
@@ -75,49 +68,33 @@ Value = HeldValue | ComputedValue
 
 @dataclass(frozen=True, slots=True)
 class SlowPath:
-    """A parameter or buffer that cannot be read straight into its final memory.
-
-    Attributes:
-        name: of the parameter or buffer.
-        reason: why not.
-        extra_bytes: bytes that are held or read beyond the partition.
-    """
+    """A parameter or buffer that cannot be read straight into its final memory."""
 
     name: str
     reason: str
-    extra_bytes: int
+    extra_bytes: int  # that are held or read beyond the partition
 
 
 class Destination(NamedTuple):
     """One piece of memory of a target parameter.
 
-    Attributes:
-        region: elements of the parameter that it holds.
-        numel: elements that are allocated: the region and the padding behind it.
-        fill: how the region is filled; None if another destination of the parameter holds these elements as well.
-        copied_from: if there is no fill: the number of that other destination, and its element from which on the
-            region is copied once everything is filled.
+    Without a fill, it is copied once everything is filled. `copied_from` has the number of the destination that holds
+    these elements as well, and the element at which they start there.
     """
 
     region: Region
-    numel: int
+    numel: int  # allocated: the region and the padding behind it
     fill: Fill | None
     copied_from: tuple[int, int] | None = None
 
 
 class CompanionPlan(NamedTuple):
-    """A tensor that belongs to a quantized parameter, such as its scales. Every rank holds all of it.
+    """A tensor that belongs to a quantized parameter, such as its scales. Every rank holds all of it."""
 
-    Attributes:
-        name: as the quantization method calls it.
-        shape, dtype: of the tensor.
-        fill: how it is filled; None if packing the parameter makes it.
-    """
-
-    name: str
+    name: str  # as the quantization method calls it
     shape: Shape
     dtype: torch.dtype
-    fill: Fill | None
+    fill: Fill | None  # None if packing the parameter makes it
 
     @property
     def nbytes(self) -> int:
@@ -127,29 +104,17 @@ class CompanionPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TargetPlan:
-    """A target parameter: what this rank holds of it, and how that is filled.
+    """A target parameter: what this rank holds of it, and how that is filled. If it is quantized: its packed values."""
 
-    Attributes:
-        names: all names of the parameter; several if it is tied.
-        shape, dtype: of the whole parameter as it is stored; if it is quantized, of its packed values.
-        kind: the kind of target: "zero3", "replicated", "sharded".
-        destinations: one for each piece of memory.
-        is_recast: whether an ordinary load keeps it in another dtype.
-        is_uninitialised: whether nothing gives it a value; then it is zero.
-        slow_paths: why it is not read straight into its destinations.
-        fingerprint: digest of the whole parameter's expression; equal on all ranks that read the same files.
-        companions: tensors that belong to its packed values; none unless it is quantized.
-    """
-
-    names: tuple[str, ...]
-    shape: Shape
+    names: tuple[str, ...]  # several if it is tied
+    shape: Shape  # of the whole parameter, as it is stored
     dtype: torch.dtype
-    kind: str
+    kind: str  # of the target: "zero3", "replicated", "sharded"
     destinations: tuple[Destination, ...]
-    is_recast: bool
-    is_uninitialised: bool
+    is_recast: bool  # an ordinary load keeps it in another dtype
+    is_uninitialised: bool  # nothing gives it a value; then it is zero
     slow_paths: tuple[SlowPath, ...]
-    fingerprint: str
+    fingerprint: str  # of its expression; equal on all ranks that read the same files
     companions: tuple[CompanionPlan, ...] = ()
 
     @property
@@ -182,39 +147,24 @@ class TargetPlan:
 
 
 class BufferPlan(NamedTuple):
-    """A buffer of the model. Every rank holds all of it.
-
-    Attributes:
-        names: all names of the buffer.
-        shape, dtype: as it will be held.
-        fill: how it is filled; None if it is in memory already and is only moved or cast.
-        slow_paths: why it is not read straight into its memory.
-        fingerprint: as for `TargetPlan`.
-    """
+    """A buffer of the model. Every rank holds all of it."""
 
     names: tuple[str, ...]
     shape: Shape
     dtype: torch.dtype
-    fill: Fill | None
+    fill: Fill | None  # None if it is in memory already and is only moved or cast
     slow_paths: tuple[SlowPath, ...]
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file whose header the plan was made from.
-
-    Attributes:
-        path: as it was opened.
-        nbytes: size of the file.
-        digest: of its header, which says which tensor lies where.
-        version: see `ByteSource.version`. It may differ between nodes, so it is not compared.
-    """
+    """A file whose header the plan was made from."""
 
     path: str
     nbytes: int
-    digest: str
-    version: str = field(compare=False)
+    digest: str  # of its header, which says which tensor lies where
+    version: str = field(compare=False)  # see `ByteSource.version`; nodes may have other ones
 
 
 @dataclass(frozen=True, slots=True)

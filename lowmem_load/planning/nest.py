@@ -97,8 +97,7 @@ class Nest:
     def clipped(self, start: int, end: int, side: Side) -> Iterator[Nest]:
         """Yield nests that are together the elements whose position on one side lies in `[start, end)`.
 
-        Raises:
-            PlanError: loops interleave on that side. Those of a planned nest do not.
+        Raises PlanError if loops interleave on that side. Those of a planned nest do not.
         """
         axes = sorted(self.axes, key=lambda axis: -getattr(axis, side))
         for part in _clipped(replace(self, axes=tuple(axes)), start, end, side):

@@ -54,13 +54,9 @@ class Planner:
         self._known: list[Expression | Callable[..., Any]] = []  # kept alive: `_numbers` knows them by id
 
     def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
-        """Return how memory that holds a region of an expression is filled; proved to fill each element once.
+        """Return how memory that holds a region of an expression is filled, each element once; else raise PlanError.
 
         A grid is held row-major. Only memory `on_host` is read into directly.
-
-        Raises:
-            PlanError: the region exceeds the expression, needs more than `MAX_COPIES` copies, is not covered exactly
-                once, or needs elements that are not in memory.
         """
         expression, flat_range = _selected(name, expression, region)
         steps: list[Step] = []
@@ -109,7 +105,7 @@ class Planner:
         # Several parameters may be made of one value, which is then held, or computed, under one number.
         number = self._numbers.get(id(leaf))
         if number is None:
-            number = self._add(leaf, HeldValue(leaf.origin, leaf.flat.numel(), leaf.dtype))
+            number = self._add(leaf, HeldValue(leaf.origin))
             self.constants.tensors[number] = leaf.flat
         return number
 

@@ -9,7 +9,6 @@ cut into rows; these are marked on a bitmap, part by part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from lowmem_load.errors import PlanError
 from lowmem_load.planning.nest import Axis, Nest, extent
 
 PROOF_CELLS = 1 << 24
-"""Cells of a bitmap that are in memory at a time, one byte each."""
+"""Elements whose bitmap is in memory at a time, one byte each."""
 
 # A piece, below, is a nest of which only the destination matters. Its axes have descending strides, none has size 1,
 # and no two can be merged. Each stride is at least the extent of the axes after it, so the elements are in ascending
@@ -27,7 +26,7 @@ PROOF_CELLS = 1 << 24
 
 
 class _RowSpan(NamedTuple):
-    """A piece that each of the rows `[first_row, end_row)` contains. It starts so many elements after the row does."""
+    """A piece that each of the rows `[first_row, end_row)` contains. Its destination counts from the row's start."""
 
     first_row: int
     end_row: int
@@ -43,13 +42,9 @@ class _Range(NamedTuple):
 
 
 def prove_coverage(name: str, nests: Sequence[Nest], numel: int) -> None:
-    """Check that the nests write each of the elements `[0, numel)` exactly once. See [Note: proof by rows].
-
-    Raises:
-        PlanError: an element is left out, written twice, or outside the destination; or the loops of a nest interleave.
-    """
-    if len(nests) == 1 and _is_one_run(nests[0], numel):  # most parameters
-        return
+    """Raise PlanError unless the nests write each of the elements `[0, numel)` exactly once."""
+    if len(nests) == 1 and nests[0].destination == 0 and [axis[::2] for axis in nests[0].axes] == [(numel, 1)]:
+        return  # one run, as of most parameters
     pieces = [_piece(name, nest, numel) for nest in nests if nest.numel]
     proofs = [_prove(name, _Range(pieces, 0, numel))]
     while proofs:  # a stack, innermost last: recursion would be as deep as the nests
@@ -60,20 +55,12 @@ def prove_coverage(name: str, nests: Sequence[Nest], numel: int) -> None:
             proofs.append(_prove(name, row))
 
 
-def _is_one_run(nest: Nest, numel: int) -> bool:
-    return nest.destination == 0 and len(nest.axes) == 1 and nest.axes[0][::2] == (numel, 1)
-
-
 def _reach(axes: Sequence[Axis]) -> int:
     return extent(axes, "destination")
 
 
 def _end(piece: Nest) -> int:
     return piece.destination + _reach(piece.axes)
-
-
-def _is_run(piece: Nest) -> bool:
-    return not piece.axes or piece.axes[0].destination == 1
 
 
 def _in_order(pieces: Iterable[Nest]) -> list[Nest]:
@@ -87,10 +74,10 @@ def _prove(name: str, elements: _Range) -> Iterator[_Range]:
         start, end = group[0].destination, max(map(_end, group))
         if start > position:
             raise PlanError(f"{name}: elements [{position}, {start}) are not covered")
-        if not all(map(_is_run, group)):
-            rows = _rows(group, start, end)
+        if any(piece.axes and piece.axes[0].destination != 1 for piece in group):
+            rows = rows_of(group, start, end)
             if rows is None:
-                _prove_on_bitmap(name, _Range(group, start, end))
+                prove_on_bitmap(name, _Range(group, start, end))
             else:
                 yield from rows
         elif len(group) > 1:
@@ -126,8 +113,8 @@ def _groups(pieces: Sequence[Nest]) -> Iterator[list[Nest]]:
         yield group
 
 
-def _rows(group: Sequence[Nest], start: int, end: int) -> Iterator[_Range] | None:
-    # Returns None if the group cannot be cut into rows.
+def rows_of(group: Sequence[Nest], start: int, end: int) -> Iterator[_Range] | None:
+    """Return one row of each kind that a group consists of; None if it cannot be cut into rows."""
     length = max(piece.axes[0].destination for piece in group if piece.axes)
     spans: list[_RowSpan] = []
     for piece in group:
@@ -179,39 +166,20 @@ def _kinds_of_rows(spans: Sequence[_RowSpan], length: int, start: int, end: int)
             yield _Range(here, base, min(base + length, end))
 
 
-def _prove_on_bitmap(name: str, elements: _Range) -> None:
-    # A cell stands for the largest number of elements that no piece ends or starts in.
-    granule = math.gcd(*(part for piece in elements.pieces for part in _granule_parts(piece, elements.start)))
-    pieces = [_scaled(piece.shifted(destination=-elements.start), granule) for piece in elements.pieces]
-    cells = (elements.end - elements.start) // granule
-    for first_cell in range(0, cells, PROOF_CELLS):
-        seen = np.zeros(min(PROOF_CELLS, cells - first_cell), dtype=np.bool_)
-        for piece in pieces:
-            for part in piece.clipped(first_cell, first_cell + len(seen), "destination"):
+def prove_on_bitmap(name: str, elements: _Range) -> None:
+    """Check a range element by element, part by part."""
+    for start in range(elements.start, elements.end, PROOF_CELLS):
+        seen = np.zeros(min(PROOF_CELLS, elements.end - start), dtype=np.bool_)
+        for piece in elements.pieces:
+            for part in piece.clipped(start, start + len(seen), "destination"):
                 sizes, strides = [axis.size for axis in part.axes], [axis.destination for axis in part.axes]
-                written = np.lib.stride_tricks.as_strided(seen[part.destination - first_cell :], sizes, strides)
+                written = np.lib.stride_tricks.as_strided(seen[part.destination - start :], sizes, strides)
                 if written.any():
                     t = np.unravel_index(int(np.argmax(written)), sizes)
-                    cell = part.destination + sum(int(i) * stride for i, stride in zip(t, strides, strict=True))
-                    first = elements.start + cell * granule
-                    raise PlanError(f"{name}: elements [{first}, {first + granule}) are covered twice")
+                    first = part.destination + sum(int(i) * stride for i, stride in zip(t, strides, strict=True))
+                    raise PlanError(f"{name}: elements [{first}, {first + 1}) are covered twice")
                 written[...] = True
         if not seen.all():
             gap = int(np.argmin(seen))
-            size = int(np.argmax(seen[gap:])) or len(seen) - gap
-            first = elements.start + (first_cell + gap) * granule
-            raise PlanError(f"{name}: elements [{first}, {first + size * granule}) are not covered")
-
-
-def _granule_parts(piece: Nest, start: int) -> Iterator[int]:
-    yield piece.destination - start
-    yield from (axis.destination for axis in piece.axes if axis.destination != 1)
-    yield piece.axes[-1].size if piece.axes and piece.axes[-1].destination == 1 else 1
-
-
-def _scaled(piece: Nest, granule: int) -> Nest:
-    axes = (
-        Axis(size // granule, 0, 1) if stride == 1 else Axis(size, 0, stride // granule)
-        for size, _, stride in piece.axes
-    )
-    return Nest(0, piece.destination // granule, tuple(axis for axis in axes if axis.size > 1))
+            first, size = start + gap, int(np.argmax(seen[gap:])) or len(seen) - gap
+            raise PlanError(f"{name}: elements [{first}, {first + size}) are not covered")

@@ -18,9 +18,6 @@ from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Nest, extent, offsets
 
-LOCAL = "local"
-"""`ReadCost.origin` of files that are not on a network file system."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
@@ -29,18 +26,11 @@ class ReadCost:
     Between two needed pieces of a file lies a gap. Reading the gap as well costs its bytes; skipping it costs one more
     read. The defaults were measured on two cores of an AMD EPYC, reading from the page cache: 25 us for each read, most
     of it in Python, and 7.6 GB/s. Ranks that read at the same time share the memory bandwidth, hence 5 GB/s.
-
-    Attributes:
-        call_s: seconds for each read, apart from its bytes.
-        bytes_per_s: of one thread.
-        block_bytes: bytes that a network file system reads as a whole; 1 for others.
-        origin: type of the network file system, or `LOCAL`.
     """
 
     call_s: float = 25e-6
-    bytes_per_s: float = 5e9
-    block_bytes: int = 1
-    origin: str = LOCAL
+    bytes_per_s: float = 5e9  # of one thread
+    block_bytes: int = 1  # that a network file system reads as a whole; 1 for others
 
     @property
     def max_gap_bytes(self) -> int:
@@ -72,20 +62,14 @@ BLOCK_NUMEL = 1 << 16
 class Read:
     """Reads of one source tensor: one read of `numel` elements for each combination of the `outer` axes.
 
-    Attributes:
-        tensor: that is read.
-        first: element of the tensor at which the first read starts.
-        numel: elements of each read, gaps included.
-        outer: loops over the reads.
-        nest: where the elements of the first read go. Those of the others go further on by `outer`'s destination.
-        is_direct: whether the bytes go straight into the destination, which is then host memory of the same dtype.
+    If it is direct, the bytes go straight into the destination, which is host memory of the same dtype.
     """
 
     tensor: Source
-    first: int
-    numel: int
+    first: int  # element of the tensor at which the first read starts
+    numel: int  # of each read, gaps included
     outer: tuple[Axis, ...]
-    nest: Nest
+    nest: Nest  # of the elements of the first read; those of the others go further on by `outer`'s destination
     is_direct: bool
 
     @property
@@ -162,45 +146,23 @@ def written(step: Step) -> Iterator[Nest]:
 
 def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool) -> Iterator[Read]:
     """Yield the reads of `copy`, whose leaf is `tensor`. Only host memory (`on_host`) can be read into directly."""
-    itemsize = tensor.dtype.itemsize
-    if on_host and copy.nest.is_run and not copy.nest.casts:
-        yield from _direct(copy.nest, tensor, max(1, limits.direct_bytes // itemsize))
-        return
-    for part in _staged(copy.nest, itemsize, limits):
-        yield Read(tensor, part.first, part.numel, part.outer, part.nest, is_direct=False)
+    nest, is_direct = copy.nest, on_host and copy.nest.is_run and not copy.nest.casts
+    if is_direct:
+        nest, limits = nest.merged(), limits._replace(staging_bytes=limits.direct_bytes)
+    for part in _blocks(nest, tensor.dtype.itemsize, limits):
+        yield Read(tensor, *part, is_direct)
 
 
 def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, Nest]]:
     """Yield first element, elements spanned and nest of each piece of a copy that fits the staging limit."""
-    for part in _staged(copy.nest, itemsize, limits):
-        for start, destination in offsets(part.outer):
-            yield part.first + start, part.numel, part.nest.shifted(destination=destination)
+    for first, numel, outer, nest in _blocks(copy.nest, itemsize, limits):
+        for start, destination in offsets(outer):
+            yield first + start, numel, nest.shifted(destination=destination)
 
 
-def _direct(nest: Nest, tensor: Source, step: int) -> Iterator[Read]:
-    # Reads of one size are one step with a loop; the shorter one at the end is another step.
-    full, rest = divmod(nest.numel, step)
-    for first, count, size in ((0, full, step), (full * step, 1, rest)):
-        if count and size:
-            run = Nest(0, nest.destination + first, (Axis(size, 1, 1),))
-            outer = (Axis(count, step, step),) if count > 1 else ()
-            yield Read(tensor, nest.source + first, size, outer, run, is_direct=True)
-
-
-class _Staged(NamedTuple):
-    """A staging buffer of `numel` elements, filled once for each combination of `outer`.
-
-    The first buffer starts at element `first` of the source. `nest` says where its elements go.
-    """
-
-    first: int
-    numel: int
-    outer: tuple[Axis, ...]
-    nest: Nest
-
-
-def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
-    # Axes with small source strides are read at once, while gaps are within the limit. Others become loops of reads.
+def _blocks(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, tuple[Axis, ...], Nest]]:
+    # Yields `first`, `numel`, `outer` and `nest` of reads. Axes with small source strides are read at once, while gaps
+    # are within the limit. Others become loops of reads.
     axes = sorted(nest.axes, key=lambda axis: axis.source)  # the order of the file, not of the destination
     budget = max(1, limits.staging_bytes // itemsize)
     span, num_inner = 1, 0
@@ -212,7 +174,7 @@ def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
             break
     inner, outer = tuple(axes[:num_inner]), tuple(reversed(axes[num_inner:]))
     if span <= budget:
-        yield _Staged(nest.source, span, outer, replace(nest, source=0, axes=inner))
+        yield nest.source, span, outer, replace(nest, source=0, axes=inner)
         return
     (widest_size, source, destination), inner = inner[-1], inner[:-1]  # the widest is cut so that blocks fit
     below = extent(inner, "source")
@@ -223,9 +185,5 @@ def _staged(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[_Staged]:
             continue
         blocks = (Axis(count, block * source, block * destination),) if count > 1 else ()
         part = replace(nest, source=0, axes=(*inner, Axis(size, source, destination)))
-        yield _Staged(
-            nest.source + first * source,
-            (size - 1) * source + below,
-            (*outer, *blocks),
-            part.shifted(destination=first * destination),
-        )
+        numel = (size - 1) * source + below
+        yield nest.source + first * source, numel, (*outer, *blocks), part.shifted(destination=first * destination)

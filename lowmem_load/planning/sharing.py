@@ -1,11 +1,11 @@
 """Decides which reads the ranks of a node share, and which rank reads which chunk of them. Pure: data in, data out.
 
 [Note: shared reads] A conversion that transposes interleaves the partitions of neighbouring ranks in the file. A rank
-that reads alone then also reads, or leaves gaps for, what its neighbours need. So the ranks of a node read the union of
-their byte ranges once. The union is cut into chunks of some MiB. In each round every rank reads one chunk into memory
-that all of them share; after a barrier each rank takes its own elements from all chunks of the round. This is two-phase
-collective I/O (ROMIO), with shared memory in place of messages. Every rank knows the byte ranges of all the others, and
-computes the same schedule from them.
+that reads alone then reads bytes of its neighbours, too, or makes many small reads. So the ranks of a node read the
+union of their byte ranges once. The union is cut into chunks of some MiB. In each round every rank reads one chunk into
+memory that all of them share; after a barrier each rank takes its own elements from all chunks of the round. This is
+two-phase collective I/O (ROMIO), with shared memory in place of messages. Every rank knows the byte ranges of all the
+others, and computes the same schedule from them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ _ALIGNMENT = 64
 
 
 class ByteRange(NamedTuple):
-    """Bytes `[start, end)` of the file at `path`, inside a tensor.
-
-    The tensor starts at byte `tensor_start` of the file and has elements of `itemsize` bytes.
-    """
+    """Bytes `[start, end)` of the file at `path`, inside a tensor that starts at byte `tensor_start` of it."""
 
     path: str
     tensor_start: int
@@ -67,17 +64,11 @@ Chunk = tuple[Segment, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the ranks of a node read together; equal on all of them.
-
-    Attributes:
-        num_ranks: ranks of the node that take part.
-        chunks: in round `b // num_ranks`, chunk `b` is read by the rank at place `b % num_ranks`.
-        wanted_bytes: bytes that these ranks would read if each read alone, added up.
-    """
+    """What the ranks of a node read together; equal on all of them."""
 
     num_ranks: int
-    chunks: tuple[Chunk, ...]
-    wanted_bytes: int
+    chunks: tuple[Chunk, ...]  # in round `b // num_ranks`, the rank at place `b % num_ranks` reads chunk `b`
+    wanted_bytes: int  # that these ranks would read if each read alone, added up
 
     @property
     def num_rounds(self) -> int:
@@ -190,10 +181,7 @@ def plan_schedule(
 ) -> Schedule:
     """Return which rank reads which chunk, so that each byte of the union is read once.
 
-    Args:
-        ranges_by_rank: what each rank of the node needs.
-        block_bytes: bytes that storage reads as a whole. Chunks end at blocks, so that no two ranks read the same one.
-        chunk_bytes: bytes of the largest chunk. Chunks are smaller where there is less than that for each rank.
+    Chunks end at blocks, which storage reads as a whole, so that no two ranks read the same block.
     """
     ranges = union(each for of_rank in ranges_by_rank for each in of_rank)
     num_ranks, wanted_bytes = len(ranges_by_rank), sum(map(nbytes_of, ranges_by_rank))
@@ -207,10 +195,7 @@ def plan_schedule(
 def node_schedule(
     ranges_by_rank: Sequence[Sequence[ByteRange]], block_bytes: int, chunk_bytes: int = CHUNK_BYTES
 ) -> Schedule | None:
-    """Return the schedule of a node; None where its ranks would read little less together than alone.
-
-    Args are those of `plan_schedule`, with `block_bytes` as in `ReadCost`.
-    """
+    """Return the schedule of a node; None where its ranks would read little less together than alone."""
     found = plan_schedule(ranges_by_rank, max(block_bytes, PAGE_BYTES), chunk_bytes)
     alone = sum(touched_bytes(ranges, block_bytes) for ranges in ranges_by_rank)
     return found if alone > MIN_ADVANTAGE * found.touched_bytes(block_bytes) else None

@@ -197,5 +197,5 @@ def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], execut
             executor.finish()
             for part in (part for write in mine for part in write.within(elements)):
                 writer.write(part, memory, start)
-    executor.check_unchanged()
+    executor.sources.check_unchanged()
     writer.sync()

@@ -344,7 +344,7 @@ def _fill(
                 executor.fill(fill, flat, plan.planner.values, plan.planner.constants)
                 executor.finish()
                 state.buffers[buffer].detach().copy_(flat.view(state.buffers[buffer].shape))
-            executor.check_unchanged()
+            executor.sources.check_unchanged()
 
 
 def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:

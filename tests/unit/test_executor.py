@@ -161,7 +161,7 @@ def test_a_lost_file_is_an_error(file: Path) -> None:
         read(leaf(file), FlatRange(0, 720))
 
 
-def test_transient_faults_are_counted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_faults_are_tried_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [errno.EIO, errno.ESTALE]
 
     def preadv(*args: Any) -> int:
@@ -175,7 +175,7 @@ def test_transient_faults_are_counted(file: Path, monkeypatch: pytest.MonkeyPatc
     values, executor = read(ex.permute(leaf(file), (1, 0)), FlatRange(0, 720), limits=ReadLimits(staging_bytes=1000))
     assert torch.equal(values, VALUES.T.reshape(-1))
     assert executor.stats.num_reads > 1
-    assert executor.sources.num_retries == 2
+    assert not failures
 
 
 def test_a_fault_that_persists_names_the_tensor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

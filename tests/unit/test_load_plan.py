@@ -116,7 +116,7 @@ def test_a_plan_of_files_that_changed_is_refused(tmp_path: Path) -> None:
     source, planner = ex.Source(str(tmp_path / "file"), "w", 0, (20,), torch.float32), Planner()
     fill = planner.plan_fill("w", source, FlatRange(0, 20))
     with Executor() as executor:
-        executor.expect([PlannedFile(source.path, 100, "", "another version")])
+        executor.sources.expect([PlannedFile(source.path, 100, "", "another version")])
         executor.fill(fill, torch.empty(20), planner.values, planner.constants)
         with pytest.raises(CheckpointError, match="was replaced or written to after its header was read"):
             executor.finish()

@@ -89,7 +89,7 @@ def test_more_files_than_descriptors(tmp_path: Path, num_threads: int) -> None:
             fill = planner.plan_fill("w", leaf, FlatRange(0, 1))
             executor.fill(fill, destination[place : place + 1], planner.values, planner.constants)
         executor.finish()
-        executor.check_unchanged()
+        executor.sources.check_unchanged()
         assert 0 < num_open(tmp_path) <= open_sources.MAX_OPEN_SOURCES + num_threads
     assert destination.tolist() == 2 * list(range(NUM_FILES))
     assert num_open(tmp_path) == 0

@@ -128,7 +128,7 @@ def test_the_proof_agrees_with_counting(case: tuple[list[Nest], int]) -> None:
 @given(tilings() | disturbed(), st.integers(1, 12))
 def test_a_bitmap_in_windows_agrees_with_counting(case: tuple[list[Nest], int], cells: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proof, "_rows", lambda group, start, end: None)
+        patch.setattr(proof, "rows_of", lambda group, start, end: None)
         patch.setattr(proof, "PROOF_CELLS", cells)
         check_against_counting(*case)
 
@@ -164,7 +164,7 @@ def no_bitmap(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, elements: object) -> None:
         raise AssertionError(f"{name} needs a bitmap")
 
-    monkeypatch.setattr(proof, "_prove_on_bitmap", refuse)
+    monkeypatch.setattr(proof, "prove_on_bitmap", refuse)
 
 
 MANY = 1 << 27
@@ -229,26 +229,17 @@ UNEQUAL = [
 
 
 @pytest.mark.parametrize("cells", [1, 7, 1 << 24])
-@pytest.mark.parametrize("granule", [1, 3])
-@pytest.mark.parametrize("nests", UNEQUAL)
+@pytest.mark.parametrize("copies", UNEQUAL)
 def test_copies_that_do_not_fall_into_rows_take_a_bitmap(
-    monkeypatch: pytest.MonkeyPatch, nests: list[Nest], granule: int, cells: int
+    monkeypatch: pytest.MonkeyPatch, copies: list[Nest], cells: int
 ) -> None:
-    copies = [
-        nest(
-            each.destination * granule,
-            (*(axis.size for axis in each.axes), granule),
-            (*(axis.destination * granule for axis in each.axes), 1),
-        )
-        for each in nests
-    ]
     numel = sum(copy.numel for copy in copies)
     monkeypatch.setattr(proof, "PROOF_CELLS", cells)
     windows: list[int] = []
     zeros = np.zeros
     monkeypatch.setattr(np, "zeros", lambda size, dtype: windows.append(size) or zeros(size, dtype))
     prove_coverage("w", copies, numel)
-    assert sum(windows) == numel // granule and max(windows) <= cells
+    assert sum(windows) == numel and max(windows) <= cells
     shifted = copies[2].shifted(destination=-1)
     check_against_counting([*copies[:2], shifted, *copies[3:]], numel)
 
@@ -256,7 +247,7 @@ def test_copies_that_do_not_fall_into_rows_take_a_bitmap(
 @pytest.mark.parametrize(("cells", "named"), [(4, "[1, 4)"), (6, "[1, 6)"), (24, "[1, 9)")])
 def test_what_a_window_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch, cells: int, named: str) -> None:
     monkeypatch.setattr(proof, "PROOF_CELLS", cells)
-    monkeypatch.setattr(proof, "_rows", lambda group, start, end: None)
+    monkeypatch.setattr(proof, "rows_of", lambda group, start, end: None)
     with pytest.raises(PlanError, match=re.escape(f"elements {named} are not covered")):
         prove_coverage("w", [nest(0, (2,), (9,))], 10)
 

@@ -52,7 +52,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def source(server: Hub, file: Path, nbytes: int = 200) -> HubFile:
-    return HubFile(str(file), f"{server.url}/org/model/resolve/main/{file.name}", nbytes, "v", token=False)
+    return HubFile(str(file), f"{server.url}/org/model/resolve/main/{file.name}", nbytes, "v")
 
 
 def test_ranges_are_read_once(file: Path) -> None:

@@ -1,11 +1,10 @@
-"""Local files as byte sources, beyond tests/contracts/test_sources.py; and any source as a file object."""
+"""Local files as byte sources, beyond tests/contracts/test_sources.py."""
 
 from __future__ import annotations
 
 import errno
 import os
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io import source as source_module
-from lowmem_load.io.source import OPENING_BYTES, LocalFile, SourceFile, read_bytes
-from tests.kits.memory import MemorySource
+from lowmem_load.io.source import OPENING_BYTES, LocalFile, read_bytes, read_small
 
 DATA = bytes(range(256))
 
@@ -142,7 +140,6 @@ def test_transient_faults_are_tried_again(
     monkeypatch.setattr(os, name, Faults(name, number, times=3))
     source = LocalFile(file)
     assert read(source, 5, 100) == DATA[5:105]
-    assert source.num_retries == 3
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == [f"{file}: {os.strerror(number)}; trying again in 0.00 s"] * 3
     source.close()
@@ -231,21 +228,7 @@ def test_read_bytes_ends_with_the_source(file: str) -> None:
     assert read_bytes(source, 256, 3) == read_bytes(source, 1000, 3) == b""
 
 
-def test_a_source_is_a_file_to_zipfile(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "zip", "w") as written:
-        written.writestr("a/b", b"content")
-    source = LocalFile(str(tmp_path / "zip"))
-    with zipfile.ZipFile(SourceFile(source)) as opened:
-        assert {name: opened.read(name) for name in opened.namelist()} == {"a/b": b"content"}
-
-
-def test_positions_are_those_of_a_file() -> None:
-    file = SourceFile(MemorySource("x", DATA))
-    assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
-    assert file.read(3) == DATA[:3]
-    assert (file.seek(10), file.read(2), file.tell()) == (10, DATA[10:12], 12)
-    assert (file.seek(-2, os.SEEK_CUR), file.seek(-6, os.SEEK_END)) == (10, 250)
-    assert (file.read(100), file.read(1)) == (DATA[250:], b"")
-    assert (file.seek(300), file.read(1)) == (300, b""), "beyond the end"
-    with pytest.raises(ValueError, match="x: byte -1 lies before the start of the file"):
-        file.seek(-1)
+def test_a_small_file_is_read_whole_and_a_larger_one_refused(file: str) -> None:
+    assert read_small(file, 256) == DATA
+    with pytest.raises(CheckpointError, match="has 256 bytes, expected at most 255"):
+        read_small(file, 255)

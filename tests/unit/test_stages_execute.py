@@ -12,6 +12,8 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.executor import Executor
+from lowmem_load.io.open_sources import OpenSources
+from lowmem_load.io.source import LocalFile
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.planning.load_plan import TargetPlan
@@ -48,16 +50,28 @@ class Noting(Replicated):
         self.calls.append("target.finish")
 
 
-class NotingExecutor(Executor):
-    """An executor that notes what it is asked, on the same list."""
+class NotingSources(OpenSources):
+    """Sources that note what they are asked."""
 
     def __init__(self, calls: list[str]) -> None:
-        super().__init__()
+        super().__init__(LocalFile)
         self.calls = calls
 
     def expect(self, files: Any) -> None:
         self.calls.append("expect")
         super().expect(files)
+
+    def check_unchanged(self) -> None:
+        self.calls.append("check_unchanged")
+        super().check_unchanged()
+
+
+class NotingExecutor(Executor):
+    """An executor that notes what it and its sources are asked, on the same list."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls, self.sources = calls, NotingSources(calls)
 
     def fill(self, fill: Any, destination: torch.Tensor, *rest: Any) -> None:
         self.calls.append(f"fill {destination.numel()}")
@@ -66,10 +80,6 @@ class NotingExecutor(Executor):
     def finish(self) -> None:
         self.calls.append("finish")
         super().finish()
-
-    def check_unchanged(self) -> None:
-        self.calls.append("check_unchanged")
-        super().check_unchanged()
 
 
 def prepared(file: Path, build: Build, target: Target) -> tuple[nn.Module, Planned]:

@@ -135,16 +135,6 @@ def test_what_sha256sum_writes_is_understood(folder: Path, arguments: list[str],
     assert [check.is_proven for check in verify_checkpoint(folder)] == [True, True]
 
 
-def test_names_that_sha256sum_escapes(folder: Path) -> None:
-    odd = folder / "a\\b\nc.safetensors"
-    odd.write_bytes(DATA)
-    text = sha256sum(folder, odd.name)
-    assert text.startswith("\\")
-    (folder / "SHA256SUMS").write_text(text)
-    found = checksum_of(str(odd))
-    assert found is not None and found.digest == SHA
-
-
 def test_a_digest_alone_belongs_to_the_file_it_is_named_after(folder: Path) -> None:
     (folder / f"{WEIGHTS}.sha256").write_text(SHA.upper() + "\n")
     assert checksum_of(str(folder / "config.json")) is None
@@ -169,7 +159,7 @@ def test_two_digests_for_a_file_are_refused(folder: Path) -> None:
 def test_a_file_of_checksums_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "MAX_NBYTES", 10)
     (folder / "SHA256SUMS").write_text(f"{SHA}  {WEIGHTS}\n")
-    with pytest.raises(CheckpointError, match="SHA256SUMS: has 84 bytes, a checksum file has at most 10"):
+    with pytest.raises(CheckpointError, match="SHA256SUMS: has 84 bytes, expected at most 10"):
         verify_checkpoint(folder)
 
 
