@@ -59,7 +59,7 @@ def consolidate(
     Args:
         checkpoint_folder: the folder that `save_checkpoint` was given. It holds the folders of the tags.
         output_folder: made if it is not there.
-        tag: of the checkpoint. None: the one that the file `latest` names (or `latest_universal`).
+        tag: of the checkpoint. None: the one that the file `latest` names.
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: fp32.
         max_shard_size: bytes, or text such as "5GB".
         config: folder with config.json, or name of a model on the Hub. The parameters are named as `save_pretrained`
@@ -86,7 +86,7 @@ def consolidate(
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name, Executor() as executor:
         scratch = Path(name)
         with report.phase("plan"), saver.logged_as(scratch, report.folder):
-            found = find_folder(checkpoint_folder, tag, ("latest", "latest_universal"))
+            found = find_folder(checkpoint_folder, tag)
             if found is None:
                 raise CheckpointError(f"{checkpoint_folder}: has no file 'latest'; name the tag")
             checkpoint = open_checkpoint(found, executor)

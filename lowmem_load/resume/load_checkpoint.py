@@ -98,9 +98,9 @@ def load_checkpoint(
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
     Has the arguments and the result of `engine.load_checkpoint`. Each rank reads its own partitions from the files of
-    all ranks that saved. Takes what was saved under ZeRO stages 1, 2 and 3, also with the optimizer on nvme, and
-    universal checkpoints (`ds_to_universal`). Everything is checked before anything is changed. If a read fails
-    afterwards, the engine cannot be run until a checkpoint is loaded again.
+    all ranks that saved. Takes what was saved under ZeRO stages 1, 2 and 3, also with the optimizer on nvme.
+    Everything is checked before anything is changed. If a read fails afterwards, the engine cannot be run until a
+    checkpoint is loaded again.
 
     Args:
         engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
@@ -132,40 +132,25 @@ def load_checkpoint(
     """
     from lowmem_load.partial.partial_engine import PartialEngine
 
-    flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
     if isinstance(engine, PartialEngine):
-        load_zero3 = functools.partial(_load_zero3, engine.zero3, trusted, progress)
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        load_zero3 = functools.partial(load_checkpoint, engine.zero3, trusted=trusted, progress=progress)
         return engine.load_checkpoint(load_dir, tag, *flags, load_zero3=load_zero3)
-    return _load_zero3(engine, trusted, progress, load_dir, tag, *flags)
-
-
-def _load_zero3(
-    engine: Any,
-    trusted: bool,
-    progress: bool | None,
-    load_dir: str | os.PathLike[str],
-    tag: str | None,
-    load_module_strict: bool = True,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_module_only: bool = False,
-) -> tuple[str | None, dict[str, Any]]:
-    from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable, wants_universal
-
+    rest = not load_module_only
     wanted = Wanted(
-        tag,
-        strict=load_module_strict,
-        optimizer=load_optimizer_states and not load_module_only,
-        scheduler=load_lr_scheduler_states and not load_module_only,
-        counters=not load_module_only,
-        trusted=trusted,
+        tag, load_module_strict, load_optimizer_states and rest, load_lr_scheduler_states and rest, rest, trusted
     )
-    name, ranks = os.fspath(load_dir), ranks_of(getattr(engine, "module", engine))
+    return _load_zero3(engine, os.fspath(load_dir), wanted, progress)
+
+
+def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
+    from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable
+
+    ranks = ranks_of(getattr(engine, "module", engine))
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)
-            latest = ("latest_universal",) if wants_universal(engine) else ("latest", "latest_universal")
-            folder = find_folder(name, tag, latest)
+            folder = find_folder(name, wanted.tag)
             step.digest = {"files": "none: there is no file 'latest'"}
             if folder is not None:
                 checkpoint = open_checkpoint(folder, executor)

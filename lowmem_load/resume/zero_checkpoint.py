@@ -1,7 +1,7 @@
 """A ZeRO checkpoint of DeepSpeed, and where the elements of its parameters lie in the files.
 
-There are two kinds of folder: what `save_checkpoint` writes on N ranks, and what `ds_to_universal` makes of it. Both
-hold torch zips. Their directories and pickles are read, and no pickle is run (`formats/inert_pickle.py`).
+`save_checkpoint` writes torch zips on N ranks. Their directories and pickles are read, and no pickle is run
+(`formats/inert_pickle.py`).
 
 [Note: flat groups] Under stage 3 each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one
 for each of its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded
@@ -16,7 +16,7 @@ at the end, so the last tensors may be shorter or empty. Moments are saved with 
 
 Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint`, `_save_zero_checkpoint`, `_get_zero_param_shapes` and
 `_get_zero_frozen_param_attributes`; `runtime/zero/stage3.py`, `_create_fp16_sub_groups` and `_rigid_state_dict`;
-`runtime/zero/stage_1_and_2.py`, `__init__` and `state_dict`; `checkpoint/ds_to_universal.py`, `main`.
+`runtime/zero/stage_1_and_2.py`, `__init__` and `state_dict`.
 """
 
 from __future__ import annotations
@@ -256,14 +256,13 @@ class Checkpoint:
         return read
 
 
-def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequence[str] = ("latest",)) -> str | None:
-    """Return the folder of a tag. Without a tag, the first file of `latest` names it; None if none is there."""
+def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
+    """Return the folder of a tag. Without a tag, the file `latest` names it; None if that is not there."""
     root, named_by = os.fspath(folder), "tag"
     if tag is None:
-        path = next((path for name in latest if os.path.isfile(path := os.path.join(root, name))), None)
-        if path is None:
+        path, named_by = os.path.join(root, "latest"), "latest"
+        if not os.path.isfile(path):
             return None
-        named_by = os.path.basename(path)
         with open(path, encoding="utf-8", errors="replace") as file:
             tag = file.read(4096).strip()
     found = os.path.join(root, str(tag))
@@ -277,11 +276,9 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Return the state dict of torch's optimizer in that of a ZeRO optimizer."""
-    for key in ("optimizer_state_dict", "base_optimizer_state"):
-        if key in zero:
-            found: dict[str, Any] = at(zero, key, dict, path)
-            return found
-    return zero  # a universal checkpoint of stages 1 and 2 has its groups here
+    key = "optimizer_state_dict" if "optimizer_state_dict" in zero else "base_optimizer_state"
+    found: dict[str, Any] = at(zero, key, dict, path)
+    return found
 
 
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:

@@ -7,7 +7,7 @@ elements, in fp32, with padding at its end. Sub-groups of less than 1 MiB are no
 Source: deepspeed 0.16.4 to 0.19.8 `runtime/engine.py`, `save_checkpoint`; `runtime/swap_tensor/optimizer_utils.py`,
 `SwapTensorContext` and `_get_state_tensors`; `runtime/zero/stage3.py`, `_rigid_state_dict`;
 `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py`, `state_dict`; `utils/zero_to_fp32.py`,
-`_zero2_merge_trainable_params`; `checkpoint/ds_to_universal.py`, `main`.
+`_zero2_merge_trainable_params`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.resume.zero_checkpoint import (
     FP32,
-    Pieces,
     SavedParameter,
     at,
     base_optimizer,
@@ -36,12 +35,6 @@ from lowmem_load.resume.zero_checkpoint import (
     place_fragments,
     place_groups,
 )
-
-UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
-"""Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
-
-UNIVERSAL_STATE = "optimizer_state.pt"
-"""File of a universal checkpoint with the state of rank 0's ZeRO optimizer."""
 
 _MASTERS = {3: "fp32_flat_groups", 2: "single_partition_of_fp32_groups"}
 """Entry with the fp32 values, by stage."""
@@ -62,8 +55,9 @@ class Files:
         self.folder, self._executor = folder, executor
         self.opened: list[PlannedFile] = []
 
-    def open(self, path: str) -> TorchObjects:
+    def open(self, name: str) -> TorchObjects:
         """Return the contents of a torch file, without weights."""
+        path = os.path.join(self.folder, name)
         if not os.path.exists(path):
             raise CheckpointError(f"{path}: is missing; the checkpoint is incomplete")
         with self._executor.sources.reading(path) as source:
@@ -137,13 +131,13 @@ class Files:
 # -- trained parameters ----------------------------------------------------------------------------------------------
 
 
-def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
+def zero_state(file: TorchObjects, stage: int) -> dict[str, Any]:
     """Return the saved state of a ZeRO optimizer of a stage: 3, or 2 for 1 and 2, which are saved alike."""
-    is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
-    state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
+    state: dict[str, Any] = at(file.tree, "optimizer_state_dict", dict, file.path)
     found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
-    if found not in (1, 2, 3) or (stage is not None and (found == 3) != (stage == 3)):
-        expected = "1, 2 or 3" if stage is None else "3" if stage == 3 else "1 or 2"
+    stages = (3,) if stage == 3 else (1, 2)
+    if found not in stages:
+        expected = " or ".join(map(str, stages))
         raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
     if state.get("ds_zero_partition_groups") is not None:
         raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
@@ -227,37 +221,3 @@ def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shap
         if found != read[0]:
             raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
     return list(read[0])
-
-
-# -- universal -------------------------------------------------------------------------------------------------------
-
-
-def universal_parameters(
-    files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects
-) -> dict[str, SavedParameter]:
-    """Return the trained parameters of a universal checkpoint by name."""
-    # As in DeepSpeed, the number of steps is that of the first sub-group or parameter.
-    states = base_optimizer(zero_state(file), file.path).get("state")
-    first = {}
-    if isinstance(states, dict) and 0 in states:
-        state = at(states, 0, dict, file.path)
-        small = ((key, value) for key, value in state.items() if not (isinstance(value, Tensor) and value.size))
-        first = {key: files.scalar(file, value, key) for key, value in small}
-    found: dict[str, SavedParameter] = {}
-    for number, group in enumerate(groups):
-        for name, shape in group.items():
-            if os.path.isabs(name) or ".." in name.split("/"):
-                raise CheckpointError(f"{files.folder}: a parameter is named {name!r:.80}")
-            folder, size = os.path.join(files.folder, "zero", name), math.prod(shape)
-            pieces = {}
-            for key in UNIVERSAL_KEYS:
-                file = files.open(os.path.join(folder, f"{key}.pt"))
-                tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-                pieces[key] = Pieces((files.flat(file, tensor, name, size),), size, size)
-            scalars = first
-            # From stages 1 and 2 each parameter has a file with its number of steps.
-            if not first and os.path.exists(step := os.path.join(folder, "step.pt")):
-                file = files.open(step)
-                scalars = {"step": files.scalar(file, file.tree, "step")}
-            found[name] = SavedParameter(name, shape, pieces, number, scalars)
-    return found
