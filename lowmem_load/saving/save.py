@@ -142,14 +142,14 @@ def save_described(
                 step.digest = {key: repr(value) for key, value in arguments.items()}
                 step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in planned.files])
                 step.digest["headers of the files"] = digest_of(planned.files)
-                step.payload = planned.own_bytes, *target
-            each = [num_bytes for num_bytes, *_ in step.payloads]
+                step.payload = planned.own_bytes, target
+            each, targets = zip(*step.payloads, strict=True)
             if sum(each) != planned.all_bytes:  # see [Note: the plan read backwards]
                 raise PlanError(
                     f"{save.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
                     f"(by rank: {', '.join(map(str, each))}); were all ranks of the model called?"
                 )
-            with save.staging(planned, [folders.Target(*known) for _, *known in step.payloads]) as staging:
+            with save.staging(planned, targets) as staging:
                 save.write(planned, staging, progress)
                 with ranks.step("renaming", name=save.folder), report.phase("rename"):
                     if ranks.rank == 0:
@@ -205,7 +205,7 @@ class _Save:
         return _Planned(files, {shard.source.name: shard for shard in shards}, mine, total_bytes(writes), merges)
 
     @contextlib.contextmanager
-    def staging(self, planned: _Planned, targets: Sequence[folders.Target]) -> Iterator[folders.Staging]:
+    def staging(self, planned: _Planned, targets: Sequence[str]) -> Iterator[folders.Staging]:
         made: folders.Staging | None = None
         try:
             with self.ranks.step("making the folder", name=self.folder) as step:
@@ -213,7 +213,7 @@ class _Save:
                     made = folders.make_staging(targets, planned.files)
                     step.payload = str(made.path), made.token, made.is_inside
             path, token, is_inside = step.payloads[0]
-            staging = folders.Staging(Path(targets[self.ranks.rank].path), token, is_inside)
+            staging = folders.Staging(Path(targets[self.ranks.rank]), token, is_inside)
             with self.ranks.step("reaching the folder", name=self.folder):
                 folders.check_seen(staging, path)
             yield staging
