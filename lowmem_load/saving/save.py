@@ -29,7 +29,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.local_shards import LocalShard, Piece, groups_of, is_dtensor, local_shards
+from lowmem_load.saving.local_shards import LocalShard, Piece, group_of, is_dtensor, local_shards
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.writer import (
     FileLayout,
@@ -162,7 +162,7 @@ def save_described(
 
 def ranks_of(model: nn.Module) -> RankGroup:
     """Return the ranks that save a model together. Makes a group of one rank where there is no group."""
-    groups = groups_of(model)
+    groups = list(dict.fromkeys(group for p in model.parameters() if (group := group_of(p)) is not None))
     if len(groups) > 1:
         raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
     return RankGroup(groups[0]) if groups else DistributedInterface()
