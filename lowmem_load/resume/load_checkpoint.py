@@ -59,25 +59,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is read, and small values that were read already.
-
-    Attributes:
-        sub_groups, scalars: parts, and other values of the optimizer, of each of its sub-groups.
-        moments: keys of the moments.
-        frozen, buffers: parts of frozen parameters, and how each buffer is filled.
-        param_groups: hyperparameters of each of the optimizer's groups.
-        scheduler: state of the lr scheduler; None if it is not loaded.
-        client_state: of the user.
-        planner, total_bytes: of the fills.
-    """
+    """What is read, and small values that were read already."""
 
     sub_groups: Sequence[Sequence[Part]]
-    scalars: Sequence[Mapping[str, Any]]
-    moments: tuple[str, ...]
+    scalars: Sequence[Mapping[str, Any]]  # of each sub-group, what the optimizer keeps besides tensors
+    moments: tuple[str, ...]  # their keys
     frozen: Sequence[Part]
     buffers: Mapping[str, Fill]
-    param_groups: Sequence[Mapping[str, Any]]
-    scheduler: Any
+    param_groups: Sequence[Mapping[str, Any]]  # hyperparameters of each of the optimizer's groups
+    scheduler: Any  # state of the lr scheduler; None if it is not loaded
     client_state: dict[str, Any]
     planner: Planner
     total_bytes: int
@@ -184,10 +174,8 @@ def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict
 
 
 def _check_one_folder(found: Sequence[tuple[str, str]]) -> None:
-    """Raise ConfigError if ranks read different folders, given the path and a digest of the files' times of each.
-
-    Nodes may have one disk under different paths: then its files were changed at the same times.
-    """
+    """Raise ConfigError if ranks read different folders, given the path and a digest of the files' times of each."""
+    # Nodes may have one disk under different paths: then its files were changed at the same times.
     (path, times), *others = found
     for rank, (other, other_times) in enumerate(others, 1):
         if other != path and other_times != times:
@@ -302,34 +290,32 @@ def _part(
 def _fill(
     ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, name: str, progress: bool | None
 ) -> None:
-    done = 0
+    stats, before = executor.stats, executor.stats.read_bytes
 
     def read() -> Progress:
-        return Progress(done, f"{share(done, plan.total_bytes)} read")
+        done = stats.read_bytes - before
+        return Progress(done, f"{share(done, plan.total_bytes)} read, last from {stats.path or 'no file'}")
 
-    with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update:
+    def on_bytes(num_bytes: int) -> None:
+        update(num_bytes)
+        ranks.check()
 
-        def on_bytes(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            update(num_bytes)
-
-        executor.on_bytes = on_bytes
-        with ranks.step("reading the checkpoint", name=name, progress=read):
-            state.prepare()
-            for number, parts in enumerate(plan.sub_groups):
-                with state.memory(number, plan.moments) as (master, moments):
-                    _fill_parts(parts, {FP32: master, **moments}, plan, executor)
-                ranks.check()
-            for part in plan.frozen:
-                with state.frozen_memory(part.held) as memory:
-                    _fill_parts([part], {FP32: memory}, plan, executor)
-            for buffer, fill in plan.buffers.items():
-                flat = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
-                executor.fill(fill, flat, plan.planner.values, plan.planner.constants)
-                executor.finish()
-                state.buffers[buffer].detach().copy_(flat.view(state.buffers[buffer].shape))
-            executor.check_unchanged()
+    executor.on_bytes = on_bytes
+    reading = ranks.step("reading the checkpoint", name=name, progress=read)
+    with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update, reading:
+        state.prepare()
+        for number, parts in enumerate(plan.sub_groups):
+            with state.memory(number, plan.moments) as (master, moments):
+                _fill_parts(parts, {FP32: master, **moments}, plan, executor)
+        for part in plan.frozen:
+            with state.frozen_memory(part.held) as memory:
+                _fill_parts([part], {FP32: memory}, plan, executor)
+        for buffer, fill in plan.buffers.items():
+            flat = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
+            executor.fill(fill, flat, plan.planner.values, plan.planner.constants)
+            executor.finish()
+            state.buffers[buffer].detach().copy_(flat.view(state.buffers[buffer].shape))
+        executor.check_unchanged()
 
 
 def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:
