@@ -186,12 +186,12 @@ def _write(
 def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     for name, mine in held_writes(writes, {name: [FlatRange(0, each.numel)] for name, each in tensors.items()}).items():
-        source = tensors[name].pieces[FP32]
+        source = tensors[name]
         step = CHUNK_BYTES // source.dtype.itemsize
         for start in range(0, source.numel, step):
             elements = FlatRange(start, min(start + step, source.numel))
             planner = Planner()
-            fill = planner.plan_fill(name, source.part(elements), FlatRange(0, elements.numel))
+            fill = planner.plan_fill(name, source.pieces[FP32].part(elements), FlatRange(0, elements.numel))
             memory = buffer.view(source.dtype)[: elements.numel]
             executor.fill(fill, memory, planner.values, planner.constants)
             executor.finish()

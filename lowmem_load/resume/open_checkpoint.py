@@ -22,7 +22,7 @@ from lowmem_load.planning.expression import Shape
 from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, SavedParameter, at, find_folder
 from lowmem_load.resume.zero_files import Files, trained_parameters, zero_state
 
-_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt|mp_rank_00_model_states\.pt")
 _STATES_FOR_ALL = "mp_rank_00_model_states.pt"
 
 
@@ -32,20 +32,23 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
     The executor reads small values, and keeps the files open.
     """
     model_names, optim_names = _names(folder)
-    stage = 2 if model_names == [_STATES_FOR_ALL] else 3
+    stage = 2 if model_names[0] == _STATES_FOR_ALL else 3
     files = Files(folder, executor)
     models, optims = [files.open(name) for name in model_names], [files.open(name) for name in optim_names]
     groups, frozen = _shapes(models)
     _check_worlds(models, optims, stage)
     trained = trained_parameters(files, groups, optims, stage)
-    buffers = _buffers(files, models[0])
-    shared: dict[str, str] = at(models[0].tree, "shared_params", dict, models[0].path)
+    first, tree, path = models[0], models[0].tree, models[0].path
+    module: dict[Any, Any] = at(tree, "module", dict, path)
+    names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
+    buffers = {name: files.replicated(first, name, module[name]) for name in names if name in module}
+    shared: dict[str, str] = at(tree, "shared_params", dict, path)
     if not all(isinstance(name, str) for pair in shared.items() for name in pair):
-        raise CheckpointError(f"{models[0].path}: its 'shared_params' are malformed")
+        raise CheckpointError(f"{path}: its 'shared_params' are malformed")
     if stage == 2:
-        module, known = at(models[0].tree, "module", dict, models[0].path), {*trained, *shared, *buffers}
+        known = {*trained, *shared, *buffers}
         rest = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
-        others = {name: files.replicated(models[0], name, each) for name, each in rest.items() if name not in known}
+        others = {name: files.replicated(first, name, each) for name, each in rest.items() if name not in known}
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
         others = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
@@ -87,17 +90,18 @@ def _names(folder: str) -> tuple[list[str], list[str]]:
     for name in names:
         match = _STATES.fullmatch(name)
         is_other = name.startswith(("mp_rank_", "layer_", "expp_rank_")) and name != _STATES_FOR_ALL
-        if is_other or (match and int(match[2])):
+        if is_other or (match and int(match[2] or 0)):
             raise UnsupportedError(
                 f"{folder}: {name}: is of tensor, pipeline or expert parallelism; load it with the engine's own "
                 "load_checkpoint"
             )
         if match is not None:
-            other = found[match[3]].setdefault(int(match[1]), name)
+            rank = int(match[1] or 0)
+            other = found[match[3] or "model"].setdefault(rank, name)
             if other != name:
                 raise CheckpointError(
-                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs saved into one folder; remove "
-                    "the files of one"
+                    f"{folder}: {other} and {name} are both of rank {rank}: two jobs saved into one folder; remove the "
+                    "files of one"
                 )
     for kind, by_rank in found.items():
         missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
@@ -107,12 +111,6 @@ def _names(folder: str) -> tuple[list[str], list[str]]:
                 f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
             )
     models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in found.values())
-    if _STATES_FOR_ALL in names:
-        if models:
-            raise CheckpointError(
-                f"{folder}: {_STATES_FOR_ALL} and {models[0]}: two jobs saved into one folder; remove the files of one"
-            )
-        models = [_STATES_FOR_ALL]
     if not models or not optims:
         raise CheckpointError(
             f"{folder}: holds no {'optimizer' if models else 'model'} states of ZeRO: expected files "
@@ -151,7 +149,7 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
             count = count[0]
         counts[file.path] = count
     for path, count in counts.items():
-        if (count != len(models) and stage == 3) or count != len(optims):
+        if count != len(optims) or len(models) != (len(optims) if stage == 3 else 1):
             raise CheckpointError(
                 f"{path}: was saved by {shown(count)} ranks, but there are {len(models)} files of model states and "
                 f"{len(optims)} of optimizer states: some are missing, or left from another save"
@@ -159,12 +157,6 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
 
 
 # -- contents of the model states ------------------------------------------------------------------------------------
-
-
-def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
-    module = at(file.tree, "module", dict, file.path)
-    names = [name for name in at(file.tree, "buffer_names", list, file.path) if isinstance(name, str)]
-    return {name: files.replicated(file, name, module[name]) for name in names if name in module}
 
 
 def _replicated(files: Files) -> dict[str, SavedParameter]:

@@ -149,14 +149,26 @@ def trained_parameters(
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name, of stage 3, or 2 for 1 and 2."""
     paddings = None if stage == 3 else _paddings(optims, groups)
-    by_rank = [_states_of(files, file, groups, rank, len(optims), stage) for rank, file in enumerate(optims)]
-    return place_groups(groups, *_together(by_rank, optims), paddings)
+    flats: list[list[dict[str, Source]]] = []
+    scalars: list[list[dict[str, Any]]] = []
+    for rank, file in enumerate(optims):
+        mine, others = _states_of(files, file, groups, rank, len(optims), stage)
+        flats.append(mine)
+        scalars.append(others)
+        if any(one.keys() != flats[0][0].keys() for one in mine):
+            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
+        if [one.get("step") for one in others] != [one.get("step") for one in scalars[0]]:
+            raise CheckpointError(
+                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                "earlier one did not end; take another checkpoint"
+            )
+    return place_groups(groups, flats, scalars[0], paddings)
 
 
 def _states_of(
     files: Files, file: TorchObjects, groups: Sequence[Mapping[str, Shape]], rank: int, num_ranks: int, stage: int
-) -> list[dict[str, Any]]:
-    """Return what a rank saved for each group: flat tensors as sources, and other values."""
+) -> tuple[list[dict[str, Source]], list[dict[str, Any]]]:
+    """Return the flat tensors and the other values that a rank saved for each group."""
     zero = zero_state(file, stage)
     base = base_optimizer(zero, file.path)
     masters = at(zero, _MASTERS[stage], list, file.path)
@@ -166,58 +178,30 @@ def _states_of(
     ]
     if len(masters) != len(groups) or numbers != list(range(len(groups))):
         raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(groups)}")
-    found = []
+    flats: list[dict[str, Source]] = [{} for _ in groups]
+    others: list[dict[str, Any]] = [{} for _ in groups]
     for number, size in enumerate(group_numels(groups, num_ranks)):
         state = at(states, number, dict, file.path) if number in states else {}
-        placed: dict[str, Any] = {}
         for key, value in {FP32: masters[number], **state}.items():
             what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
             if key != FP32 and not (isinstance(value, Tensor) and value.size):
-                placed[key] = files.scalar(file, value, key)
+                others[number][key] = files.scalar(file, value, key)
             elif stage == 3:
-                placed[key] = files.flat_or_swapped(file, value, what, size, rank, num_ranks)
+                flats[number][key] = files.flat_or_swapped(file, value, what, size, rank, num_ranks)
             else:
-                placed[key] = files.flat(file, value, what, None)
-        found.append(placed)
-    return found
-
-
-def _together(
-    by_rank: Sequence[Sequence[Mapping[str, Any]]], optims: Sequence[TorchObjects]
-) -> tuple[dict[str, list[list[Source]]], list[dict[str, Any]]]:
-    """Return flat tensors by key, rank and group, and the other values that rank 0 has for each group."""
-    keys: list[str] = []
-    flats: dict[str, list[list[Source]]] = {}
-    scalars: list[dict[str, Any]] = []
-    for file, by_group in zip(optims, by_rank, strict=True):
-        found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
-        keys = keys or found
-        if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
-            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
-        for key in keys:
-            flats.setdefault(key, []).append([states[key] for states in by_group])
-        others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
-        scalars = scalars or others
-        if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
-            raise CheckpointError(
-                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
-                "earlier one did not end; take another checkpoint"
-            )
-    return flats, scalars
+                flats[number][key] = files.flat(file, value, what, None)
+    return flats, others
 
 
 def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
     """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
-    read = []
-    for file in optims:
-        found = zero_state(file, 2).get("param_alignment_paddings", [[0] * len(group) for group in groups])
-        lengths = [len(each) if isinstance(each, list) else -1 for each in found] if isinstance(found, list) else []
-        is_right = lengths == [len(group) for group in groups] and all(
-            type(padding) is int and 0 <= padding < 1 << 20 for each in found for padding in each
-        )
-        if not is_right:
-            raise CheckpointError(f"{file.path}: its 'param_alignment_paddings' are malformed")
-        read.append(found)
-        if found != read[0]:
+    none = [[0] * len(group) for group in groups]
+    read = [zero_state(file, 2).get("param_alignment_paddings", none) for file in optims]
+    found: list[list[int]] = read[0] if isinstance(read[0], list) else []
+    is_right = [len(each) if isinstance(each, list) else -1 for each in found] == [len(group) for group in groups]
+    if not is_right or any(type(each) is not int or not 0 <= each < 1 << 20 for group in found for each in group):
+        raise CheckpointError(f"{optims[0].path}: its 'param_alignment_paddings' are malformed")
+    for file, other in zip(optims, read, strict=True):
+        if other != found:
             raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
-    return list(read[0])
+    return found

@@ -346,6 +346,22 @@ def test_files_of_two_saves_are_not_mixed(kind: str, text: str, tmp_path: Path) 
         open_checkpoint(str(place), executor)
 
 
+@pytest.mark.parametrize(("kind", "what"), [("model", "fragment of c"), ("optim", "flat group 0")])
+def test_ranks_with_other_dtypes_are_refused(kind: str, what: str, tmp_path: Path) -> None:
+    """A parameter is read as a whole, so elements of two dtypes would be taken for those of one."""
+    place = save_zero3(tmp_path, VALUES, world_size=2, frozen={"c": torch.randn(4)})
+    (path,) = place.glob(f"*rank_1_mp_rank_00_{kind}_states.pt")
+    state = torch.load(path, weights_only=False)
+    if kind == "model":
+        state["frozen_param_fragments"]["c"] = state["frozen_param_fragments"]["c"].half()
+    else:
+        flats = state["optimizer_state_dict"]["fp32_flat_groups"]
+        flats[0] = flats[0].half()
+    torch.save(state, path)
+    with Executor() as executor, pytest.raises(CheckpointError, match=f"{what} is torch.float32, and on other ranks"):
+        open_checkpoint(str(place), executor)
+
+
 def test_the_tag_is_found(tmp_path: Path) -> None:
     assert find_folder(tmp_path, None) is None
     place = save_zero3(tmp_path, VALUES, world_size=1)
