@@ -94,7 +94,7 @@ def consolidate(
             tensors |= {name: tensors[other] for name, other in checkpoint.shared.items() if other in tensors}
             saved = _describe(checkpoint, tensors, scratch, config, dtype or torch.float32, max_shard_size)
             files = [lay_out_saved(file, scratch) for file in saved]
-            writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
+            writes = plan_writes(files)
         with progress_bar(total_bytes(writes), "Consolidating", progress, 0) as update:
             _write(files, writes, tensors, executor, scratch, report, update)
     report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
@@ -180,7 +180,7 @@ def _write(
         folders.discard(staging)
         raise
     report.files = {file.name: file.nbytes for file in files}
-    report.note_writes(writer)
+    report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
 
 
 def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:

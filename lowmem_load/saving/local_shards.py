@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -46,21 +46,18 @@ class LocalShard:
             _, memory = local_shard(self.source.name, self.tensor, needs_memory=True)
             ends = itertools.accumulate(part.numel for part in self.mine)
             yield [(memory[end - part.numel : end], part.start) for part, end in zip(self.mine, ends, strict=True)]
-            return
-        if not self.is_partitioned:
+        elif not self.is_partitioned:
             yield [(self.tensor.detach().reshape(-1), 0)]
-            return
-        from lowmem_load.ds.parameters import master_partition, partition_in_memory
-
-        if not self.mine:  # another replica's are written
+        elif not self.mine:  # another replica's are written
             yield []
-            return
-        (mine,) = self.mine
-        if self.is_master:
-            yield [(master_partition(self.tensor)[: mine.numel], mine.start)]
-            return
-        with partition_in_memory(self.tensor, self.source.name) as partition:
-            yield [(partition.detach()[: mine.numel], mine.start)]
+        else:
+            from lowmem_load.ds.parameters import master_partition, partition_in_memory
+
+            (mine,), name = self.mine, self.source.name
+            is_master, tensor = self.is_master, self.tensor
+            held = contextlib.nullcontext(master_partition(tensor)) if is_master else partition_in_memory(tensor, name)
+            with held as partition:
+                yield [(partition.detach()[: mine.numel], mine.start)]
 
 
 def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:

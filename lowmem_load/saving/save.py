@@ -123,10 +123,9 @@ def save_described(
     also: Sequence[Any] = (),
     progress: bool | None = None,
 ) -> SaveReport:
-    """Write the files that `describe` returns. See `save_model`. Collective.
+    """Write the files that `describe` returns, of which ranks must have equal `arguments`. Collective.
 
-    `arguments` are all else that the files depend on: they must be equal on all ranks. `masters`: see `local_shards`.
-    `also` are the processors of `save_model`.
+    `masters`: see `local_shards`. `also` are the processors of `save_model`.
     """
     with load_lock():
         ranks = ranks_of(model)
@@ -193,11 +192,7 @@ class _Save:
         shards = local_shards(model, self.ranks.rank, masters=masters)
         saved, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
         files = [lay_out_saved(file, scratch) for file in saved]
-        tensors = []
-        for file in saved:  # only a zip has several names of one tensor, which is written once
-            once = {id(part) if file.is_zip else key: (key, part) for key, part in file.tensors.items()}
-            tensors.append(dict(once.values()))
-        writes = plan_writes(list(zip(files, tensors, strict=True)))
+        writes = plan_writes(files)
         mine = held_writes(writes, {shard.source.name: shard.mine for shard in shards})
         self.report.files = {file.name: file.nbytes for file in files}
         used = {write.parameter for write in writes}
@@ -249,7 +244,7 @@ class _Save:
                         report.sample_memory()
                 with report.phase("sync"):
                     writer.sync()
-        report.note_writes(writer)
+        report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
 
     def _write_gathered(self, planned: _Planned, writer: Writer, todo: dict[str, list[Write]]) -> None:
         """Write the weights that must be gathered to be merged, and remove them from `todo`."""
