@@ -13,9 +13,9 @@ import torch
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
-from lowmem_load.errors import CheckpointError, ConfigError, listed
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.io.executor import Executor
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
@@ -59,14 +59,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is read, and small values that were read already."""
+    """What is read of a checkpoint, and small values that were read already."""
 
+    checkpoint: Checkpoint
     sub_groups: Sequence[Sequence[Part]]
     scalars: Sequence[Mapping[str, Any]]  # of each sub-group, what the optimizer keeps besides tensors
     moments: tuple[str, ...]  # their keys
     frozen: Sequence[Part]
-    buffers: Mapping[str, Fill]
-    param_groups: Sequence[Mapping[str, Any]]  # hyperparameters of each of the optimizer's groups
     scheduler: Any  # state of the lr scheduler; None if it is not loaded
     client_state: dict[str, Any]
     planner: Planner
@@ -156,7 +155,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -
         mark_unusable(engine)
         _fill(ranks, plan, state, executor, name, progress)
         with ranks.step("setting scalars, scheduler and counters", name=name):
-            _set_rest(engine, checkpoint, state, plan, wanted)
+            _set_rest(engine, state, plan, wanted)
         state.finish()
         mark_usable(engine)
     return folder, plan.client_state
@@ -198,7 +197,6 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
     planner = Planner()
     moments: tuple[str, ...] = ()
     scalars: list[Mapping[str, Any]] = [{} for _ in state.sub_groups]
-    param_groups: list[dict[str, Any]] = []
     if wanted.optimizer:
         param_groups = checkpoint.param_groups
         # Before the optimizer's first step there are no moments.
@@ -213,12 +211,6 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
         where, keys = state.master_of(number), (FP32, *moments)
         parts.append([_part(planner, one, key, saved.get(one.name), *where) for key in keys for one in group])
     frozen = [_part(planner, one, FP32, saved.get(one.name), *state.partition_of(one)) for one in state.frozen]
-    buffers = {}
-    for name, buffer in state.buffers.items():
-        if name in checkpoint.replicated:
-            whole = FlatRange(0, buffer.numel())
-            values = cast(checkpoint.replicated[name].pieces[FP32].part(whole), buffer.dtype)
-            buffers[name] = planner.plan_fill(name, values, whole, on_host=True)
     scheduler = None
     if wanted.scheduler and has_scheduler:
         scheduler = checkpoint.state("lr_scheduler", rank, trusted=wanted.trusted)
@@ -227,9 +219,9 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
                 f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
             )
     fills = [part.fill for part in (*(part for group in parts for part in group), *frozen) if part.fill is not None]
-    total = planner.costs([*fills, *buffers.values()]).needed_bytes
     client_state = checkpoint.client_state(rank, trusted=wanted.trusted)
-    return Plan(parts, scalars, moments, frozen, buffers, param_groups, scheduler, client_state, planner, total)
+    total_bytes = planner.costs(fills).needed_bytes
+    return Plan(checkpoint, parts, scalars, moments, frozen, scheduler, client_state, planner, total_bytes)
 
 
 def _matched(
@@ -280,6 +272,11 @@ def _part(
 ) -> Part:
     if saved is None:
         return Part(held, key, None)
+    if len({each.is_floating_point for each in (saved.dtype, dtype, held.tensor.dtype)}) > 1:
+        raise UnsupportedError(
+            f"{held.name}: was saved as {saved.dtype}, and is {held.tensor.dtype} here, in partitions of {dtype}; "
+            "quantized weights cannot be filled by others"
+        )
     values, numel = cast(saved.pieces[key].part(held.mine), dtype), held.mine.numel
     return Part(held, key, planner.plan_fill(f"{held.name} ({key})", values, FlatRange(0, numel), on_host=on_host))
 
@@ -290,7 +287,7 @@ def _part(
 def _fill(
     ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, name: str, progress: bool | None
 ) -> None:
-    stats, before = executor.stats, executor.stats.read_bytes
+    stats, before, replicated = executor.stats, executor.stats.read_bytes, plan.checkpoint.replicated
 
     def read() -> Progress:
         done = stats.read_bytes - before
@@ -310,11 +307,10 @@ def _fill(
         for part in plan.frozen:
             with state.frozen_memory(part.held) as memory:
                 _fill_parts([part], {FP32: memory}, plan, executor)
-        for buffer, fill in plan.buffers.items():
-            flat = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
-            executor.fill(fill, flat, plan.planner.values, plan.planner.constants)
-            executor.finish()
-            state.buffers[buffer].detach().copy_(flat.view(state.buffers[buffer].shape))
+        for key, buffer in state.buffers.items():
+            if key in replicated:
+                whole = replicated[key].pieces[FP32].part(FlatRange(0, buffer.numel()))
+                buffer.detach().copy_(read_whole(executor, whole).view(buffer.shape))
         executor.check_unchanged()
 
 
@@ -329,11 +325,12 @@ def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan:
     executor.finish()
 
 
-def _set_rest(engine: Any, checkpoint: Checkpoint, state: Zero3State, plan: Plan, wanted: Wanted) -> None:
+def _set_rest(engine: Any, state: Zero3State, plan: Plan, wanted: Wanted) -> None:
+    checkpoint = plan.checkpoint
     if wanted.optimizer:
         for number, scalars in enumerate(plan.scalars):
             state.set_scalars(number, scalars)
-        state.set_groups(plan.param_groups)
+        state.set_groups(checkpoint.param_groups)
         name, attributes = checkpoint.loss_scaler
         state.set_loss_scale(name, attributes, overflow=bool(checkpoint.optimizer.get("overflow")))
     if plan.scheduler is not None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.inert_pickle import Tensor, shown
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
@@ -103,13 +103,6 @@ def _names(folder: str) -> tuple[list[str], list[str]]:
                     f"{folder}: {other} and {name} are both of rank {rank}: two jobs saved into one folder; remove the "
                     "files of one"
                 )
-    for kind, by_rank in found.items():
-        missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
-        if missing:
-            raise CheckpointError(
-                f"{folder}: no {kind} states of rank(s) {listed(list(map(str, missing)))}, but of rank "
-                f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
-            )
     models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in found.values())
     if not models or not optims:
         raise CheckpointError(
@@ -152,7 +145,8 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
         if count != len(optims) or len(models) != (len(optims) if stage == 3 else 1):
             raise CheckpointError(
                 f"{path}: was saved by {shown(count)} ranks, but there are {len(models)} files of model states and "
-                f"{len(optims)} of optimizer states: some are missing, or left from another save"
+                f"{len(optims)} of optimizer states: some are left from another save, or missing (copy the files of "
+                "all ranks to one folder)"
             )
 
 

@@ -26,6 +26,7 @@ from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.ranges import partition_numel
 from lowmem_load.resume.zero_checkpoint import (
     FP32,
     SavedParameter,
@@ -101,10 +102,16 @@ class Files:
 
     def fragments(self, models: Sequence[TorchObjects], name: str, shape: Shape) -> SavedParameter:
         """Return a frozen parameter of which each rank saved its partition."""
-        (size,) = group_numels([{name: shape}], len(models))
-        fragments = [at(file.tree, "frozen_param_fragments", dict, file.path).get(name) for file in models]
-        found, what = zip(models, fragments, strict=True), f"fragment of {name}"
-        return place_fragments(name, shape, [self.flat(file, each, what, size) for file, each in found])
+        size, what = partition_numel(math.prod(shape), len(models)), f"fragment of {name}"
+        held = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
+        saved = place_fragments(name, shape, [self.flat(file, each, what, size) for file, each in held])
+        whole = at(models[0].tree, "module", dict, models[0].path).get(name)
+        if isinstance(whole, Tensor) and whole.dtype.is_floating_point != saved.dtype.is_floating_point:
+            raise UnsupportedError(
+                f"{models[0].path}: {name} is {whole.dtype}, and was saved as {saved.dtype} without the scales: "
+                "zero_quantized_nontrainable_weights has quantized it"
+            )
+        return saved
 
     def replicated(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
         """Return a tensor that was saved in full."""

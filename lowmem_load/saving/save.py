@@ -174,12 +174,9 @@ class _Planned:
     files: list[FileLayout]
     shards: dict[str, LocalShard]
     writes: dict[str, list[Write]]
+    own_bytes: int
     all_bytes: int
     merges: list[Merge]
-
-    @property
-    def own_bytes(self) -> int:
-        return total_bytes(itertools.chain.from_iterable(self.writes.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +194,9 @@ class _Save:
         self.report.files = {file.name: file.nbytes for file in files}
         used = {write.parameter for write in writes}
         self.report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
-        return _Planned(files, {shard.source.name: shard for shard in shards}, mine, total_bytes(writes), merges)
+        own_bytes = total_bytes(itertools.chain.from_iterable(mine.values()))
+        named = {shard.source.name: shard for shard in shards}
+        return _Planned(files, named, mine, own_bytes, total_bytes(writes), merges)
 
     @contextlib.contextmanager
     def staging(self, planned: _Planned, targets: Sequence[str]) -> Iterator[folders.Staging]:
