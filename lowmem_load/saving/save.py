@@ -253,29 +253,30 @@ class _Save:
                 continue
             shards = [found[id(parameter)] for parameter in merge.parameters]
             name = shards[0].source.name
-            with self.ranks.step(f"merging {name}", name=self.folder), self.report.phase("merge"):
-                merged = gathered_and_merged(merge, shards)
-                for shard, memory in zip(shards, merged, strict=False):
+            with self.ranks.step(f"merging {name}", name=self.folder) as step, self.report.phase("merge"):
+                with _gathered([*merge.parameters, *merge.adapters()]):
+                    step.digest = _digest_of(merge.adapters())
+                    is_written = any(shard.mine for shard in shards)
+                    copies = {id(p): p.detach().clone() for p in merge.parameters if is_written}
+                    merged = merge.run(copies) if is_written else []
+                for shard, tensor in zip(shards, merged, strict=False):
                     for write in todo.pop(shard.source.name, ()):
-                        writer.write(write, memory, 0)
-                    self.report.gathered[shard.source.name] = memory.nbytes
+                        writer.write(write, tensor.reshape(-1), 0)
+                    self.report.gathered[shard.source.name] = tensor.nbytes
                     self.report.sample_memory()
             self.report.num_merged += len(shards)
 
-    def _pieces_of(self, planned: _Planned) -> Callable[[LocalShard], Iterator[tuple[torch.Tensor, int]]]:
+    def _pieces_of(self, planned: _Planned) -> Callable[[LocalShard], Iterator[Piece]]:
         merges = {id(merge.parameters[0]): merge for merge in planned.merges if merge.by_rows}
         adapters: dict[int, torch.Tensor] = {}
         if merges:
             with self.ranks.step("gathering the adapters", name=self.folder) as step, self.report.phase("merge"):
                 adapters = gathered_adapters(merges.values())
-                digest = hashlib.sha256()  # ranks with different adapters would write a mixture of models
-                for tensor in adapters.values():
-                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
-                step.digest = {"adapters with values": digest.hexdigest()[:16]}
+                step.digest = _digest_of(adapters.values())
             self.report.adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
             self.report.num_merged += len(merges)
 
-        def pieces(shard: LocalShard) -> Iterator[tuple[torch.Tensor, int]]:
+        def pieces(shard: LocalShard) -> Iterator[Piece]:
             merge = merges.get(id(shard.tensor))
             if merge is not None:
                 yield from merged_pieces(merge, shard, adapters)
@@ -340,13 +341,11 @@ def gathered_adapters(merges: Iterable[Merge]) -> dict[int, torch.Tensor]:
         return {id(parameter): parameter.detach().clone() for parameter in parameters}
 
 
-def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
-    """Return the merged weights, gathered and flat, on ranks that write any of their elements. Collective."""
-    with _gathered([*merge.parameters, *merge.adapters()]):
-        if not any(shard.mine for shard in shards):
-            return []
-        merged = merge.run({id(parameter): parameter.detach().clone() for parameter in merge.parameters})
-        return [tensor.reshape(-1) for tensor in merged]
+def _digest_of(adapters: Iterable[torch.Tensor]) -> dict[str, str]:
+    digest = hashlib.sha256()  # ranks with different adapters would write a mixture of models
+    for tensor in adapters:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return {"adapters with values": digest.hexdigest()[:16]}
 
 
 def _gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
