@@ -59,8 +59,6 @@ class Files:
     def open(self, name: str) -> TorchObjects:
         """Return the contents of a torch file, without weights."""
         path = os.path.join(self.folder, name)
-        if not os.path.exists(path):
-            raise CheckpointError(f"{path}: is missing; the checkpoint is incomplete")
         with self._executor.sources.reading(path) as source:
             file = describe_objects(source)
         self.opened.append(PlannedFile(path, file.nbytes, file.digest, file.version))
@@ -142,9 +140,8 @@ def zero_state(file: TorchObjects, stage: int) -> dict[str, Any]:
     """Return the saved state of a ZeRO optimizer of a stage: 3, or 2 for 1 and 2, which are saved alike."""
     state: dict[str, Any] = at(file.tree, "optimizer_state_dict", dict, file.path)
     found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
-    stages = (3,) if stage == 3 else (1, 2)
-    if found not in stages:
-        expected = " or ".join(map(str, stages))
+    if found not in ((3,) if stage == 3 else (1, 2)):
+        expected = "3" if stage == 3 else "1 or 2"
         raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
     if state.get("ds_zero_partition_groups") is not None:
         raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")

@@ -42,7 +42,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
 
     The digests are the same for any number of ranks and any partitioning: of a model under ZeRO-3, in full or in part,
     with any offload, of one under stages 0 to 2, of one of DTensors, and of one that an ordinary `from_pretrained` made
-    in a plain process.
+    in a plain process. Of replicas (MiCS, HSDP) the first one is digested.
     So two loads, or a load and what was saved of it, are equal if their digests are. Under an engine they are of the
     parameters, not of the optimizer's copies. Every kind of accident shows.
 
