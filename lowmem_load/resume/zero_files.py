@@ -201,7 +201,7 @@ def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shap
     """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
     none = [[0] * len(group) for group in groups]
     read = [zero_state(file, 2).get("param_alignment_paddings", none) for file in optims]
-    found: list[list[int]] = read[0] if isinstance(read[0], list) else []
+    found: list[Any] = read[0] if isinstance(read[0], list) else []
     is_right = [len(each) if isinstance(each, list) else -1 for each in found] == [len(group) for group in groups]
     if not is_right or any(type(each) is not int or not 0 <= each < 1 << 20 for group in found for each in group):
         raise CheckpointError(f"{optims[0].path}: its 'param_alignment_paddings' are malformed")

@@ -413,7 +413,7 @@ def refuse(path: str, folder: str) -> None:
         load_checkpoint(engine, f"{folder}/bf16", "global_step7")
     with pytest.raises(RankError, match="opening the checkpoint"):  # different ones
         load_checkpoint(engine, f"{folder}/{'three' if dist.get_rank() else 'bf16'}")
-    with pytest.raises(CheckpointError, match="no optimizer states of ZeRO: .*Of a universal checkpoint, name the one"):
+    with pytest.raises(CheckpointError, match=r"no optimizer states of ZeRO: .* universal checkpoint, name the one"):
         load_checkpoint(engine, f"{folder}/bf16", "universal")
     place = Path(folder, "bf16", "global_step3")
     victim = next(place.glob("*rank_1_*optim*"))
