@@ -111,7 +111,6 @@ def cost(params: float, other_ranks: int, docs: bool) -> None:
             (2, "lowmem_load", TAG),
             (other_ranks, "lowmem_load", TAG),
             (other_ranks, "stock", UNIVERSAL_TAG),
-            (other_ranks, "lowmem_load", UNIVERSAL_TAG),
         ):
             found = run_ranks(load, folder, ranks, params, way, tag, world_size=ranks, timeout_s=400)
             apart = max(abs(one - other) for one, other in zip(found[0]["losses"], expected, strict=True))

@@ -111,7 +111,7 @@ def ordinary_load(
         if kwargs.get(keyword) is not None:
             raise ConfigError(f"load_into: remove {keyword}; the model says where its parameters go")
     if transformers_models(model):
-        config = copy.deepcopy(model.config)
+        config: Any = copy.deepcopy(model.config)
         vars(config).pop("distributed_config", None)
         if hasattr(quantization := getattr(config, "quantization_config", None), "to_dict"):
             config.quantization_config = quantization.to_dict()  # as in config.json, for another load

@@ -59,7 +59,7 @@ def consolidate(
     Args:
         checkpoint_folder: the folder that `save_checkpoint` was given. It holds the folders of the tags.
         output_folder: made if it is not there.
-        tag: of the checkpoint. None: the one that the file `latest` names (or `latest_universal`).
+        tag: of the checkpoint. None: the one that the file `latest` names.
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: fp32.
         max_shard_size: bytes, or text such as "5GB".
         config: folder with config.json, or name of a model on the Hub. The parameters are named as `save_pretrained`
@@ -86,7 +86,7 @@ def consolidate(
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name, Executor() as executor:
         scratch = Path(name)
         with report.phase("plan"), saver.logged_as(scratch, report.folder):
-            found = find_folder(checkpoint_folder, tag, ("latest", "latest_universal"))
+            found = find_folder(checkpoint_folder, tag)
             if found is None:
                 raise CheckpointError(f"{checkpoint_folder}: has no file 'latest'; name the tag")
             checkpoint = open_checkpoint(found, executor)
@@ -94,7 +94,7 @@ def consolidate(
             tensors |= {name: tensors[other] for name, other in checkpoint.shared.items() if other in tensors}
             saved = _describe(checkpoint, tensors, scratch, config, dtype or torch.float32, max_shard_size)
             files = [lay_out_saved(file, scratch) for file in saved]
-            writes = plan_writes([(layout, file.tensors) for layout, file in zip(files, saved, strict=True)])
+            writes = plan_writes(files)
         with progress_bar(total_bytes(writes), "Consolidating", progress, 0) as update:
             _write(files, writes, tensors, executor, scratch, report, update)
     report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
@@ -180,18 +180,18 @@ def _write(
         folders.discard(staging)
         raise
     report.files = {file.name: file.nbytes for file in files}
-    report.note_writes(writer)
+    report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
 
 
 def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     for name, mine in held_writes(writes, {name: [FlatRange(0, each.numel)] for name, each in tensors.items()}).items():
-        source = tensors[name].pieces[FP32]
+        source = tensors[name]
         step = CHUNK_BYTES // source.dtype.itemsize
         for start in range(0, source.numel, step):
             elements = FlatRange(start, min(start + step, source.numel))
             planner = Planner()
-            fill = planner.plan_fill(name, source.part(elements), FlatRange(0, elements.numel))
+            fill = planner.plan_fill(name, source.pieces[FP32].part(elements), FlatRange(0, elements.numel))
             memory = buffer.view(source.dtype)[: elements.numel]
             executor.fill(fill, memory, planner.values, planner.constants)
             executor.finish()

@@ -13,9 +13,9 @@ import torch
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
-from lowmem_load.errors import CheckpointError, ConfigError, listed
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.io.executor import Executor
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
@@ -59,25 +59,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is read, and small values that were read already.
+    """What is read of a checkpoint, and small values that were read already."""
 
-    Attributes:
-        sub_groups, scalars: parts, and other values of the optimizer, of each of its sub-groups.
-        moments: keys of the moments.
-        frozen, buffers: parts of frozen parameters, and how each buffer is filled.
-        param_groups: hyperparameters of each of the optimizer's groups.
-        scheduler: state of the lr scheduler; None if it is not loaded.
-        client_state: of the user.
-        planner, total_bytes: of the fills.
-    """
-
+    checkpoint: Checkpoint
     sub_groups: Sequence[Sequence[Part]]
-    scalars: Sequence[Mapping[str, Any]]
-    moments: tuple[str, ...]
+    scalars: Sequence[Mapping[str, Any]]  # of each sub-group, what the optimizer keeps besides tensors
+    moments: tuple[str, ...]  # their keys
     frozen: Sequence[Part]
-    buffers: Mapping[str, Fill]
-    param_groups: Sequence[Mapping[str, Any]]
-    scheduler: Any
+    scheduler: Any  # state of the lr scheduler; None if it is not loaded
     client_state: dict[str, Any]
     planner: Planner
     total_bytes: int
@@ -98,9 +87,9 @@ def load_checkpoint(
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
     Has the arguments and the result of `engine.load_checkpoint`. Each rank reads its own partitions from the files of
-    all ranks that saved. Takes what was saved under ZeRO stages 1, 2 and 3, also with the optimizer on nvme, and
-    universal checkpoints (`ds_to_universal`). Everything is checked before anything is changed. If a read fails
-    afterwards, the engine cannot be run until a checkpoint is loaded again.
+    all ranks that saved. Takes what was saved under ZeRO stages 1, 2 and 3, also with the optimizer on nvme.
+    Everything is checked before anything is changed. If a read fails afterwards, the engine cannot be run until a
+    checkpoint is loaded again.
 
     Args:
         engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
@@ -132,40 +121,25 @@ def load_checkpoint(
     """
     from lowmem_load.partial.partial_engine import PartialEngine
 
-    flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
     if isinstance(engine, PartialEngine):
-        load_zero3 = functools.partial(_load_zero3, engine.zero3, trusted, progress)
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        load_zero3 = functools.partial(load_checkpoint, engine.zero3, trusted=trusted, progress=progress)
         return engine.load_checkpoint(load_dir, tag, *flags, load_zero3=load_zero3)
-    return _load_zero3(engine, trusted, progress, load_dir, tag, *flags)
-
-
-def _load_zero3(
-    engine: Any,
-    trusted: bool,
-    progress: bool | None,
-    load_dir: str | os.PathLike[str],
-    tag: str | None,
-    load_module_strict: bool = True,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_module_only: bool = False,
-) -> tuple[str | None, dict[str, Any]]:
-    from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable, wants_universal
-
+    rest = not load_module_only
     wanted = Wanted(
-        tag,
-        strict=load_module_strict,
-        optimizer=load_optimizer_states and not load_module_only,
-        scheduler=load_lr_scheduler_states and not load_module_only,
-        counters=not load_module_only,
-        trusted=trusted,
+        tag, load_module_strict, load_optimizer_states and rest, load_lr_scheduler_states and rest, rest, trusted
     )
-    name, ranks = os.fspath(load_dir), ranks_of(getattr(engine, "module", engine))
+    return _load_zero3(engine, os.fspath(load_dir), wanted, progress)
+
+
+def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
+    from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable
+
+    ranks = ranks_of(getattr(engine, "module", engine))
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)
-            latest = ("latest_universal",) if wants_universal(engine) else ("latest", "latest_universal")
-            folder = find_folder(name, tag, latest)
+            folder = find_folder(name, wanted.tag)
             step.digest = {"files": "none: there is no file 'latest'"}
             if folder is not None:
                 checkpoint = open_checkpoint(folder, executor)
@@ -181,7 +155,7 @@ def _load_zero3(
         mark_unusable(engine)
         _fill(ranks, plan, state, executor, name, progress)
         with ranks.step("setting scalars, scheduler and counters", name=name):
-            _set_rest(engine, checkpoint, state, plan, wanted)
+            _set_rest(engine, state, plan, wanted)
         state.finish()
         mark_usable(engine)
     return folder, plan.client_state
@@ -199,10 +173,8 @@ def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict
 
 
 def _check_one_folder(found: Sequence[tuple[str, str]]) -> None:
-    """Raise ConfigError if ranks read different folders, given the path and a digest of the files' times of each.
-
-    Nodes may have one disk under different paths: then its files were changed at the same times.
-    """
+    """Raise ConfigError if ranks read different folders, given the path and a digest of the files' times of each."""
+    # Nodes may have one disk under different paths: then its files were changed at the same times.
     (path, times), *others = found
     for rank, (other, other_times) in enumerate(others, 1):
         if other != path and other_times != times:
@@ -225,7 +197,6 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
     planner = Planner()
     moments: tuple[str, ...] = ()
     scalars: list[Mapping[str, Any]] = [{} for _ in state.sub_groups]
-    param_groups: list[dict[str, Any]] = []
     if wanted.optimizer:
         param_groups = checkpoint.param_groups
         # Before the optimizer's first step there are no moments.
@@ -240,12 +211,6 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
         where, keys = state.master_of(number), (FP32, *moments)
         parts.append([_part(planner, one, key, saved.get(one.name), *where) for key in keys for one in group])
     frozen = [_part(planner, one, FP32, saved.get(one.name), *state.partition_of(one)) for one in state.frozen]
-    buffers = {}
-    for name, buffer in state.buffers.items():
-        if name in checkpoint.replicated:
-            whole = FlatRange(0, buffer.numel())
-            values = cast(checkpoint.replicated[name].pieces[FP32].part(whole), buffer.dtype)
-            buffers[name] = planner.plan_fill(name, values, whole, on_host=True)
     scheduler = None
     if wanted.scheduler and has_scheduler:
         scheduler = checkpoint.state("lr_scheduler", rank, trusted=wanted.trusted)
@@ -254,9 +219,9 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
                 f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
             )
     fills = [part.fill for part in (*(part for group in parts for part in group), *frozen) if part.fill is not None]
-    total = planner.costs([*fills, *buffers.values()]).needed_bytes
     client_state = checkpoint.client_state(rank, trusted=wanted.trusted)
-    return Plan(parts, scalars, moments, frozen, buffers, param_groups, scheduler, client_state, planner, total)
+    total_bytes = planner.costs(fills).needed_bytes
+    return Plan(checkpoint, parts, scalars, moments, frozen, scheduler, client_state, planner, total_bytes)
 
 
 def _matched(
@@ -307,6 +272,11 @@ def _part(
 ) -> Part:
     if saved is None:
         return Part(held, key, None)
+    if len({each.is_floating_point for each in (saved.dtype, dtype, held.tensor.dtype)}) > 1:
+        raise UnsupportedError(
+            f"{held.name}: was saved as {saved.dtype}, and is {held.tensor.dtype} here, in partitions of {dtype}; "
+            "quantized weights cannot be filled by others"
+        )
     values, numel = cast(saved.pieces[key].part(held.mine), dtype), held.mine.numel
     return Part(held, key, planner.plan_fill(f"{held.name} ({key})", values, FlatRange(0, numel), on_host=on_host))
 
@@ -317,34 +287,31 @@ def _part(
 def _fill(
     ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, name: str, progress: bool | None
 ) -> None:
-    done = 0
+    stats, before, replicated = executor.stats, executor.stats.read_bytes, plan.checkpoint.replicated
 
     def read() -> Progress:
-        return Progress(done, f"{share(done, plan.total_bytes)} read")
+        done = stats.read_bytes - before
+        return Progress(done, f"{share(done, plan.total_bytes)} read, last from {stats.path or 'no file'}")
 
-    with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update:
+    def on_bytes(num_bytes: int) -> None:
+        update(num_bytes)
+        ranks.check()
 
-        def on_bytes(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            update(num_bytes)
-
-        executor.on_bytes = on_bytes
-        with ranks.step("reading the checkpoint", name=name, progress=read):
-            state.prepare()
-            for number, parts in enumerate(plan.sub_groups):
-                with state.memory(number, plan.moments) as (master, moments):
-                    _fill_parts(parts, {FP32: master, **moments}, plan, executor)
-                ranks.check()
-            for part in plan.frozen:
-                with state.frozen_memory(part.held) as memory:
-                    _fill_parts([part], {FP32: memory}, plan, executor)
-            for buffer, fill in plan.buffers.items():
-                flat = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
-                executor.fill(fill, flat, plan.planner.values, plan.planner.constants)
-                executor.finish()
-                state.buffers[buffer].detach().copy_(flat.view(state.buffers[buffer].shape))
-            executor.sources.check_unchanged()
+    executor.on_bytes = on_bytes
+    reading = ranks.step("reading the checkpoint", name=name, progress=read)
+    with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update, reading:
+        state.prepare()
+        for number, parts in enumerate(plan.sub_groups):
+            with state.memory(number, plan.moments) as (master, moments):
+                _fill_parts(parts, {FP32: master, **moments}, plan, executor)
+        for part in plan.frozen:
+            with state.frozen_memory(part.held) as memory:
+                _fill_parts([part], {FP32: memory}, plan, executor)
+        for key, buffer in state.buffers.items():
+            if key in replicated:
+                whole = replicated[key].pieces[FP32].part(FlatRange(0, buffer.numel()))
+                buffer.detach().copy_(read_whole(executor, whole).view(buffer.shape))
+        executor.sources.check_unchanged()
 
 
 def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:
@@ -358,11 +325,12 @@ def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan:
     executor.finish()
 
 
-def _set_rest(engine: Any, checkpoint: Checkpoint, state: Zero3State, plan: Plan, wanted: Wanted) -> None:
+def _set_rest(engine: Any, state: Zero3State, plan: Plan, wanted: Wanted) -> None:
+    checkpoint = plan.checkpoint
     if wanted.optimizer:
         for number, scalars in enumerate(plan.scalars):
             state.set_scalars(number, scalars)
-        state.set_groups(plan.param_groups)
+        state.set_groups(checkpoint.param_groups)
         name, attributes = checkpoint.loss_scaler
         state.set_loss_scale(name, attributes, overflow=bool(checkpoint.optimizer.get("overflow")))
     if plan.scheduler is not None:

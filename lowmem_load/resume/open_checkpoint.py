@@ -3,8 +3,7 @@
 Under stage 3 each rank saves model states and optimizer states. Under stages 1 and 2 there is one file of model states
 for all ranks, with the full 16-bit weights.
 
-Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`;
-`checkpoint/ds_to_universal.py`, `main`.
+Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.inert_pickle import Tensor, shown
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
 from lowmem_load.planning.expression import Shape
 from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, SavedParameter, at, find_folder
-from lowmem_load.resume.zero_files import UNIVERSAL_STATE, Files, trained_parameters, universal_parameters, zero_state
+from lowmem_load.resume.zero_files import Files, trained_parameters, zero_state
 
-_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt|mp_rank_00_model_states\.pt")
 _STATES_FOR_ALL = "mp_rank_00_model_states.pt"
 
 
@@ -32,44 +31,35 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
 
     The executor reads small values, and keeps the files open.
     """
-    model_paths, optim_paths, one_for_all = _paths(folder)
+    model_names, optim_names = _names(folder)
+    stage = 2 if model_names[0] == _STATES_FOR_ALL else 3
     files = Files(folder, executor)
-    models = [files.open(path) for path in model_paths]
+    models, optims = [files.open(name) for name in model_names], [files.open(name) for name in optim_names]
     groups, frozen = _shapes(models)
-    if os.path.isdir(os.path.join(folder, "zero")):  # a universal checkpoint: each parameter has files of its own
-        if one_for_all:
-            _refuse_confused(models[0])
-        file = files.open(os.path.join(folder, "zero", UNIVERSAL_STATE))
-        optimizer, trained = zero_state(file), universal_parameters(files, groups, file)
-    elif not optim_paths:
-        raise CheckpointError(
-            f"{folder}: holds no optimizer states of ZeRO: expected files *zero_pp_rank_*_mp_rank_00_optim_states.pt"
-        )
-    else:
-        optims = [files.open(path) for path in optim_paths]
-        stage = 2 if one_for_all else 3
-        optimizer = zero_state(optims[0])
-        _check_worlds(models, optims, stage)
-        trained = trained_parameters(files, groups, optims, stage)
-    buffers = _buffers(files, models[0])
-    shared: dict[str, str] = at(models[0].tree, "shared_params", dict, models[0].path)
+    _check_worlds(models, optims, stage)
+    trained = trained_parameters(files, groups, optims, stage)
+    first, tree, path = models[0], models[0].tree, models[0].path
+    module: dict[Any, Any] = at(tree, "module", dict, path)
+    names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
+    buffers = {name: files.replicated(first, name, module[name]) for name in names if name in module}
+    shared: dict[str, str] = at(tree, "shared_params", dict, path)
     if not all(isinstance(name, str) for pair in shared.items() for name in pair):
-        raise CheckpointError(f"{models[0].path}: its 'shared_params' are malformed")
-    if one_for_all:
-        module, known = at(models[0].tree, "module", dict, models[0].path), {*trained, *shared, *buffers}
+        raise CheckpointError(f"{path}: its 'shared_params' are malformed")
+    if stage == 2:
+        known = {*trained, *shared, *buffers}
         rest = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
-        others = {name: files.replicated(models[0], name, each) for name, each in rest.items() if name not in known}
+        others = {name: files.replicated(first, name, each) for name, each in rest.items() if name not in known}
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
         others = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
     return Checkpoint(
         folder=folder,
-        world_size=_world_size(models[0]) if one_for_all else len(models),
+        world_size=len(optims),
         parameters={**trained, **others},
         lacks_frozen=frozen is None,
         shared=shared,
         replicated={**buffers, **_replicated(files)},
-        optimizer=optimizer,
+        optimizer=zero_state(optims[0], stage),
         states=models,
         files=files.opened,
         _executor=executor,
@@ -80,57 +70,47 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
     """Return how many ranks saved a checkpoint under ZeRO-3; None for another one, or if that is unknown."""
     try:
         folder = find_folder(load_dir, tag)
-        names = [] if folder is None else sorted(entry.name for entry in os.scandir(folder))
+        names = [] if folder is None else sorted(os.listdir(folder))
         states = [name for name in names if (match := _STATES.fullmatch(name)) and match[3] == "model"]
         if folder is None or not states:
             return None
         with Executor() as executor:
             # Every file of model states says it, so ranks that see different files find the same number.
-            return _world_size(Files(folder, executor).open(os.path.join(folder, states[0])))
+            file = Files(folder, executor).open(states[0])
+            count: int = at(file.tree, "dp_world_size", int, file.path)
+            return count
     except (CheckpointError, OSError):  # whoever loads it says what is wrong
         return None
 
 
-def _paths(folder: str) -> tuple[list[str], list[str], bool]:
-    """Return the files of model and optimizer states, by rank, and whether one file of model states is for all."""
-    names = sorted(entry.name for entry in os.scandir(folder))
+def _names(folder: str) -> tuple[list[str], list[str]]:
+    """Return the files of model states and those of optimizer states, by rank."""
+    names = sorted(os.listdir(folder))
     found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in names:
         match = _STATES.fullmatch(name)
         is_other = name.startswith(("mp_rank_", "layer_", "expp_rank_")) and name != _STATES_FOR_ALL
-        if is_other or (match and int(match[2])):
+        if is_other or (match and int(match[2] or 0)):
             raise UnsupportedError(
                 f"{folder}: {name}: is of tensor, pipeline or expert parallelism; load it with the engine's own "
                 "load_checkpoint"
             )
         if match is not None:
-            other = found[match[3]].setdefault(int(match[1]), name)
+            rank = int(match[1] or 0)
+            other = found[match[3] or "model"].setdefault(rank, name)
             if other != name:
                 raise CheckpointError(
-                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs saved into one folder; remove "
-                    "the files of one"
+                    f"{folder}: {other} and {name} are both of rank {rank}: two jobs saved into one folder; remove the "
+                    "files of one"
                 )
-    for kind, by_rank in found.items():
-        missing = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
-        if missing:
-            raise CheckpointError(
-                f"{folder}: no {kind} states of rank(s) {listed(list(map(str, missing)))}, but of rank "
-                f"{max(by_rank)}; every rank that resumes reads from the files of all: copy them to one folder"
-            )
     models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in found.values())
-    one_for_all = _STATES_FOR_ALL in names
-    if one_for_all and models:
+    if not models or not optims:
         raise CheckpointError(
-            f"{folder}: {_STATES_FOR_ALL} and {models[0]}: two jobs saved into one folder; remove the files of one"
+            f"{folder}: holds no {'optimizer' if models else 'model'} states of ZeRO: expected files "
+            f"zero_pp_rank_*_mp_rank_00_model_states.pt (of stages 1 and 2 {_STATES_FOR_ALL}) and "
+            "*zero_pp_rank_*_mp_rank_00_optim_states.pt. Of a universal checkpoint, name the one that it was made of"
         )
-    if not one_for_all and not models:
-        raise CheckpointError(
-            f"{folder}: holds no checkpoint of ZeRO: expected files zero_pp_rank_*_mp_rank_00_model_states.pt, or of "
-            f"stages 1 and 2 {_STATES_FOR_ALL}"
-        )
-    models = [_STATES_FOR_ALL] if one_for_all else models
-    model_paths, optim_paths = ([os.path.join(folder, name) for name in each] for each in (models, optims))
-    return model_paths, optim_paths, one_for_all
+    return models, optims
 
 
 def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dict[str, Shape] | None]:
@@ -162,51 +142,26 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
             count = count[0]
         counts[file.path] = count
     for path, count in counts.items():
-        if (count != len(models) and stage == 3) or count != len(optims):
+        if count != len(optims) or len(models) != (len(optims) if stage == 3 else 1):
             raise CheckpointError(
                 f"{path}: was saved by {shown(count)} ranks, but there are {len(models)} files of model states and "
-                f"{len(optims)} of optimizer states: some are missing, or left from another save"
+                f"{len(optims)} of optimizer states: some are left from another save, or missing (copy the files of "
+                "all ranks to one folder)"
             )
 
 
 # -- contents of the model states ------------------------------------------------------------------------------------
 
 
-def _buffers(files: Files, file: TorchObjects) -> dict[str, SavedParameter]:
-    module = at(file.tree, "module", dict, file.path)
-    names = [name for name in at(file.tree, "buffer_names", list, file.path) if isinstance(name, str)]
-    return {name: files.replicated(file, name, module[name]) for name in names if name in module}
-
-
 def _replicated(files: Files) -> dict[str, SavedParameter]:
     """Return what partial ZeRO-3 saved in full: buffers, and parameters with their fp32 values."""
-    path = os.path.join(files.folder, REPLICATED_FILE)
-    if not os.path.exists(path):
+    if not os.path.exists(os.path.join(files.folder, REPLICATED_FILE)):
         return {}
-    file = files.open(path)
-    masters = at(at(file.tree, "whole", dict, path), "masters", dict, path)
-    held = {**at(file.tree, "buffers", dict, path), **at(file.tree, "parameters", dict, path), **masters}
+    file = files.open(REPLICATED_FILE)
+    tree, path = file.tree, file.path
+    masters = at(at(tree, "whole", dict, path), "masters", dict, path)
+    held = {**at(tree, "buffers", dict, path), **at(tree, "parameters", dict, path), **masters}
     return {name: files.replicated(file, name, tensor) for name, tensor in held.items()}
-
-
-def _refuse_confused(file: TorchObjects) -> None:
-    """Raise for a universal checkpoint in which parameters have the values of others.
-
-    `round_robin_gradients` puts the parameters of stages 1 and 2 in another order than these save. `ds_to_universal`
-    reads the saved order. Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `_link_all_hp_params`.
-    """
-    tree = file.tree.get("ds_config")
-    zero = tree.get("zero_optimization") if isinstance(tree, dict) else None
-    if isinstance(zero, dict) and zero.get("round_robin_gradients") and _world_size(file) > 1:
-        raise UnsupportedError(
-            f"{file.path}: was saved with round_robin_gradients, where ds_to_universal confuses the parameters; "
-            "load the checkpoint that it was made of"
-        )
-
-
-def _world_size(file: TorchObjects) -> int:
-    count: int = at(file.tree, "dp_world_size", int, file.path)
-    return count
 
 
 def _checked(file: TorchObjects, shapes: Any) -> dict[str, Shape]:

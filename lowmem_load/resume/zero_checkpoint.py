@@ -1,7 +1,7 @@
 """A ZeRO checkpoint of DeepSpeed, and where the elements of its parameters lie in the files.
 
-There are two kinds of folder: what `save_checkpoint` writes on N ranks, and what `ds_to_universal` makes of it. Both
-hold torch zips. Their directories and pickles are read, and no pickle is run (`formats/inert_pickle.py`).
+`save_checkpoint` writes torch zips on N ranks. Their directories and pickles are read, and no pickle is run
+(`formats/inert_pickle.py`).
 
 [Note: flat groups] Under stage 3 each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one
 for each of its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded
@@ -16,7 +16,7 @@ at the end, so the last tensors may be shorter or empty. Moments are saved with 
 
 Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint`, `_save_zero_checkpoint`, `_get_zero_param_shapes` and
 `_get_zero_frozen_param_attributes`; `runtime/zero/stage3.py`, `_create_fp16_sub_groups` and `_rigid_state_dict`;
-`runtime/zero/stage_1_and_2.py`, `__init__` and `state_dict`; `checkpoint/ds_to_universal.py`, `main`.
+`runtime/zero/stage_1_and_2.py`, `__init__` and `state_dict`.
 """
 
 from __future__ import annotations
@@ -58,22 +58,16 @@ FP32 = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The `numel` elements of one parameter, or of one of its moments, in the flat tensors of all ranks.
+    """The elements of one parameter, or of one of its moments, in the flat tensors of all ranks.
 
     Element `i` of the parameter is element `offset + (i + shift) % size` of the flat tensor of rank
     `(i + shift) // size`. See [Note: flat groups], where `shift` is 0, and [Note: chains], where `offset` is 0.
     """
 
     flats: tuple[Source, ...]
-    numel: int
     size: int
     offset: int = 0
     shift: int = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements."""
-        return self.flats[0].dtype
 
     def part(self, wanted: FlatRange) -> Expression:
         """Return the elements `wanted` of the parameter: a run of each file that holds some of them."""
@@ -111,7 +105,7 @@ class SavedParameter:
     @property
     def dtype(self) -> torch.dtype:
         """Of the values."""
-        return self.pieces[FP32].dtype
+        return self.pieces[FP32].flats[0].dtype
 
 
 def group_numels(groups: Sequence[Mapping[str, Shape]], world_size: int) -> list[int]:
@@ -121,34 +115,39 @@ def group_numels(groups: Sequence[Mapping[str, Shape]], world_size: int) -> list
 
 def place_groups(
     groups: Sequence[Mapping[str, Shape]],
-    flats: Mapping[str, Sequence[Sequence[Source]]],
+    flats: Sequence[Sequence[Mapping[str, Source]]],
     scalars: Sequence[Mapping[str, Any]],
     paddings: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name.
+    """Return the trained parameters by name, given the flat tensors of each rank, group and key.
 
-    `groups` are names and shapes of each group's parameters, `flats` the flat tensors by key, rank and group, `scalars`
-    other values of each group. `paddings` are the elements behind each parameter under stages 1 and 2, see
-    [Note: chains]; None under stage 3, see [Note: flat groups].
+    `paddings` are the elements behind each parameter of each group under stages 1 and 2; None under stage 3.
     """
     found: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
-        of_ranks = {key: tuple(ranks[number] for ranks in by_rank) for key, by_rank in flats.items()}
+        of_ranks = {key: tuple(by_group[number][key] for by_group in flats) for key in flats[0][number]}
         start = needed = 0
         for position, (name, shape) in enumerate(group.items()):
-            numel = math.prod(shape)
             if paddings is None:
-                size = partition_numel(numel, len(of_ranks[FP32]))
-                pieces = {key: Pieces(ranks, numel, size, offset=start) for key, ranks in of_ranks.items()}
+                size = partition_numel(math.prod(shape), len(of_ranks[FP32]))
+                pieces = {key: Pieces(ranks, size, offset=start) for key, ranks in of_ranks.items()}
                 start += size
             else:
-                pieces = {key: Pieces(ranks, numel, ranks[0].shape[0], shift=start) for key, ranks in of_ranks.items()}
-                needed = start + numel
+                pieces = {key: Pieces(ranks, ranks[0].shape[0], shift=start) for key, ranks in of_ranks.items()}
+                needed = start + math.prod(shape)
                 start = needed + paddings[number][position]
             found[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
-        for ranks in of_ranks.values() if paddings is not None else ():
-            _check_chain(ranks, needed)
+        for ranks in of_ranks.values():
+            _check_dtypes(ranks)
+            if paddings is not None:
+                _check_chain(ranks, needed)
     return found
+
+
+def _check_dtypes(flats: Sequence[Source]) -> None:
+    first = flats[0]
+    if any(flat.dtype != first.dtype for flat in flats):
+        raise CheckpointError(f"{first.path}: {first.name} is {first.dtype}, and on other ranks of another dtype")
 
 
 def _check_chain(flats: Sequence[Source], needed: int) -> None:
@@ -164,8 +163,8 @@ def _check_chain(flats: Sequence[Source], needed: int) -> None:
 
 def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> SavedParameter:
     """Return a frozen parameter: one padded fragment per rank, or one fragment that is the whole parameter."""
-    numel = math.prod(shape)
-    pieces = Pieces(tuple(fragments), numel, partition_numel(numel, len(fragments)))
+    _check_dtypes(fragments)
+    pieces = Pieces(tuple(fragments), partition_numel(math.prod(shape), len(fragments)))
     return SavedParameter(name, tuple(shape), {FP32: pieces}, None)
 
 
@@ -256,18 +255,18 @@ class Checkpoint:
         return read
 
 
-def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequence[str] = ("latest",)) -> str | None:
-    """Return the folder of a tag. Without a tag, the first file of `latest` names it; None if none is there."""
+def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
+    """Return the folder of a tag. Without a tag, the file `latest` names it; None if that is not there."""
     root, named_by = os.fspath(folder), "tag"
     if tag is None:
-        path = next((path for name in latest if os.path.isfile(path := os.path.join(root, name))), None)
-        if path is None:
+        path, named_by = os.path.join(root, "latest"), "latest"
+        if not os.path.isfile(path):
             return None
-        named_by = os.path.basename(path)
         with open(path, encoding="utf-8", errors="replace") as file:
             tag = file.read(4096).strip()
-    found = os.path.join(root, str(tag))
-    if str(tag) in ("", os.curdir, os.pardir) or os.path.basename(str(tag)) != str(tag) or not os.path.isdir(found):
+    tag = str(tag)
+    found = os.path.join(root, tag)
+    if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(found):
         there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
         raise CheckpointError(
             f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
@@ -277,11 +276,9 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None, latest: Sequenc
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Return the state dict of torch's optimizer in that of a ZeRO optimizer."""
-    for key in ("optimizer_state_dict", "base_optimizer_state"):
-        if key in zero:
-            found: dict[str, Any] = at(zero, key, dict, path)
-            return found
-    return zero  # a universal checkpoint of stages 1 and 2 has its groups here
+    key = "optimizer_state_dict" if "optimizer_state_dict" in zero else "base_optimizer_state"
+    found: dict[str, Any] = at(zero, key, dict, path)
+    return found
 
 
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:

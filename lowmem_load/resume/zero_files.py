@@ -7,7 +7,7 @@ elements, in fp32, with padding at its end. Sub-groups of less than 1 MiB are no
 Source: deepspeed 0.16.4 to 0.19.8 `runtime/engine.py`, `save_checkpoint`; `runtime/swap_tensor/optimizer_utils.py`,
 `SwapTensorContext` and `_get_state_tensors`; `runtime/zero/stage3.py`, `_rigid_state_dict`;
 `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py`, `state_dict`; `utils/zero_to_fp32.py`,
-`_zero2_merge_trainable_params`; `checkpoint/ds_to_universal.py`, `main`.
+`_zero2_merge_trainable_params`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.ranges import partition_numel
 from lowmem_load.resume.zero_checkpoint import (
     FP32,
-    Pieces,
     SavedParameter,
     at,
     base_optimizer,
@@ -36,12 +36,6 @@ from lowmem_load.resume.zero_checkpoint import (
     place_fragments,
     place_groups,
 )
-
-UNIVERSAL_KEYS = (FP32, "exp_avg", "exp_avg_sq")
-"""Files of a parameter in a universal checkpoint: its values, and the moments of Adam."""
-
-UNIVERSAL_STATE = "optimizer_state.pt"
-"""File of a universal checkpoint with the state of rank 0's ZeRO optimizer."""
 
 _MASTERS = {3: "fp32_flat_groups", 2: "single_partition_of_fp32_groups"}
 """Entry with the fp32 values, by stage."""
@@ -62,10 +56,9 @@ class Files:
         self.folder, self._executor = folder, executor
         self.opened: list[PlannedFile] = []
 
-    def open(self, path: str) -> TorchObjects:
+    def open(self, name: str) -> TorchObjects:
         """Return the contents of a torch file, without weights."""
-        if not os.path.exists(path):
-            raise CheckpointError(f"{path}: is missing; the checkpoint is incomplete")
+        path = os.path.join(self.folder, name)
         with self._executor.sources.reading(path) as source:
             file = describe_objects(source)
         self.opened.append(PlannedFile(path, file.nbytes, file.digest, file.version))
@@ -107,10 +100,16 @@ class Files:
 
     def fragments(self, models: Sequence[TorchObjects], name: str, shape: Shape) -> SavedParameter:
         """Return a frozen parameter of which each rank saved its partition."""
-        (size,) = group_numels([{name: shape}], len(models))
-        fragments = [at(file.tree, "frozen_param_fragments", dict, file.path).get(name) for file in models]
-        found, what = zip(models, fragments, strict=True), f"fragment of {name}"
-        return place_fragments(name, shape, [self.flat(file, each, what, size) for file, each in found])
+        size, what = partition_numel(math.prod(shape), len(models)), f"fragment of {name}"
+        held = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
+        saved = place_fragments(name, shape, [self.flat(file, each, what, size) for file, each in held])
+        whole = at(models[0].tree, "module", dict, models[0].path).get(name)
+        if isinstance(whole, Tensor) and whole.dtype.is_floating_point != saved.dtype.is_floating_point:
+            raise UnsupportedError(
+                f"{models[0].path}: {name} is {whole.dtype}, and was saved as {saved.dtype} without the scales: "
+                "zero_quantized_nontrainable_weights has quantized it"
+            )
+        return saved
 
     def replicated(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
         """Return a tensor that was saved in full."""
@@ -137,13 +136,12 @@ class Files:
 # -- trained parameters ----------------------------------------------------------------------------------------------
 
 
-def zero_state(file: TorchObjects, stage: int | None = None) -> dict[str, Any]:
+def zero_state(file: TorchObjects, stage: int) -> dict[str, Any]:
     """Return the saved state of a ZeRO optimizer of a stage: 3, or 2 for 1 and 2, which are saved alike."""
-    is_universal = os.path.basename(file.path) == UNIVERSAL_STATE and isinstance(file.tree, dict)
-    state: dict[str, Any] = file.tree if is_universal else at(file.tree, "optimizer_state_dict", dict, file.path)
+    state: dict[str, Any] = at(file.tree, "optimizer_state_dict", dict, file.path)
     found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
-    if found not in (1, 2, 3) or (stage is not None and (found == 3) != (stage == 3)):
-        expected = "1, 2 or 3" if stage is None else "3" if stage == 3 else "1 or 2"
+    if found not in ((3,) if stage == 3 else (1, 2)):
+        expected = "3" if stage == 3 else "1 or 2"
         raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
     if state.get("ds_zero_partition_groups") is not None:
         raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
@@ -155,14 +153,26 @@ def trained_parameters(
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name, of stage 3, or 2 for 1 and 2."""
     paddings = None if stage == 3 else _paddings(optims, groups)
-    by_rank = [_states_of(files, file, groups, rank, len(optims), stage) for rank, file in enumerate(optims)]
-    return place_groups(groups, *_together(by_rank, optims), paddings)
+    flats: list[list[dict[str, Source]]] = []
+    scalars: list[list[dict[str, Any]]] = []
+    for rank, file in enumerate(optims):
+        mine, others = _states_of(files, file, groups, rank, len(optims), stage)
+        flats.append(mine)
+        scalars.append(others)
+        if any(one.keys() != flats[0][0].keys() for one in mine):
+            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
+        if [one.get("step") for one in others] != [one.get("step") for one in scalars[0]]:
+            raise CheckpointError(
+                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                "earlier one did not end; take another checkpoint"
+            )
+    return place_groups(groups, flats, scalars[0], paddings)
 
 
 def _states_of(
     files: Files, file: TorchObjects, groups: Sequence[Mapping[str, Shape]], rank: int, num_ranks: int, stage: int
-) -> list[dict[str, Any]]:
-    """Return what a rank saved for each group: flat tensors as sources, and other values."""
+) -> tuple[list[dict[str, Source]], list[dict[str, Any]]]:
+    """Return the flat tensors and the other values that a rank saved for each group."""
     zero = zero_state(file, stage)
     base = base_optimizer(zero, file.path)
     masters = at(zero, _MASTERS[stage], list, file.path)
@@ -172,92 +182,30 @@ def _states_of(
     ]
     if len(masters) != len(groups) or numbers != list(range(len(groups))):
         raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(groups)}")
-    found = []
+    flats: list[dict[str, Source]] = [{} for _ in groups]
+    others: list[dict[str, Any]] = [{} for _ in groups]
     for number, size in enumerate(group_numels(groups, num_ranks)):
         state = at(states, number, dict, file.path) if number in states else {}
-        placed: dict[str, Any] = {}
         for key, value in {FP32: masters[number], **state}.items():
             what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
             if key != FP32 and not (isinstance(value, Tensor) and value.size):
-                placed[key] = files.scalar(file, value, key)
+                others[number][key] = files.scalar(file, value, key)
             elif stage == 3:
-                placed[key] = files.flat_or_swapped(file, value, what, size, rank, num_ranks)
+                flats[number][key] = files.flat_or_swapped(file, value, what, size, rank, num_ranks)
             else:
-                placed[key] = files.flat(file, value, what, None)
-        found.append(placed)
-    return found
-
-
-def _together(
-    by_rank: Sequence[Sequence[Mapping[str, Any]]], optims: Sequence[TorchObjects]
-) -> tuple[dict[str, list[list[Source]]], list[dict[str, Any]]]:
-    """Return flat tensors by key, rank and group, and the other values that rank 0 has for each group."""
-    keys: list[str] = []
-    flats: dict[str, list[list[Source]]] = {}
-    scalars: list[dict[str, Any]] = []
-    for file, by_group in zip(optims, by_rank, strict=True):
-        found = sorted({key for states in by_group for key, value in states.items() if isinstance(value, Source)})
-        keys = keys or found
-        if found != keys or any(not isinstance(states.get(key), Source) for states in by_group for key in keys):
-            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
-        for key in keys:
-            flats.setdefault(key, []).append([states[key] for states in by_group])
-        others = [{key: value for key, value in one.items() if key not in keys} for one in by_group]
-        scalars = scalars or others
-        if [one.get("step") for one in others] != [one.get("step") for one in scalars]:
-            raise CheckpointError(
-                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
-                "earlier one did not end; take another checkpoint"
-            )
-    return flats, scalars
+                flats[number][key] = files.flat(file, value, what, None)
+    return flats, others
 
 
 def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
     """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
-    read = []
-    for file in optims:
-        found = zero_state(file, 2).get("param_alignment_paddings", [[0] * len(group) for group in groups])
-        lengths = [len(each) if isinstance(each, list) else -1 for each in found] if isinstance(found, list) else []
-        is_right = lengths == [len(group) for group in groups] and all(
-            type(padding) is int and 0 <= padding < 1 << 20 for each in found for padding in each
-        )
-        if not is_right:
-            raise CheckpointError(f"{file.path}: its 'param_alignment_paddings' are malformed")
-        read.append(found)
-        if found != read[0]:
+    none = [[0] * len(group) for group in groups]
+    read = [zero_state(file, 2).get("param_alignment_paddings", none) for file in optims]
+    found: list[Any] = read[0] if isinstance(read[0], list) else []
+    is_right = [len(each) if isinstance(each, list) else -1 for each in found] == [len(group) for group in groups]
+    if not is_right or any(type(each) is not int or not 0 <= each < 1 << 20 for group in found for each in group):
+        raise CheckpointError(f"{optims[0].path}: its 'param_alignment_paddings' are malformed")
+    for file, other in zip(optims, read, strict=True):
+        if other != found:
             raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
-    return list(read[0])
-
-
-# -- universal -------------------------------------------------------------------------------------------------------
-
-
-def universal_parameters(
-    files: Files, groups: Sequence[Mapping[str, Shape]], file: TorchObjects
-) -> dict[str, SavedParameter]:
-    """Return the trained parameters of a universal checkpoint by name."""
-    # As in DeepSpeed, the number of steps is that of the first sub-group or parameter.
-    states = base_optimizer(zero_state(file), file.path).get("state")
-    first = {}
-    if isinstance(states, dict) and 0 in states:
-        state = at(states, 0, dict, file.path)
-        small = ((key, value) for key, value in state.items() if not (isinstance(value, Tensor) and value.size))
-        first = {key: files.scalar(file, value, key) for key, value in small}
-    found: dict[str, SavedParameter] = {}
-    for number, group in enumerate(groups):
-        for name, shape in group.items():
-            if os.path.isabs(name) or ".." in name.split("/"):
-                raise CheckpointError(f"{files.folder}: a parameter is named {name!r:.80}")
-            folder, size = os.path.join(files.folder, "zero", name), math.prod(shape)
-            pieces = {}
-            for key in UNIVERSAL_KEYS:
-                file = files.open(os.path.join(folder, f"{key}.pt"))
-                tensor = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-                pieces[key] = Pieces((files.flat(file, tensor, name, size),), size, size)
-            scalars = first
-            # From stages 1 and 2 each parameter has a file with its number of steps.
-            if not first and os.path.exists(step := os.path.join(folder, "step.pt")):
-                file = files.open(step)
-                scalars = {"step": files.scalar(file, file.tree, "step")}
-            found[name] = SavedParameter(name, shape, pieces, number, scalars)
     return found

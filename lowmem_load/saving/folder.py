@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving.writer import FileLayout
@@ -37,6 +37,9 @@ _SAVING, _REMOVED = "saving-", "removed-"
 
 _FORMER = ".former"
 """Folder in a staging folder inside the target, for files of the target that have the same names as the new ones."""
+
+_SHARD = r"-\d{5}-of-\d{5}"
+"""In the name of a file of weights where there are several."""
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _AT_CWD = -100  # AT_FDCWD of linux/fcntl.h
@@ -66,37 +69,24 @@ class Staging:
         return self.target / f".{state}" if self.is_inside else self.target.with_name(f".{self.target.name}.{state}")
 
 
-class Target(NamedTuple):
-    """The folder of a save, without symbolic links, and whether it is a mount point, which cannot be renamed."""
-
-    path: str
-    is_mount: bool
-
-
-def find_target(folder: str | os.PathLike[str]) -> Target:
-    """Return the folder of a save; raise ConfigError if it is a file."""
+def find_target(folder: str | os.PathLike[str]) -> str:
+    """Return the folder of a save, without symbolic links; raise ConfigError if it is a file."""
     target = os.path.realpath(folder)
     if os.path.exists(target) and not os.path.isdir(target):
         raise ConfigError(f"{folder}: is a file; name a folder")
-    return Target(target, os.path.ismount(target))
+    return target
 
 
-def make_staging(targets: Sequence[Target], files: Sequence[FileLayout]) -> Staging:
+def make_staging(targets: Sequence[str], files: Sequence[FileLayout]) -> Staging:
     """Make a staging folder with files, and remove what earlier saves to the target left when they were killed.
 
-    The files have their full length, and everything but the tensors' data. The staging folder lies inside a target that
-    cannot be renamed. Ranks may know the target under different names: then it may be a mount point that not all of
-    them recognise, so the staging folder lies inside it as well. `targets` are those of all ranks, this one's first.
-
-    Raises:
-        ConfigError: the folder cannot be made, or the disk is too small.
+    The files have their full length, and everything but the tensors' data. `targets` are those of all ranks, this one's
+    first. Raises ConfigError if the folder cannot be made, or the disk is too small.
     """
-    target = Path(targets[0].path)
-    is_alike = len({os.path.basename(each.path) for each in targets}) == 1 and not any(
-        each.is_mount for each in targets
-    )
+    target = Path(targets[0])
     try:
-        is_inside = target.is_dir() and not (is_alike and _can_be_renamed(target))
+        # Under another path it may be a mount point, beside which this node and another see different folders.
+        is_inside = target.is_dir() and not (len({*targets}) == 1 and _can_be_renamed(target))
         staging = Staging(target, secrets.token_hex(4), is_inside)
         target.parent.mkdir(parents=True, exist_ok=True)
         _finish_what_is_left(staging)
@@ -116,7 +106,7 @@ def make_staging(targets: Sequence[Target], files: Sequence[FileLayout]) -> Stag
             for file in files:
                 _make_file(staging.path / file.name, file)
         except BaseException:
-            shutil.rmtree(staging.path, ignore_errors=True)
+            _remove(staging.path, staging)
             raise
     except OSError as error:
         raise ConfigError(f"{target}: cannot be saved to: {error}") from error
@@ -173,7 +163,7 @@ def commit(staging: Staging, weights: Sequence[str]) -> None:
 def discard(staging: Staging) -> None:
     """Remove the staging folder of a save that has failed."""
     if (staging.path / PROBE).exists():  # otherwise it is taking its place
-        shutil.rmtree(staging.path, ignore_errors=True)
+        _remove(staging.path, staging)
 
 
 def _make_file(path: Path, file: FileLayout) -> None:
@@ -214,17 +204,18 @@ def _finish_what_is_left(staging: Staging) -> None:
         if not (left / PROBE).exists() and (left / _FORMER).exists():
             continue  # it has files that the target lacks; see `_replace_inside`
         if not (left / PROBE).exists() and target.is_dir():  # the former folder, exchanged already
-            _move_over(left, target, _stale([path.name for path in target.glob("*.safetensors")]))
+            _move_over(left, target, _stale([path.name for path in target.iterdir() if _is_of_weights(path.name)]))
         _remove(left, staging)
     # A save that was killed right after the exchange left it. It must not be in what the next exchange takes away.
     (target / PROBE).unlink(missing_ok=True)
 
 
 def _remove(folder: Path, staging: Staging) -> None:
-    """Delete a folder. It is renamed first, so that the next save deletes it if this one is killed."""
+    """Delete a folder. It is renamed first, so that the next save deletes what is left of it, and takes nothing."""
     removed = staging.folder(_REMOVED + folder.name.rpartition("-")[2])
-    os.rename(folder, removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rename(folder, removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _can_be_renamed(folder: Path) -> bool:
@@ -283,18 +274,22 @@ def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
     _remove(staging.path, staging)
 
 
+def _is_of_weights(name: str) -> bool:
+    return re.search(r"\.(safetensors|bin)\b", name) is not None
+
+
 def _opens(name: str) -> bool:
-    return "safetensors" in name and re.search(r"-\d{5}-of-\d{5}", name) is None
+    return _is_of_weights(name) and re.search(_SHARD, name) is None
 
 
 def _stale(weights: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern of the names that an earlier save may have given the same weights: shards, one file, index."""
     patterns = [re.escape(PROBE)]
     for name in weights:
-        stem = re.sub(r"-\d{5}-of-\d{5}", "", os.path.basename(name)).removesuffix(".safetensors")
-        base, _, variant = stem.partition(".")
-        patterns.append(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-        patterns.append(rf"{re.escape(base)}\.safetensors\.index{re.escape('.' + variant if variant else '')}\.json")
+        stem, suffix = map(re.escape, os.path.splitext(re.sub(_SHARD, "", os.path.basename(name))))
+        base, dot, variant = stem.partition(r"\.")
+        patterns.append(f"{stem}({_SHARD})?{suffix}")
+        patterns.append(rf"{base}{suffix}\.index{dot}{variant}\.json")
     return re.compile("|".join(patterns))
 
 

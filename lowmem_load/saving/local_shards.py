@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -39,24 +39,25 @@ class LocalShard:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[list[Piece]]:
-        """Yield the pieces of memory that hold the elements this rank writes, and perhaps others around them."""
+        """Yield the pieces of memory that hold the elements this rank writes, and of whole tensors all others."""
         if is_dtensor(self.tensor):
             from lowmem_load.dtensor.shards import local_shard
 
             _, memory = local_shard(self.source.name, self.tensor, needs_memory=True)
             ends = itertools.accumulate(part.numel for part in self.mine)
             yield [(memory[end - part.numel : end], part.start) for part, end in zip(self.mine, ends, strict=True)]
-            return
-        if not self.is_partitioned:
+        elif not self.is_partitioned:
             yield [(self.tensor.detach().reshape(-1), 0)]
-            return
-        from lowmem_load.ds.parameters import master_partition, partition_in_memory
+        elif not self.mine:  # another replica's are written
+            yield []
+        else:
+            from lowmem_load.ds.parameters import master_partition, partition_in_memory
 
-        if self.is_master:
-            yield [(master_partition(self.tensor), self.mine[0].start)]
-            return
-        with partition_in_memory(self.tensor, self.source.name) as partition:
-            yield [(partition.detach(), self.mine[0].start)]
+            (mine,), name = self.mine, self.source.name
+            is_master, tensor = self.is_master, self.tensor
+            held = contextlib.nullcontext(master_partition(tensor)) if is_master else partition_in_memory(tensor, name)
+            with held as partition:
+                yield [(partition.detach()[: mine.numel], mine.start)]
 
 
 def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:
@@ -80,17 +81,8 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
     found: dict[int, LocalShard] = {}
     for name, tensor in (*named, *model.named_buffers()):
         if id(tensor) not in found:
-            found[id(tensor)] = _shard(name, tensor, rank, masters)
+            found[id(tensor)] = local_shard_of(name, tensor, rank, masters=masters)
     return list(found.values())
-
-
-def local_shard_of(name: str, tensor: torch.Tensor) -> LocalShard:
-    """Return what this rank holds of a DTensor. Of ranks that hold the same, the first one writes it."""
-    from lowmem_load.dtensor.shards import is_first_replica, local_shard
-
-    grid, _ = local_shard(name, tensor, needs_memory=True)
-    mine = tuple(flat_ranges(grid, tuple(tensor.shape))) if is_first_replica(tensor) else ()
-    return LocalShard(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -98,23 +90,26 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def groups_of(model: nn.Module) -> Sequence[Any]:
-    """Return the groups of torch.distributed that hold the partitioned parameters of a model."""
-    if "deepspeed" not in sys.modules:  # else nothing can be partitioned
-        return []
-    from lowmem_load.ds.parameters import is_partitioned, replicas_group_of
+def group_of(tensor: torch.Tensor) -> Any:
+    """Return the group of torch.distributed whose ranks hold the pieces of a tensor; None if each holds it in full."""
+    if is_dtensor(tensor):
+        from lowmem_load.dtensor.shards import all_ranks
 
-    return list(dict.fromkeys(replicas_group_of(p) for p in model.parameters() if is_partitioned(p)))
+        return all_ranks()
+    if "deepspeed" in sys.modules:  # else nothing can be partitioned
+        from lowmem_load.ds.parameters import is_partitioned, replicas_group_of
+
+        return replicas_group_of(tensor) if is_partitioned(tensor) else None
+    return None
 
 
-def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalShard:
+def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) -> LocalShard:
+    """Return what this rank holds of a tensor. Of ranks that hold the same, the first one writes it."""
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
         from lowmem_load.ds import parameters
 
         if parameters.is_sliced(tensor):
-            raise UnsupportedError(
-                f"{name}: is split by DeepSpeed's tensor parallelism; save with the engine's own methods"
-            )
+            raise UnsupportedError(f"{name}: is split by DeepSpeed's tensor parallelism; use the engine's own methods")
         if parameters.is_partitioned(tensor):
             # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
             stored = parameters.partition_of(tensor).dtype
@@ -126,10 +121,15 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, masters: bool) -> LocalSh
             if parameters.is_first_replica(tensor):
                 mine = (parameters.held_range(tensor),)
             return LocalShard(Source("", name, 0, parameters.full_shape(tensor), dtype), tensor, mine, True, is_master)
+    source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
-        return local_shard_of(name, tensor)
+        from lowmem_load.dtensor.shards import is_first_replica, local_shard
+
+        grid, _ = local_shard(name, tensor, needs_memory=True)
+        runs = tuple(flat_ranges(grid, source.shape)) if is_first_replica(tensor) else ()
+        return LocalShard(source, tensor, runs, False, False)
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-        raise UnsupportedError(f"{name}: is {state}, so it has no values to save")
+        raise UnsupportedError(f"{name}: is {state}, so it has no values")
     mine = (FlatRange(0, tensor.numel()),) if rank == 0 else ()
-    return LocalShard(Source("", name, 0, tuple(tensor.shape), tensor.dtype), tensor, mine, False, False)
+    return LocalShard(source, tensor, mine, False, False)

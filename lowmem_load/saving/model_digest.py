@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import sys
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -27,9 +26,7 @@ import torch
 from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.errors import UnsupportedError
-from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.saving.local_shards import is_dtensor, local_shard_of
+from lowmem_load.saving.local_shards import group_of, local_shard_of
 
 LANES = 8
 BLOCK_UNITS = 1024
@@ -45,7 +42,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
 
     The digests are the same for any number of ranks and any partitioning: of a model under ZeRO-3, in full or in part,
     with any offload, of one under stages 0 to 2, of one of DTensors, and of one that an ordinary `from_pretrained` made
-    in a plain process.
+    in a plain process. Of replicas (MiCS, HSDP) the first one is digested.
     So two loads, or a load and what was saved of it, are equal if their digests are. Under an engine they are of the
     parameters, not of the optimizer's copies. Every kind of accident shows.
 
@@ -80,41 +77,20 @@ def model_digest(model: nn.Module) -> dict[str, str]:
 
 
 class _Part:
-    """A parameter or buffer. `group` are the ranks that hold its partitions; None if this rank holds it in full.
+    """A parameter or buffer. `group` are the ranks that hold its pieces; None if this rank holds it in full.
 
     `sums` has the sum of each lane: first of this rank's elements, then of the whole tensor.
     """
 
     def __init__(self, names: list[str], tensor: torch.Tensor) -> None:
-        self.names, self.sums = names, (0,) * LANES
-        self._tensor, self._range = tensor, FlatRange(0, tensor.numel())
-        self._shape, self.group = tuple(tensor.shape), None
-        if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:  # else nothing can be partitioned
-            from lowmem_load.ds.parameters import full_shape, group_of, held_range, is_partitioned
-
-            if is_partitioned(tensor):
-                self.group, self._range, self._shape = group_of(tensor), held_range(tensor), full_shape(tensor)
-        if is_dtensor(tensor):
-            from lowmem_load.dtensor.shards import all_ranks
-
-            self.group = all_ranks()
+        self.names, self.group, self.sums = names, group_of(tensor), (0,) * LANES
+        self._tensor, self._shape = tensor, tuple(tensor.shape)
 
     def take(self, keys: Keys) -> None:
-        if self.group is None:
-            if self._tensor.is_meta or self._tensor.layout is not torch.strided:
-                state = "on the meta device" if self._tensor.is_meta else f"of layout {self._tensor.layout}"
-                raise UnsupportedError(f"{self.names[0]}: is {state}, so it has no values to digest")
-            self.sums = sums_of(self._tensor.detach().reshape(-1), 0, keys)
-            return
-        if is_dtensor(self._tensor):
-            shard = local_shard_of(self.names[0], self._tensor)
-            with shard.memory() as pieces:
-                self.sums = add([self.sums, *(sums_of(memory, first, keys) for memory, first in pieces)])
-            return
-        from lowmem_load.ds.parameters import partition_in_memory
-
-        with partition_in_memory(self._tensor, self.names[0]) as partition:
-            self.sums = sums_of(partition[: self._range.numel], self._range.start, keys)
+        shard = local_shard_of(self.names[0], self._tensor, 0, masters=False)  # rank 0 takes what is whole
+        self._shape = shard.source.shape
+        with shard.memory() as pieces:
+            self.sums = add([self.sums, *(sums_of(memory, first, keys) for memory, first in pieces)])
 
     def hexdigest(self) -> str:
         head = (*sorted(self.names), str(self._shape), str(self._tensor.dtype))

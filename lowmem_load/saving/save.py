@@ -29,7 +29,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.local_shards import LocalShard, groups_of, is_dtensor, local_shards
+from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.writer import (
     FileLayout,
@@ -118,10 +118,9 @@ def save_described(
     also: Sequence[Any] = (),
     progress: bool | None = None,
 ) -> SaveReport:
-    """Write the files that `describe` returns. See `save_model`. Collective.
+    """Write the files that `describe` returns, of which ranks must have equal `arguments`. Collective.
 
-    `arguments` are all else that the files depend on: they must be equal on all ranks. `masters`: see `local_shards`.
-    `also` are the processors of `save_model`.
+    `masters`: see `local_shards`. `also` are the processors of `save_model`.
     """
     with load_lock():
         ranks = ranks_of(model)
@@ -137,14 +136,14 @@ def save_described(
                 step.digest = {key: repr(value) for key, value in arguments.items()}
                 step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in planned.files])
                 step.digest["headers of the files"] = digest_of(planned.files)
-                step.payload = planned.own_bytes, *target
-            each = [num_bytes for num_bytes, *_ in step.payloads]
+                step.payload = planned.own_bytes, target
+            each, targets = zip(*step.payloads, strict=True)
             if sum(each) != planned.all_bytes:  # see [Note: the plan read backwards]
                 raise PlanError(
                     f"{save.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
                     f"(by rank: {', '.join(map(str, each))}); were all ranks of the model called?"
                 )
-            with save.staging(planned, [folders.Target(*known) for _, *known in step.payloads]) as staging:
+            with save.staging(planned, targets) as staging:
                 save.write(planned, staging, progress)
                 with ranks.step("renaming", name=save.folder), report.phase("rename"):
                     if ranks.rank == 0:
@@ -157,7 +156,7 @@ def save_described(
 
 def ranks_of(model: nn.Module) -> RankGroup:
     """Return the ranks that save a model together. Makes a group of one rank where there is no group."""
-    groups = groups_of(model)
+    groups = list(dict.fromkeys(group for p in model.parameters() if (group := group_of(p)) is not None))
     if len(groups) > 1:
         raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
     return RankGroup(groups[0]) if groups else DistributedInterface()
@@ -170,12 +169,9 @@ class _Planned:
     files: list[FileLayout]
     shards: dict[str, LocalShard]
     writes: dict[str, list[Write]]
+    own_bytes: int
     all_bytes: int
     merges: list[Merge]
-
-    @property
-    def own_bytes(self) -> int:
-        return total_bytes(itertools.chain.from_iterable(self.writes.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,19 +184,17 @@ class _Save:
         shards = local_shards(model, self.ranks.rank, masters=masters)
         saved, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
         files = [lay_out_saved(file, scratch) for file in saved]
-        tensors = []
-        for file in saved:  # only a zip has several names of one tensor, which is written once
-            once = {id(part) if file.is_zip else key: (key, part) for key, part in file.tensors.items()}
-            tensors.append(dict(once.values()))
-        writes = plan_writes(list(zip(files, tensors, strict=True)))
+        writes = plan_writes(files)
         mine = held_writes(writes, {shard.source.name: shard.mine for shard in shards})
         self.report.files = {file.name: file.nbytes for file in files}
         used = {write.parameter for write in writes}
         self.report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
-        return _Planned(files, {shard.source.name: shard for shard in shards}, mine, total_bytes(writes), merges)
+        own_bytes = total_bytes(itertools.chain.from_iterable(mine.values()))
+        named = {shard.source.name: shard for shard in shards}
+        return _Planned(files, named, mine, own_bytes, total_bytes(writes), merges)
 
     @contextlib.contextmanager
-    def staging(self, planned: _Planned, targets: Sequence[folders.Target]) -> Iterator[folders.Staging]:
+    def staging(self, planned: _Planned, targets: Sequence[str]) -> Iterator[folders.Staging]:
         made: folders.Staging | None = None
         try:
             with self.ranks.step("making the folder", name=self.folder) as step:
@@ -208,7 +202,7 @@ class _Save:
                     made = folders.make_staging(targets, planned.files)
                     step.payload = str(made.path), made.token, made.is_inside
             path, token, is_inside = step.payloads[0]
-            staging = folders.Staging(Path(targets[self.ranks.rank].path), token, is_inside)
+            staging = folders.Staging(Path(targets[self.ranks.rank]), token, is_inside)
             with self.ranks.step("reaching the folder", name=self.folder):
                 folders.check_seen(staging, path)
             yield staging
@@ -246,7 +240,7 @@ class _Save:
                         report.sample_memory()
                 with report.phase("sync"):
                     writer.sync()
-        report.note_writes(writer)
+        report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
 
     def _write_merged(
         self, merge: Merge, shards: Sequence[LocalShard], writer: Writer, todo: dict[str, list[Write]]

@@ -65,6 +65,7 @@ class FileLayout:
         header, others: all bytes that are not a tensor's data: the first ones, and the others by offset.
         nbytes: of the whole file.
         starts: first byte of each tensor's data, absolute in the file, by name.
+        tensors: what each tensor is made of, by name. Of several names of one tensor in a zip, one is here.
     """
 
     name: str
@@ -72,14 +73,16 @@ class FileLayout:
     nbytes: int
     starts: Mapping[str, int]
     others: Mapping[int, bytes] = field(default_factory=dict)
+    tensors: Mapping[str, Expression] = field(default_factory=dict)
 
 
 def lay_out_saved(file: SavedFile, scratch: Path) -> FileLayout:
     """Return the layout of a file of a save. `scratch` is a folder for temporary files."""
     if file.is_zip:
-        return lay_out_zip(file.name, file.tensors, scratch)
+        once = {id(part): (key, part) for key, part in file.tensors.items()}
+        return replace(lay_out_zip(file.name, file.tensors, scratch), tensors=dict(once.values()))
     layout = lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
-    return replace(layout, others=dict(_in_memory(file.tensors, layout)))
+    return replace(layout, others=dict(_in_memory(file.tensors, layout)), tensors=file.tensors)
 
 
 def _in_memory(tensors: Mapping[str, Expression], layout: FileLayout) -> Iterator[tuple[int, bytes]]:
@@ -126,25 +129,21 @@ def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> 
     Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
     """
     path = scratch / Path(name).name
-    made: dict[int, torch.Tensor] = {}
     with FakeTensorMode():
-        for part in tensors.values():
-            if id(part) not in made:
-                made[id(part)] = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+        made = {id(part): torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in tensors.values()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(OrderedDict((key, made[id(part)]) for key, part in tensors.items()), path)
     file = LocalFile(str(path))
     try:
         described = TorchZip().describe(file)
-        starts: dict[str, int] = {}
-        for key in tensors:
+        starts, spans = {}, {(file.nbytes, file.nbytes)}
+        for key, part in tensors.items():
             found = described.expression(key)
             assert isinstance(found, Source)  # of a contiguous tensor
             starts[key] = found.start
-        nbytes = {key: math.prod(part.shape) * part.dtype.itemsize for key, part in tensors.items()}
-        ends = sorted({(starts[key], starts[key] + nbytes[key]) for key in tensors})
+            spans.add((found.start, found.start + math.prod(part.shape) * part.dtype.itemsize))
         others, at = {}, 0
-        for start, end in [*ends, (file.nbytes, file.nbytes)]:
+        for start, end in sorted(spans):
             if start > at:
                 others[at] = read_bytes(file, at, start - at)
             at = end
@@ -163,19 +162,14 @@ def digest_of(files: Iterable[FileLayout]) -> str:
 class Write:
     """Elements of one parameter that go to a tensor of a file: its number, and byte and dtype of the tensor in it.
 
-    `copy` is from the whole parameter to the tensor.
+    `copy` is from the whole parameter (or buffer) of the name `parameter` to the tensor.
     """
 
     file: int
+    parameter: str
     start: int
     dtype: torch.dtype
     copy: Copy
-
-    @property
-    def parameter(self) -> str:
-        """Name of the parameter or buffer."""
-        assert isinstance(self.copy.leaf, Source)  # plan_writes
-        return self.copy.leaf.name
 
     @property
     def nbytes(self) -> int:
@@ -188,16 +182,16 @@ class Write:
             yield replace(self, copy=replace(self.copy, nest=nest))
 
 
-def plan_writes(files: Sequence[tuple[FileLayout, Mapping[str, Expression]]]) -> list[Write]:
+def plan_writes(files: Sequence[FileLayout]) -> list[Write]:
     """Return what all ranks write together, in the order of the files: file systems are fastest if offsets ascend."""
     writes: list[Write] = []
-    for number, (layout, tensors) in enumerate(files):
-        for name, expression in sorted(tensors.items(), key=lambda item: layout.starts[item[0]]):
+    for number, layout in enumerate(files):
+        for name, expression in sorted(layout.tensors.items(), key=lambda item: layout.starts[item[0]]):
             copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
             for copy in copies:
                 leaf = copy.leaf
                 if isinstance(leaf, Source):
-                    writes.append(Write(number, layout.starts[name], expression.dtype, copy))
+                    writes.append(Write(number, leaf.name, layout.starts[name], expression.dtype, copy))
                 elif not (isinstance(leaf, Held) and _offset(layout, name, copy) in layout.others):
                     what = leaf.origin if isinstance(leaf, Held) else leaf.operation
                     raise UnsupportedError(
@@ -339,10 +333,6 @@ class SaveReport(Phases):
     staged_bytes: int = 0
     num_masters: int = 0
     num_merged: int = 0
-
-    def note_writes(self, writer: Writer) -> None:
-        """Take over what a writer counted."""
-        self.written_bytes, self.staged_bytes = writer.written_bytes, writer.staged_bytes
 
     def __str__(self) -> str:
         lines = [

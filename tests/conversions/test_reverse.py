@@ -61,7 +61,7 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
         described = turn_back(chain.converter, case, symbols)
         tensors = {name: value.expression for name, value in described.items()}
         layout = layout_of("saved", tensors)
-        writes = plan_writes([(layout, tensors)])
+        writes = plan_writes([layout])
         for world_size in mappings.WORLD_SIZES:
             content = bytearray(layout.header + bytes([mappings.UNWRITTEN]) * (layout.nbytes - len(layout.header)))
             written = 0

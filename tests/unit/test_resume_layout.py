@@ -52,7 +52,8 @@ def test_partitions_of_any_world_are_found(saved_by: int, sub_group_size: int) -
             start += 4 * mine[-1].shape[0]
         assert [source.shape[0] for source in mine] == group_numels(groups, saved_by)
         flats.append(mine)
-    found = place_groups(groups, {FP32: flats}, [{"step": number} for number in range(len(groups))])
+    by_rank = [[{FP32: flat} for flat in mine] for mine in flats]
+    found = place_groups(groups, by_rank, [{"step": number} for number in range(len(groups))])
     assert list(found) == list(SHAPES)
     for name, value in values.items():
         saved = found[name]
@@ -72,8 +73,8 @@ def test_a_fragment_may_be_empty() -> None:
 
 
 def test_only_the_ranks_that_hold_something_are_read() -> None:
-    flats = [[Source(f"r{rank}", "flat", 0, (25,), torch.float32)] for rank in range(4)]
+    flats = [[{FP32: Source(f"r{rank}", "flat", 0, (25,), torch.float32)}] for rank in range(4)]
     groups = [OrderedDict(a=torch.Size((10, 10)))]
-    pieces = place_groups(groups, {FP32: flats}, [{}])["a"].pieces[FP32]
+    pieces = place_groups(groups, flats, [{}])["a"].pieces[FP32]
     paths = [copy.leaf.path for copy in plan_copies(pieces.part(FlatRange(30, 60)), FlatRange(0, 30))]
     assert paths == ["r1", "r2"]

@@ -16,7 +16,7 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.folder import PROBE, Staging, Target
+from lowmem_load.saving.folder import PROBE, Staging
 from lowmem_load.saving.writer import FileLayout
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -27,8 +27,8 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-def staged(target: Path, files: Mapping[str, bytes] = MappingProxyType({}), others: Sequence[Target] = ()) -> Staging:
-    """Make a staging folder; `others` is what other ranks know of the folder."""
+def staged(target: Path, files: Mapping[str, bytes] = MappingProxyType({}), others: Sequence[str] = ()) -> Staging:
+    """Make a staging folder; `others` are the paths of other ranks."""
     layouts = [FileLayout(name, content, len(content), {}) for name, content in files.items()]
     return folders.make_staging([folders.find_target(target), *others], layouts)
 
@@ -204,6 +204,26 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, way: str) -> None:
     assert not any(path.name.startswith(".") for path in target.iterdir())
 
 
+def test_a_discard_that_is_killed_leaves_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a failed save have their length and no values: none may come into the folder."""
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "README.md").write_text("mine")
+    staging = staged(target, {"model.safetensors": bytes(8)})
+
+    def killed(folder: Path, **_: Any) -> None:
+        (folder / PROBE).unlink()
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(Crash):
+            folders.discard(staging)
+    folders.commit(staged(target, {"adapter_model.safetensors": b"new"}), ["adapter_model.safetensors"])
+    assert {path.name for path in target.iterdir()} == {"README.md", "adapter_model.safetensors"}
+    assert beside(target) == []
+
+
 def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
     staging, _ = stage(tmp_path / "model", "new")
     folders.check_seen(staging, str(staging.path))
@@ -322,20 +342,33 @@ def test_weights_of_a_variant_replace_those_of_the_same_variant(tmp_path: Path, 
     assert {path.name for path in target.iterdir()} == others | {weights}
 
 
+def test_files_of_torch_are_weights_as_well(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders prefer one file to several. Where files are replaced one by one, what opens the new ones comes last."""
+    index, shards = "pytorch_model.bin.index.json", [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    target, ordinary, moved = tmp_path / "model", os.rename, []
+    target.mkdir()
+    (target / "pytorch_model.bin").write_text("old")
+    staging = staged(target, {index: b"new", **dict.fromkeys(shards, b"new")})
+    monkeypatch.setattr(os, "rename", lambda old, new: moved.append(Path(old).name) or ordinary(old, new))
+    folders.commit(staging, shards)
+    assert {path.name for path in target.iterdir()} == {index, *shards}
+    if way in ("inside", "refused"):
+        assert moved[:4] == ["pytorch_model.bin", *shards, index]
+
+
 def test_a_folder_of_two_names_is_changed_inside(tmp_path: Path) -> None:
     """Another node may have mounted the folder itself, under another name: it does not see what is beside it."""
     target = tmp_path / "model"
     save(target, "old")
-    assert not staged(target, others=[Target("/mnt/elsewhere/model", is_mount=False)]).is_inside
-    assert staged(target, others=[Target("/mnt/model", is_mount=True)]).is_inside
-    staging = staged(target, others=[Target("/mnt/other", is_mount=False)])
+    assert not staged(target, others=[str(target)]).is_inside
+    staging = staged(target, others=["/mnt/other"])
     assert staging.is_inside
     (tmp_path / "other").symlink_to("model")
     folders.check_seen(Staging(tmp_path / "other", staging.token, is_inside=True), str(staging.path))
 
 
 def test_a_folder_of_another_name_beside_it_is_another_folder(tmp_path: Path) -> None:
-    staging = staged(tmp_path / "model", others=[Target(str(tmp_path / "other"), is_mount=False)])
+    staging = staged(tmp_path / "model", others=[str(tmp_path / "other")])
     with pytest.raises(ConfigError, match="name the same folder on each"):
         folders.check_seen(Staging(tmp_path / "other", staging.token, staging.is_inside), str(staging.path))
 

@@ -65,7 +65,7 @@ def test_all_ranks_together_write_each_byte_once(
     monkeypatch.setattr(writer_module, "STAGING_BYTES", max(staging_bytes, 4))
     tensors, path = described(), tmp_path / "f"
     layout = layout_of("f", tensors)
-    writes = plan_writes([(layout, tensors)])
+    writes = plan_writes([layout])
     assert total_bytes(writes) == layout.nbytes - len(layout.header)
     for world_size in (1, 2, 3, 4, 7, 8, 64, 97):
         values = memory(world_size)
@@ -91,7 +91,7 @@ def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     """No copy: a parameter that is saved as it is goes to the file in one call, straight from where it lies."""
     leaf = Source("", "p", 0, (10, 10), torch.float32)
     layout = layout_of("f", {"p": leaf})
-    ((write,),) = held_writes(plan_writes([(layout, {"p": leaf})]), {"p": [FlatRange(34, 67)]}).values()
+    ((write,),) = held_writes(plan_writes([layout]), {"p": [FlatRange(34, 67)]}).values()
     assert write.nbytes == 33 * 4
     (tmp_path / "f").write_bytes(bytes(layout.nbytes))
     with Writer([tmp_path / "f"], lambda _: None) as writer:
@@ -105,9 +105,9 @@ def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
     tensors: list[Mapping[str, Expression]] = [
         {str(at): SymbolicTensor(leaf, pytest.fail)[at : at + 1].expression} for at in range(number)
     ]
-    files = [(layout_of(f"{at}", part), part) for at, part in enumerate(tensors)]
-    paths, before, most = [tmp_path / layout.name for layout, _ in files], len(os.listdir("/proc/self/fd")), 0
-    for layout, _ in files:
+    files = [layout_of(f"{at}", part) for at, part in enumerate(tensors)]
+    paths, before, most = [tmp_path / layout.name for layout in files], len(os.listdir("/proc/self/fd")), 0
+    for layout in files:
         (tmp_path / layout.name).write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
     with Writer(paths, lambda _: None) as writer:
         for write in plan_writes(files):
@@ -122,12 +122,12 @@ def test_what_must_be_computed_is_refused() -> None:
     leaf = Source("", "p", 0, (4,), torch.float32)
     product = Computed("aten.mul", lambda values: values[0] * 2, (leaf,), (4,), torch.float32)
     with pytest.raises(UnsupportedError, match=r"f: x: is made by aten\.mul, which needs gathered parameters"):
-        plan_writes([(layout_of("f", {"x": product}), {"x": product})])
+        plan_writes([layout_of("f", {"x": product})])
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     leaf = Source("", "p", 0, (4,), torch.float32)
-    writes = plan_writes([(layout_of("f", {"p": leaf}), {"p": leaf})])
+    writes = plan_writes([layout_of("f", {"p": leaf})])
     with (
         Writer([tmp_path / "absent"], lambda _: None) as writer,
         pytest.raises(CheckpointError, match=r"absent: cannot be written: .*No such file"),
