@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from packaging.version import Version
 
+from lowmem_load.cli.bench_worker import available_bytes, memory_limit
 from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.distributed.environment import LAUNCHER_NAMES, alone, launched
 from lowmem_load.errors import ConfigError
@@ -35,8 +35,6 @@ MIN_BLOCK_BYTES = 128 << 10
 
 PINNED_BYTES = 1 << 20
 """Bytes of the trial of pinned memory."""
-
-PROC, SYS = Path("/proc"), Path("/sys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +123,12 @@ def _check_version(package: str, release: Version, first: Version, last: Version
 
 def check_memory() -> Iterator[Finding]:
     """Check host memory and its limits. What this system does not tell is left out."""
-    fields = {line.split(":")[0]: line.split()[1] for line in _text(PROC / "meminfo").splitlines() if ":" in line}
-    if "MemAvailable" in fields:
-        free, total = (int(fields[name]) << 10 for name in ("MemAvailable", "MemTotal"))
-        yield Finding("memory", OK, f"{size(free)} of {size(total)} are free")
-        limit = _text(SYS / "fs/cgroup/memory.max").strip()
-        if limit.isdigit() and int(limit) < free:
-            advice = "plan with --host-memory of that size; the page cache of what is read counts, but is given back"
-            yield Finding("memory", NOTE, f"this container may use {size(int(limit))}", advice)
+    free, limit = available_bytes(), memory_limit()
+    if free is not None:
+        yield Finding("memory", OK, f"{size(free)} are free")
+    if limit is not None:
+        advice = "plan with --host-memory of that size; the page cache of what is read counts, but is given back"
+        yield Finding("memory", NOTE, f"this container may use {size(limit)}", advice)
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         yield Finding("memory", PROBLEM, f"addresses are limited to {size(addresses)}", "ulimit -v unlimited")
@@ -141,13 +137,6 @@ def check_memory() -> Iterator[Finding]:
         advice = "docker run --shm-size 16g, or --ipc host: ranks, workers of DataLoader and NCCL share memory there"
         is_low = free < MIN_SHARED_BYTES
         yield Finding("memory", NOTE if is_low else OK, f"/dev/shm has {size(free)} free", advice * is_low)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def check_storage(folder: str | None) -> Finding:
