@@ -84,12 +84,7 @@ class Forecast:
 def forecast_zero3(
     checkpoint: OpenCheckpoint, ds_config: Any, job: Job, *, accelerator: str, dequantize: bool, **keywords: Any
 ) -> Forecast:
-    """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`.
-
-    Raises:
-        ConfigError: torch knows no such accelerator.
-        UnsupportedError: the needs cannot be estimated.
-    """
+    """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
     process, is_host = host_memory(), _device(accelerator).type == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
     if settings.stage != 3 or settings.shard_size != settings.world_size:
@@ -130,9 +125,6 @@ def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job
     """Return what a job under FSDP2 will need on its first rank: uneven shards make it the largest.
 
     `sizes` are those of the `DistributedConfig`, `keywords` those of `plan`. Training is taken for Adam's in fp32.
-
-    Raises:
-        UnsupportedError: this release of transformers has no `DistributedConfig`.
     """
     plan = plan_sharded(
         *(checkpoint.folder, distributed_config(sizes)),

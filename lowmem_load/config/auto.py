@@ -53,9 +53,6 @@ def resolve_auto(
     Known batch sizes decide the open ones; if nothing decides, they are 8 per rank and 1 step. A config without
     train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1. Other
     absent keys stay absent. "auto" stays in "optimizer" and "scheduler", and in keys for which DeepSpeed defines it.
-
-    Raises:
-        ConfigError: names all keys that cannot be resolved or contradict each other, and what to write.
     """
     resolved = with_precision(plain_copy(ds_config), precision)
     if resolved.get("gradient_clipping") == AUTO:

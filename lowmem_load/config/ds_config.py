@@ -29,14 +29,10 @@ _PLAIN = (str, bool, int, float, type(None))
 
 
 def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | object) -> dict[str, Any]:
-    """Return a deep copy of a ds_config as plain dicts and lists.
+    """Return a deep copy of a ds_config as plain dicts and lists; raise ConfigError if it cannot be used.
 
-    Args:
-        ds_config: a mapping, the path of a JSON file, JSON text, or an object with a mapping as its `config`
-            attribute (HfDeepSpeedConfig).
-
-    Raises:
-        ConfigError: it is none of these, or cannot be read, repeats a key, or is beyond one of the limits above.
+    It may be a mapping, the path of a JSON file, JSON text, or an object with a mapping as its `config` attribute
+    (HfDeepSpeedConfig).
     """
     if isinstance(ds_config, Mapping):
         return plain_copy(ds_config)
