@@ -1,18 +1,16 @@
-"""What a load did: bytes, reads, seconds, memory, keys, and known differences from stock ZeRO-3."""
+"""What a load did: bytes, reads, seconds, memory, keys."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from packaging.version import Version
 
 from lowmem_load.phases import Phases
-from lowmem_load.planning.load_plan import REPLICATED, SHARDED, LoadPlan, SlowPath
+from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
 from lowmem_load.quantities import count, duration, size
 
@@ -21,54 +19,6 @@ REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
 
 MAX_NAMES = 5
 """Names that the text of a report gives of each list."""
-
-
-class Difference(NamedTuple):
-    """A difference from stock that `make compat` measured: a row of docs/compatibility.md.
-
-    Attributes:
-        package, first, last: the releases that have it, both ends included.
-        models: of tests/compat/compare.py that show it.
-        topic: of theirs: "buffers", "saved names".
-        concerns: how the name of a parameter or buffer ends, without which a model cannot have it.
-        text: one sentence.
-    """
-
-    package: str
-    first: str
-    last: str
-    models: tuple[str, ...]
-    topic: str
-    concerns: str
-    text: str
-
-    def applies_to(self, version: str) -> bool:
-        """Return whether a release of the package has it."""
-        return Version(self.first) <= Version(Version(version).public) <= Version(self.last)
-
-
-KNOWN = (
-    Difference(
-        package="transformers",
-        first="5.15.0",
-        last="5.22.2",
-        models=("Llama", "Qwen2", "Mixtral"),
-        topic="buffers",
-        concerns="rotary_emb.inv_freq",
-        text="stock ZeRO-3 computes rotary_emb.inv_freq in the dtype of the weights, an ordinary load and this one in "
-        "float32, so losses may differ from stock's",
-    ),
-    Difference(
-        package="transformers",
-        first="5.6.0",
-        last="5.24.0",
-        models=("BERT",),
-        topic="saved names",
-        concerns="LayerNorm.weight",
-        text="what stock ZeRO-3 loaded may be saved as LayerNorm.gamma and beta, what an ordinary load or this one did "
-        "as weight and bias",
-    ),
-)
 
 
 class DeviceMemory(NamedTuple):
@@ -139,7 +89,7 @@ class LoadReport(Phases):
             them.
         slow_paths: parameters and buffers that took a slower path.
         notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
-            ordinary load gives, reads that could not be shared, repeated reads, known differences from stock ZeRO-3.
+            ordinary load gives, reads that could not be shared, repeated reads.
     """
 
     name: str
@@ -182,9 +132,6 @@ class LoadReport(Phases):
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
             self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {_some(recast)}")
-        if any(target.kind not in (REPLICATED, SHARDED) for target in plan.targets):
-            all_names = [*(target.names for target in plan.targets), *(buffer.names for buffer in plan.buffers)]
-            self.notes += known_differences(name for names in all_names for name in names)
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory in use now, where that is more."""
@@ -240,17 +187,6 @@ class LoadReport(Phases):
         read, copy, both = map(duration, (self.overlap.read_s, self.overlap.copy_s, self.overlap.both_s))
         peak = size(self.peak_device_bytes)
         return f"{peak} above the start at the peak; read {read}, copied {copy}, both at once {both}"
-
-
-def known_differences(names: Iterable[str]) -> list[str]:
-    """Return a sentence for each difference that the installed releases have in a model with these names."""
-    present = tuple(names)
-    return [
-        f"{difference.text} ({difference.package} {difference.first} to {difference.last}; docs/compatibility.md)"
-        for difference in KNOWN
-        if difference.applies_to(importlib.import_module(difference.package).__version__)
-        and any(name.endswith(difference.concerns) for name in present)
-    ]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -222,13 +221,12 @@ def test_what_a_mesh_shards_is_called_shards() -> None:
     assert "  holds: 1.00 MiB of shards" in str(report).splitlines()
 
 
-def test_a_load_into_shards_has_no_ds_config_and_no_differences_from_stock() -> None:
+def test_a_load_into_shards_has_no_ds_config() -> None:
     taken = plan()
     targets = tuple(dataclasses.replace(target, kind="sharded") for target in taken.targets)
     report = LoadReport("model")
     report.take_plan(dataclasses.replace(taken, targets=targets), {"zero_optimization": {"stage": 3}})
     assert report.ds_config == {}  # from here on: the log and the report file are written before the load returns
-    assert not any("ZeRO" in note for note in report.notes)
 
 
 def test_what_only_some_loads_have_is_said_of_those() -> None:
@@ -251,20 +249,3 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
         "  notes: stock rounds; 3 reads again",
     ]
     assert report.summary().endswith("; notes stock rounds; 3 reads again")
-
-
-def test_known_differences_from_stock_are_told_of_what_is_partitioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def known(names: Iterable[str]) -> list[str]:
-        asked.append(set(names))
-        return ["stock rounds"]
-
-    monkeypatch.setattr(report_module, "known_differences", known)
-    report = LoadReport("model")
-    report.take_plan(plan(), {})
-    assert report.notes[-1] == "stock rounds"
-    assert asked == [{"zero3.weight", "zero3.tied", "replicated.weight", "replicated.tied"}]
-    whole = LoadReport("model")
-    whole.take_plan(dataclasses.replace(plan(), targets=plan().targets[1:]), {})
-    assert whole.notes == []
