@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from lowmem_load.errors import listed
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
@@ -16,9 +17,6 @@ from lowmem_load.quantities import count, duration, size
 
 REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
 """Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
-
-MAX_NAMES = 5
-"""Names that the text of a report gives of each list."""
 
 
 class DeviceMemory(NamedTuple):
@@ -131,7 +129,7 @@ class LoadReport(Phases):
         }
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
-            self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {_some(recast)}")
+            self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {listed(recast)}")
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory in use now, where that is more."""
@@ -161,7 +159,7 @@ class LoadReport(Phases):
         held |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
-        listed = {**self.loading_info, "slow_paths": [path.name for path in self.slow_paths]}
+        lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
@@ -170,7 +168,7 @@ class LoadReport(Phases):
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
             "device memory": self._device_text(),
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
-            **{label.replace("_", " "): _some(list(map(str, values))) for label, values in listed.items() if values},
+            **{label.replace("_", " "): listed(list(map(str, values))) for label, values in lists.items()},
             "notes": "; ".join(self.notes),
         }
         return {topic: text for topic, text in rows.items() if text}
@@ -187,10 +185,6 @@ class LoadReport(Phases):
         read, copy, both = map(duration, (self.overlap.read_s, self.overlap.copy_s, self.overlap.both_s))
         peak = size(self.peak_device_bytes)
         return f"{peak} above the start at the peak; read {read}, copied {copy}, both at once {both}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{len(names)}: {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
 
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]

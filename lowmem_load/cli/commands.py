@@ -13,7 +13,7 @@ import typer
 
 from lowmem_load.cli import common
 from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, listed
 from lowmem_load.quantities import count, parse_size, size
 
 if TYPE_CHECKING:
@@ -73,16 +73,12 @@ def _contents(found: Inspection) -> dict[str, str]:
         "quantization": found.quantization or "none",
         "adapter of": found.base_of_adapter or "",
         "stored": f"{size(sum(found.files.values()))} in {len(found.files)} files; tensors: {stored}",
-        "tied": _first_names([" = ".join(names) for names in found.tied]),
-        "missing": _first_names(found.missing_keys),
-        "unexpected": _first_names(found.unexpected_keys),
-        "of other shape": _first_names(found.mismatched_keys),
+        "tied": listed([" = ".join(names) for names in found.tied], 3),
+        "missing": listed(found.missing_keys, 3),
+        "unexpected": listed(found.unexpected_keys, 3),
+        "of other shape": listed(found.mismatched_keys, 3),
         "not described": found.not_described or "",
     }
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return f"{len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
 
 
 def plan(
