@@ -30,7 +30,7 @@ def device_memory() -> DeviceMemory:
     """Return the memory of the current accelerator device; zeros without one."""
     if torch.accelerator.is_available():
         device_module = torch.get_device_module(torch.accelerator.current_accelerator())
-        if device_module.is_initialized():
+        if getattr(device_module, "is_initialized", bool)():  # torch.mps has no such figures
             return DeviceMemory(int(device_module.memory_allocated()), int(device_module.max_memory_allocated()))
     return DeviceMemory(0, 0)
 

@@ -58,7 +58,7 @@ class Forecast:
     Attributes:
         name: of the checkpoint.
         about: the job in words, by topic.
-        partition_bytes, costs: of rank 0; see `LoadPlan`.
+        costs: of rank 0; see `LoadPlan`.
         node_bytes, read_seconds: what a node reads, and its time; None without a rate.
         needs: of loading and training.
         world_size: the smallest that fits with the same settings; None if none does, and for FSDP2.
@@ -67,7 +67,6 @@ class Forecast:
 
     name: str
     about: Mapping[str, str]
-    partition_bytes: int
     costs: Costs
     node_bytes: int
     read_seconds: float | None
@@ -173,7 +172,6 @@ def _forecast(
             "a node reads": size(node_bytes) + took,
             **reading,
         },
-        partition_bytes=plan.partition_bytes,
         costs=plan.costs,
         node_bytes=node_bytes,
         read_seconds=seconds,

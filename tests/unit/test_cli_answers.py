@@ -94,7 +94,7 @@ def test_plan_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path, ds
     names = ("needed_bytes", "read_bytes", "num_reads")
     assert {name: stated[name] for name in names} == {name: getattr(plan, name) for name in names}
     needs = {need["what"]: need["needed_bytes"] for need in found["needs"]}
-    assert found["partition_bytes"] == needs["partition"] == plan.partition_bytes
+    assert needs["partition"] == plan.partition_bytes
     assert plan.partition_bytes < needs["peak of host memory"] < plan.partition_bytes + (64 << 20)
     assert found["read_seconds"] is None
     asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 3, "--gpus-per-node", 2, "--read-rate", "1kB/s")

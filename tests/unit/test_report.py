@@ -149,8 +149,12 @@ def test_host_memory_is_zero_where_it_is_not_told(
     assert host_memory() == Memory(0, 0)
 
 
-def test_device_memory_is_zero_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_zero_without_an_accelerator_or_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert device_memory() == DeviceMemory(0, 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     assert device_memory() == DeviceMemory(0, 0)
 
 
