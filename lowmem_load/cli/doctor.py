@@ -127,7 +127,7 @@ def check_memory() -> Iterator[Finding]:
     if free is not None:
         yield Finding("memory", OK, f"{size(free)} are free")
     if limit is not None:
-        advice = "plan with --host-memory of that size; the page cache of what is read counts, but is given back"
+        advice = "plan with --host-memory of that size. The page cache counts too, but the kernel gives it back"
         yield Finding("memory", NOTE, f"this container may use {size(limit)}", advice)
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
