@@ -86,6 +86,7 @@ def forecast_zero3(
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
     process, is_host = host_memory(), _device(accelerator).type == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
+    settings = settings.for_model(model_config(checkpoint.folder, keywords))
     if settings.stage != 3 or settings.shard_size != settings.world_size:
         what = f"stage {settings.stage}" if settings.stage != 3 else f"mics_shard_size {settings.shard_size}"
         raise UnsupportedError(
@@ -96,9 +97,8 @@ def forecast_zero3(
     device = torch.device("cpu" if is_host else "cuda")  # any other accelerator is planned for alike
     options = {"world_size": job.world_size, "device": device, "open_source": checkpoint.open_source, **keywords}
     (plan,) = plan_ranks(checkpoint.folder, ds_config, ranks=[0], **options)
-    settings = settings.for_model(model_config(checkpoint.folder, keywords))
     job = _configured(job, settings, is_host=is_host)
-    model, node = model_of(plan, settings, is_host=job.is_host), [plan]
+    model, node = model_of(plan, settings, is_host=is_host), [plan]
     if plan.shareable_bytes and job.offload_param != "nvme":
         node = plan_ranks(checkpoint.folder, ds_config, ranks=range(job.node_size), **options)
 

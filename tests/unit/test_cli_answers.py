@@ -153,6 +153,13 @@ def test_plan_refuses_what_it_cannot_estimate(
         answer("plan", llama, "--ds-config", file, "--world-size", 4)
 
 
+def test_plan_names_an_auto_that_it_cannot_resolve(answer: Answer, llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "mics_shard_size": "auto"}}))
+    with pytest.raises(ConfigError, match="mics_shard_size: cannot be resolved"):
+        answer("plan", llama, "--ds-config", file, "--world-size", 4)
+
+
 def test_an_unexpected_error_has_its_own_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,3 +274,7 @@ def test_errors_have_their_exit_codes(
     told = capsys.readouterr()
     assert (ended.value.code, told.out) == (common.CHECKPOINT, "")
     assert told.err.startswith(f"lowmem-load: {tmp_path}") and "holds no weights" in told.err
+    monkeypatch.setattr(sys, "argv", ["lowmem-load", "inspect", f"{tmp_path}/\x1b[2J"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "\\x1b[2J" in capsys.readouterr().err  # names of files are untrusted
