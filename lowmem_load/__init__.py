@@ -5,65 +5,36 @@ from __future__ import annotations
 from importlib import import_module
 
 TYPE_CHECKING = False  # typing's own would import typing, in every process of a job (see integrations/startup_hook.py)
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from typing import Any
 
-    from lowmem_load.api.load_into import load_into
-    from lowmem_load.api.load_model import load_model, load_report
-    from lowmem_load.api.plan_model import plan
-    from lowmem_load.api.streaming import streaming
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.errors import (
-        CheckpointError,
-        ConfigError,
-        IncompatibleVersionError,
-        LoadOrderWarning,
-        LowMemLoadError,
-        NotStreamedWarning,
-        RankError,
-        UnsupportedError,
-    )
-    from lowmem_load.integrations.arguments import DistConfig, ModelArguments
-    from lowmem_load.integrations.install import install
-    from lowmem_load.integrations.model_engine import ModelEngine
-    from lowmem_load.partial.initialize import initialize, partial_zero3
-    from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
-    from lowmem_load.planning.load_plan import LoadPlan
-    from lowmem_load.report import LoadReport
-    from lowmem_load.resume.consolidate import consolidate
-    from lowmem_load.resume.load_checkpoint import load_checkpoint
-    from lowmem_load.saving.model_digest import model_digest
-    from lowmem_load.saving.save import save_model
-
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DistConfig",
-    "DistributedInterface",
-    "IncompatibleVersionError",
-    "LoadOrderWarning",
-    "LoadPlan",
-    "LoadReport",
-    "LowMemLoadError",
-    "ModelArguments",
-    "ModelEngine",
-    "NotStreamedWarning",
-    "RankError",
-    "UnsupportedError",
-    "consolidate",
-    "initialize",
-    "install",
-    "load_checkpoint",
-    "load_into",
-    "load_model",
-    "load_report",
-    "model_digest",
-    "partial_zero3",
-    "plan",
-    "save_model",
-    "streaming",
-    "verify_checkpoint",
-]
+    from lowmem_load.api.load_into import load_into as load_into
+    from lowmem_load.api.load_model import load_model as load_model
+    from lowmem_load.api.load_model import load_report as load_report
+    from lowmem_load.api.plan_model import plan as plan
+    from lowmem_load.api.streaming import streaming as streaming
+    from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
+    from lowmem_load.errors import CheckpointError as CheckpointError
+    from lowmem_load.errors import ConfigError as ConfigError
+    from lowmem_load.errors import IncompatibleVersionError as IncompatibleVersionError
+    from lowmem_load.errors import LoadOrderWarning as LoadOrderWarning
+    from lowmem_load.errors import LowMemLoadError as LowMemLoadError
+    from lowmem_load.errors import NotStreamedWarning as NotStreamedWarning
+    from lowmem_load.errors import RankError as RankError
+    from lowmem_load.errors import UnsupportedError as UnsupportedError
+    from lowmem_load.integrations.arguments import DistConfig as DistConfig
+    from lowmem_load.integrations.arguments import ModelArguments as ModelArguments
+    from lowmem_load.integrations.install import install as install
+    from lowmem_load.integrations.model_engine import ModelEngine as ModelEngine
+    from lowmem_load.partial.initialize import initialize as initialize
+    from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
+    from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint as verify_checkpoint
+    from lowmem_load.planning.load_plan import LoadPlan as LoadPlan
+    from lowmem_load.report import LoadReport as LoadReport
+    from lowmem_load.resume.consolidate import consolidate as consolidate
+    from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
+    from lowmem_load.saving.model_digest import model_digest as model_digest
+    from lowmem_load.saving.save import save_model as save_model
 
 _HOMES = {
     "errors": (
@@ -89,6 +60,9 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
+if not TYPE_CHECKING:
+    __all__ = list(_HOME_OF)
+
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for: planning needs no DeepSpeed, which takes seconds to import."""
@@ -100,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_OF})

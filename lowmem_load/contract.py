@@ -48,10 +48,8 @@ def require(
 ) -> None:
     """Raise IncompatibleVersionError, which names all that is missing, unless a release can be used.
 
-    Args:
-        supported: the releases.
-        names: that must be there, perhaps dotted, by owner: "package.module" or "package.module:Class".
-        arguments: that each function must take by name, by function.
+    An owner of `names` is "package.module" or "package.module:Class"; names may be dotted. `arguments` are those that
+    each function must take by name.
     """
     _check_release(supported)
     missing: list[str] = []
@@ -103,8 +101,8 @@ def _check_release(supported: Releases) -> None:
         )
     if Version(found).release > Version(supported.newest).release:
         logger.warning(
-            "%s %s is newer than what lowmem_load was tested with (%s); it is used, since only what lowmem_load relies "
-            "on is checked: compare the first losses with stock's",
+            "%s %s is newer than what lowmem_load was tested with (%s). The names that lowmem_load uses are checked, "
+            "not what they mean: compare the first losses with stock's",
             *(supported.package, found, supported),
         )
 

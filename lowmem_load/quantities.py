@@ -19,11 +19,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)(?:/s)?\s*\Z
 
 
 def parse_size(text: str, what: str) -> int:
-    """Return the bytes that a text such as "80GiB", "2 GB", "512M" (10**6) or, for a rate, "1GB/s" stands for.
-
-    Raises:
-        ConfigError: it is no positive size. The message begins with `what`.
-    """
+    """Return the bytes that a text such as "80GiB", "2 GB", "512M" (10**6) or, for a rate, "1GB/s" stands for."""
     found = _SIZE.match(text)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or not 1 <= float(found[1]) * unit < MAX_NBYTES:

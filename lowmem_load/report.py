@@ -1,74 +1,22 @@
-"""What a load did: bytes, reads, seconds, memory, keys, and known differences from stock ZeRO-3."""
+"""What a load did: bytes, reads, seconds, memory, keys."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from packaging.version import Version
 
+from lowmem_load.errors import listed
 from lowmem_load.phases import Phases
-from lowmem_load.planning.load_plan import REPLICATED, SHARDED, LoadPlan, SlowPath
+from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
 from lowmem_load.quantities import count, duration, size
 
 REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
 """Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
-
-MAX_NAMES = 5
-"""Names that the text of a report gives of each list."""
-
-
-class Difference(NamedTuple):
-    """A difference from stock that `make compat` measured: a row of docs/compatibility.md.
-
-    Attributes:
-        package, first, last: the releases that have it, both ends included.
-        models: of tests/compat/compare.py that show it.
-        topic: of theirs: "buffers", "saved names".
-        concerns: how the name of a parameter or buffer ends, without which a model cannot have it.
-        text: one sentence.
-    """
-
-    package: str
-    first: str
-    last: str
-    models: tuple[str, ...]
-    topic: str
-    concerns: str
-    text: str
-
-    def applies_to(self, version: str) -> bool:
-        """Return whether a release of the package has it."""
-        return Version(self.first) <= Version(Version(version).public) <= Version(self.last)
-
-
-KNOWN = (
-    Difference(
-        package="transformers",
-        first="5.15.0",
-        last="5.22.2",
-        models=("Llama", "Qwen2", "Mixtral"),
-        topic="buffers",
-        concerns="rotary_emb.inv_freq",
-        text="stock ZeRO-3 computes rotary_emb.inv_freq in the dtype of the weights, an ordinary load and this one in "
-        "float32, so losses may differ from stock's",
-    ),
-    Difference(
-        package="transformers",
-        first="5.6.0",
-        last="5.24.0",
-        models=("BERT",),
-        topic="saved names",
-        concerns="LayerNorm.weight",
-        text="what stock ZeRO-3 loaded may be saved as LayerNorm.gamma and beta, what an ordinary load or this one did "
-        "as weight and bias",
-    ),
-)
 
 
 class DeviceMemory(NamedTuple):
@@ -82,7 +30,7 @@ def device_memory() -> DeviceMemory:
     """Return the memory of the current accelerator device; zeros without one."""
     if torch.accelerator.is_available():
         device_module = torch.get_device_module(torch.accelerator.current_accelerator())
-        if device_module.is_initialized():
+        if getattr(device_module, "is_initialized", bool)():  # torch.mps has no such figures
             return DeviceMemory(int(device_module.memory_allocated()), int(device_module.max_memory_allocated()))
     return DeviceMemory(0, 0)
 
@@ -139,7 +87,7 @@ class LoadReport(Phases):
             them.
         slow_paths: parameters and buffers that took a slower path.
         notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
-            ordinary load gives, reads that could not be shared, known differences from stock ZeRO-3.
+            ordinary load gives, reads that could not be shared.
     """
 
     name: str
@@ -181,10 +129,7 @@ class LoadReport(Phases):
         }
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
-            self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {_some(recast)}")
-        if any(target.kind not in (REPLICATED, SHARDED) for target in plan.targets):
-            all_names = [*(target.names for target in plan.targets), *(buffer.names for buffer in plan.buffers)]
-            self.notes += known_differences(name for names in all_names for name in names)
+            self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {listed(recast)}")
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory in use now, where that is more."""
@@ -214,7 +159,7 @@ class LoadReport(Phases):
         held |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
-        listed = {**self.loading_info, "slow_paths": [path.name for path in self.slow_paths]}
+        lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
@@ -223,7 +168,7 @@ class LoadReport(Phases):
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
             "device memory": self._device_text(),
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
-            **{label.replace("_", " "): _some(list(map(str, values))) for label, values in listed.items() if values},
+            **{label.replace("_", " "): listed(list(map(str, values))) for label, values in lists.items()},
             "notes": "; ".join(self.notes),
         }
         return {topic: text for topic, text in rows.items() if text}
@@ -240,21 +185,6 @@ class LoadReport(Phases):
         read, copy, both = map(duration, (self.overlap.read_s, self.overlap.copy_s, self.overlap.both_s))
         peak = size(self.peak_device_bytes)
         return f"{peak} above the start at the peak; read {read}, copied {copy}, both at once {both}"
-
-
-def known_differences(names: Iterable[str]) -> list[str]:
-    """Return a sentence for each difference that the installed releases have in a model with these names."""
-    present = tuple(names)
-    return [
-        f"{difference.text} ({difference.package} {difference.first} to {difference.last}; docs/compatibility.md)"
-        for difference in KNOWN
-        if difference.applies_to(importlib.import_module(difference.package).__version__)
-        and any(name.endswith(difference.concerns) for name in present)
-    ]
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{len(names)}: {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
 
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]

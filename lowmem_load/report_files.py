@@ -90,11 +90,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """One load, with the ranks whose reports are there, slowest reader first: in other phases ranks wait for others.
-
-    Attributes:
-        load: its number in the processes.
-    """
+    """Load number `load` of the processes: ranks whose reports are there, slowest reader first (others wait for it)."""
 
     name: str
     load: int

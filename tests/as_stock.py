@@ -6,7 +6,7 @@ import importlib
 
 from torch import nn
 
-from lowmem_load.report import KNOWN
+from tests.compat.known import KNOWN
 
 
 def round_as_stock(model: nn.Module) -> None:

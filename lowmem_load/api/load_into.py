@@ -113,7 +113,8 @@ def ordinary_load(
     if transformers_models(model):
         config: Any = copy.deepcopy(model.config)
         vars(config).pop("distributed_config", None)
-        if hasattr(quantization := getattr(config, "quantization_config", None), "to_dict"):
+        quantization: Any = getattr(config, "quantization_config", None)
+        if hasattr(quantization, "to_dict"):
             config.quantization_config = quantization.to_dict()  # as in config.json, for another load
         auto_class, kwargs = auto_class or plain_class(model), {"config": config, **kwargs}
     floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}

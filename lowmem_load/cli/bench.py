@@ -20,6 +20,7 @@ import typer
 from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, available_bytes, drop, warm
 from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.errors import LowMemLoadError
+from lowmem_load.integrations.startup_hook import OFF, SWITCH
 from lowmem_load.quantities import size
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
@@ -35,14 +36,12 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All runs of one method.
+    """All runs of one method, `STOCK`, `STREAMED` or `FLOOR`.
 
     Attributes:
-        method: `STOCK`, `STREAMED` or `FLOOR`.
-        seconds: median of the runs, each timed by its slowest rank.
-        all_seconds: of each run.
+        seconds: median of `all_seconds`; the slowest rank times a run.
         peak_bytes, device_peak_bytes: the highest of all ranks and runs; see `bench_worker.measure`.
-        digest: of the loaded model.
+        digests: of the loaded models, each once.
         skipped: the reason for not running the method; "" if it ran.
     """
 
@@ -51,7 +50,7 @@ class Row:
     all_seconds: tuple[float, ...] = ()
     peak_bytes: int = 0
     device_peak_bytes: int = 0
-    digest: str = ""
+    digests: tuple[str, ...] = ()
     skipped: str = ""
 
 
@@ -91,8 +90,8 @@ def bench(
             on_gpu=gpu,
             log=lambda line: typer.echo(line, err=True),
         )
-    is_equal = len({row.digest for row in rows if row.digest}) <= 1
-    verdict = "All ended with the same weights." if is_equal else "The weights differ; see the digests of --json."
+    is_equal = len({digest for row in rows for digest in row.digests}) <= 1
+    verdict = "All runs ended with the same weights." if is_equal else "The weights differ; see the digests of --json."
     columns = ("method", "slowest rank", "peak of host memory", "of device memory")
     cells = []
     for row in rows:
@@ -118,12 +117,7 @@ def compare(
     on_gpu: bool,
     log: Callable[[str], object] = str,
 ) -> list[Row]:
-    """Run every method and return a row for each. `log` gets a line of text before each run.
-
-    Raises:
-        CheckpointError: the folder holds no weights.
-        GroupError: a rank failed.
-    """
+    """Run every method and return a row for each. `log` gets a line of text before each run."""
     from lowmem_load.cli.checkpoint_contents import weight_files
 
     files, rows = weight_files(folder), []
@@ -153,14 +147,13 @@ def _reason_to_skip(method: str, files: Sequence[str]) -> str:
 def _row(method: str, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Row:
     seconds = tuple(max(result["seconds"] for result in results) for results in runs)
     results = [result for each in runs for result in each]
-    digests = {result["digest"] for result in results}
     return Row(
         method=method,
         seconds=statistics.median(seconds),
         all_seconds=seconds,
         peak_bytes=max(result["peak_bytes"] for result in results),
         device_peak_bytes=max(result["device_peak_bytes"] for result in results),
-        digest=digests.pop() if len(digests) == 1 else "differs between runs",
+        digests=tuple(sorted({result["digest"] for result in results} - {""})),
     )
 
 
@@ -170,9 +163,6 @@ def run_ranks(
     """Run `python -m module OUT/spec.json` in `world_size` processes; return the OUT/rank<N>.json that they write.
 
     With `on_gpu`, DeepSpeed looks for an accelerator; `cwd` is the working directory of the processes.
-
-    Raises:
-        GroupError: names the rank that failed.
     """
     out.mkdir(parents=True, exist_ok=True)
     results = [out / f"rank{rank}.json" for rank in range(world_size)]
@@ -228,6 +218,7 @@ def _environment(rank: int, world_size: int, port: int, on_gpu: bool) -> dict[st
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        SWITCH: OFF,  # stock is not to be streamed
         # DeepSpeed compiles an extension on its first start on CPUs and looks for ninja on PATH.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **({} if on_gpu else {"DS_ACCELERATOR": "cpu"}),

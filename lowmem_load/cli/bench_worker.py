@@ -47,16 +47,32 @@ class PeakMemory:
 
 
 def available_bytes() -> int | None:
-    """Return the memory free for new processes, within our cgroup's limit; None if the system does not say (macOS)."""
-    try:
-        fields = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
+    """Return the memory free for new processes in this container; None if the system does not say (macOS)."""
+    fields = _fields(PROC / "meminfo")
+    if "MemAvailable:" not in fields:
         return None
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    available, limit = fields["MemAvailable:"] << 10, memory_limit()
+    if limit is not None:
+        pages = _fields(CGROUP / "memory.stat")
+        of_files = pages.get("active_file", 0) + pages.get("inactive_file", 0)  # the kernel gives them back
+        available = min(available, limit - int((CGROUP / "memory.current").read_text()) + of_files)
     return available
+
+
+def memory_limit() -> int | None:
+    """Return the bytes that this container may use; None without a limit."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    try:
+        return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
+    except OSError:
+        return {}
 
 
 def warm(paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -113,12 +129,7 @@ def _method(spec: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def measure(spec: Mapping[str, Any], ranks: Any) -> dict[str, Any]:
-    """Load and measure it, then compute the digest of the model. Collective.
-
-    Returns:
-        Seconds of the load; peaks above its start, of resident host memory (mapped files count) and of accelerator
-        memory (0 on the CPU); the digest of the model, "" for the floor.
-    """
+    """Load, then compute the digest of the model ("" for the floor). Peaks are above the start. Collective."""
     from lowmem_load.fingerprint import fingerprint
     from lowmem_load.report import device_memory
     from lowmem_load.saving.model_digest import model_digest

@@ -76,9 +76,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
         is_right = column in right
         made.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
     for row in rows:
-        made.add_row(*(Text(_printable(cell)) for cell in row))
+        made.add_row(*(Text(printable(cell)) for cell in row))
     # The title has a line of its own: rich would wrap it to the width of the table.
-    return Group(Text(_printable(title), style="bold"), made) if title else Group(made)
+    return Group(Text(printable(title), style="bold"), made) if title else Group(made)
 
 
 def facts(title: str, values: Mapping[str, str]) -> Group:
@@ -86,6 +86,6 @@ def facts(title: str, values: Mapping[str, str]) -> Group:
     return table(title, (), [item for item in values.items() if item[1]])
 
 
-def _printable(text: str) -> str:
-    """Escape the characters that control a terminal: names in file headers are untrusted."""
+def printable(text: str) -> str:
+    """Return text without characters that control a terminal: names in file headers are untrusted."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)

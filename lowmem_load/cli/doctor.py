@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from packaging.version import Version
 
+from lowmem_load.cli.bench_worker import available_bytes, memory_limit
 from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.distributed.environment import LAUNCHER_NAMES, alone, launched
 from lowmem_load.errors import ConfigError
@@ -35,8 +35,6 @@ MIN_BLOCK_BYTES = 128 << 10
 
 PINNED_BYTES = 1 << 20
 """Bytes of the trial of pinned memory."""
-
-PROC, SYS = Path("/proc"), Path("/sys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def doctor(
     Exits with 1 if there is a problem.
 
     Checks releases against the tested ones, host memory and its limits, the file system of FOLDER, the launcher's
-    variables, devices, pinned memory and DeepSpeed's compiled ops. Run it where the job will run.
+    variables, devices and pinned memory. Run it where the job will run.
 
     \b
     lowmem-load doctor /models/Llama-3.1-8B
@@ -125,14 +123,12 @@ def _check_version(package: str, release: Version, first: Version, last: Version
 
 def check_memory() -> Iterator[Finding]:
     """Check host memory and its limits. What this system does not tell is left out."""
-    fields = {line.split(":")[0]: line.split()[1] for line in _text(PROC / "meminfo").splitlines() if ":" in line}
-    if "MemAvailable" in fields:
-        free, total = (int(fields[name]) << 10 for name in ("MemAvailable", "MemTotal"))
-        yield Finding("memory", OK, f"{size(free)} of {size(total)} are free")
-        limit = _text(SYS / "fs/cgroup/memory.max").strip()
-        if limit.isdigit() and int(limit) < free:
-            advice = "plan with --host-memory of that size; the page cache of what is read counts, but is given back"
-            yield Finding("memory", NOTE, f"this container may use {size(int(limit))}", advice)
+    free, limit = available_bytes(), memory_limit()
+    if free is not None:
+        yield Finding("memory", OK, f"{size(free)} are free")
+    if limit is not None:
+        advice = "plan with --host-memory of that size. The page cache counts too, but the kernel gives it back"
+        yield Finding("memory", NOTE, f"this container may use {size(limit)}", advice)
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         yield Finding("memory", PROBLEM, f"addresses are limited to {size(addresses)}", "ulimit -v unlimited")
@@ -141,13 +137,6 @@ def check_memory() -> Iterator[Finding]:
         advice = "docker run --shm-size 16g, or --ipc host: ranks, workers of DataLoader and NCCL share memory there"
         is_low = free < MIN_SHARED_BYTES
         yield Finding("memory", NOTE if is_low else OK, f"/dev/shm has {size(free)} free", advice * is_low)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def check_storage(folder: str | None) -> Finding:
@@ -188,7 +177,7 @@ def check_launcher() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Check accelerators, pinned memory and DeepSpeed's ops."""
+    """Check accelerators, pinned memory, and that DeepSpeed can be imported."""
     try:
         import torch
     except ImportError:
@@ -205,18 +194,6 @@ def check_devices() -> Iterator[Finding]:
     else:
         yield Finding("devices", NOTE, "torch sees no accelerator", "ranks would run on the CPU (DS_ACCELERATOR=cpu)")
     try:
-        from lowmem_load.ds.extensions import ops
-
-        built = ops()
+        import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed
     except ImportError as error:
-        yield Finding("DeepSpeed's ops", PROBLEM, f"DeepSpeed cannot be imported: {error}", "install a tested release")
-        return
-    for op in built:
-        found, level, advice = f"{op.name} is compiled, {op.use}", OK, ""
-        if not op.is_built and op.is_compatible:
-            found, level = f"{op.name} is not compiled yet, {op.use}", NOTE
-            advice = "nothing: it is compiled at its first use, a minute or two; TORCH_EXTENSIONS_DIR keeps it"
-        elif not op.is_built:
-            found, level = f"{op.name} cannot be compiled here, {op.use}", NOTE
-            advice = "install what `ds_report` says it lacks (g++, ninja, libaio), if you want that"
-        yield Finding("DeepSpeed's ops", level, found, advice)
+        yield Finding("devices", PROBLEM, f"DeepSpeed cannot be imported: {error}", "install a tested release")

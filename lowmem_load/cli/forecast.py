@@ -58,7 +58,7 @@ class Forecast:
     Attributes:
         name: of the checkpoint.
         about: the job in words, by topic.
-        partition_bytes, costs: of rank 0; see `LoadPlan`.
+        costs: of rank 0; see `LoadPlan`.
         node_bytes, read_seconds: what a node reads, and its time; None without a rate.
         needs: of loading and training.
         world_size: the smallest that fits with the same settings; None if none does, and for FSDP2.
@@ -67,7 +67,6 @@ class Forecast:
 
     name: str
     about: Mapping[str, str]
-    partition_bytes: int
     costs: Costs
     node_bytes: int
     read_seconds: float | None
@@ -84,14 +83,10 @@ class Forecast:
 def forecast_zero3(
     checkpoint: OpenCheckpoint, ds_config: Any, job: Job, *, accelerator: str, dequantize: bool, **keywords: Any
 ) -> Forecast:
-    """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`.
-
-    Raises:
-        ConfigError: torch knows no such accelerator.
-        UnsupportedError: the needs cannot be estimated.
-    """
+    """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
     process, is_host = host_memory(), _device(accelerator).type == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
+    settings = settings.for_model(model_config(checkpoint.folder, keywords))
     if settings.stage != 3 or settings.shard_size != settings.world_size:
         what = f"stage {settings.stage}" if settings.stage != 3 else f"mics_shard_size {settings.shard_size}"
         raise UnsupportedError(
@@ -102,9 +97,8 @@ def forecast_zero3(
     device = torch.device("cpu" if is_host else "cuda")  # any other accelerator is planned for alike
     options = {"world_size": job.world_size, "device": device, "open_source": checkpoint.open_source, **keywords}
     (plan,) = plan_ranks(checkpoint.folder, ds_config, ranks=[0], **options)
-    settings = settings.for_model(model_config(checkpoint.folder, keywords))
     job = _configured(job, settings, is_host=is_host)
-    model, node = model_of(plan, settings, is_host=job.is_host), [plan]
+    model, node = model_of(plan, settings, is_host=is_host), [plan]
     if plan.shareable_bytes and job.offload_param != "nvme":
         node = plan_ranks(checkpoint.folder, ds_config, ranks=range(job.node_size), **options)
 
@@ -130,9 +124,6 @@ def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job
     """Return what a job under FSDP2 will need on its first rank: uneven shards make it the largest.
 
     `sizes` are those of the `DistributedConfig`, `keywords` those of `plan`. Training is taken for Adam's in fp32.
-
-    Raises:
-        UnsupportedError: this release of transformers has no `DistributedConfig`.
     """
     plan = plan_sharded(
         *(checkpoint.folder, distributed_config(sizes)),
@@ -181,7 +172,6 @@ def _forecast(
             "a node reads": size(node_bytes) + took,
             **reading,
         },
-        partition_bytes=plan.partition_bytes,
         costs=plan.costs,
         node_bytes=node_bytes,
         read_seconds=seconds,

@@ -94,8 +94,7 @@ def training_bytes(model: Model, job: Job) -> tuple[int, int, int]:
     """Return what training needs without activations: of each GPU, and of host memory and nvme of the fullest node.
 
     For Adam in 16 bits this is DeepSpeed's own estimate (`estimate_zero3_model_states_mem_needs` of deepspeed 0.19.8
-    `runtime/zero/stage3.py`). It also covers other dtypes and optimizers, nvme, persistent parameters and the secondary
-    copy of hpZ.
+    `runtime/zero/stage3.py`), which leaves out other dtypes and optimizers, nvme, small parameters and hpZ.
     """
     parameters = model.num_elements * model.item_bytes
     held = {"none": 0, "cpu": 0, "nvme": 0}

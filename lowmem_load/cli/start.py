@@ -12,10 +12,9 @@ from typing import Annotated
 import typer
 
 from lowmem_load.cli.bench import bench
-from lowmem_load.cli.common import FAILED, exit_code
+from lowmem_load.cli.commands import consolidate, inspect, plan, report, verify
+from lowmem_load.cli.common import FAILED, exit_code, printable
 from lowmem_load.cli.doctor import doctor
-from lowmem_load.cli.file_commands import consolidate, inspect, report, verify
-from lowmem_load.cli.plan_command import plan
 from lowmem_load.errors import LowMemLoadError
 from lowmem_load.integrations.startup_hook import switched_on
 
@@ -94,7 +93,7 @@ def main() -> None:
         if not isinstance(error, LowMemLoadError):
             traceback.print_exception(error)
             sys.exit(FAILED)
-        print(f"lowmem-load: {error}", file=sys.stderr)  # noqa: T201
+        print(printable(f"lowmem-load: {error}"), file=sys.stderr)  # noqa: T201
         sys.exit(exit_code(error))
     finally:
         signal.signal(signal.SIGINT, before)

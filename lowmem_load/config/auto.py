@@ -53,16 +53,13 @@ def resolve_auto(
     Known batch sizes decide the open ones; if nothing decides, they are 8 per rank and 1 step. A config without
     train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1. Other
     absent keys stay absent. "auto" stays in "optimizer" and "scheduler", and in keys for which DeepSpeed defines it.
-
-    Raises:
-        ConfigError: names all keys that cannot be resolved or contradict each other, and what to write.
     """
     resolved = with_precision(plain_copy(ds_config), precision)
     if resolved.get("gradient_clipping") == AUTO:
         resolved["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
     problems = _fill_batch_sizes(resolved, world_size)
     problems |= _fill_from_hidden_size(resolved, hidden_size)
-    for path in _auto_paths(resolved):
+    for _, _, path in _autos(resolved):
         problems.setdefault(path, 'cannot be resolved from "auto" here; write a value, or remove the key')
     if problems:
         lines = [f"- {path}: {problem}" for path, problem in problems.items()]
@@ -79,19 +76,10 @@ def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
     kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}
-    for path in list(_auto_paths(kept)):
-        if path not in _RESOLVED_PATHS:
-            _remove(kept, path)
+    for section, key, path in _autos(kept):
+        if path not in _RESOLVED_PATHS and "[" not in path:
+            del section[key]
     return {**kept, _MICRO: 1}
-
-
-def _remove(config: dict[str, Any], path: str) -> None:
-    *parents, key = path.split(".")
-    section: Any = config
-    for parent in parents:
-        section = section.get(parent) if isinstance(section, dict) else None
-    if isinstance(section, dict):
-        section.pop(key, None)
 
 
 def hidden_size_of(model_config: Any) -> int | None:
@@ -168,15 +156,13 @@ def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> d
     return problems
 
 
-def _auto_paths(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted key of each "auto" that neither the training loop nor DeepSpeed resolves."""
-    if path in _TRAINING_LOOP_SECTIONS or path in _BATCH_KEYS:  # an open batch size has a message of its own
-        return
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _auto_paths(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _auto_paths(item, f"{path}[{index}]")
-    elif isinstance(value, str) and value == AUTO and not path.startswith(_DEEPSPEED_AUTO_KEYS):
-        yield path
+def _autos(section: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Yield section, key and dotted path of each "auto" that neither the training loop nor DeepSpeed resolves."""
+    for key, value in list(section.items() if isinstance(section, dict) else enumerate(section)):
+        inner = f"{path}[{key}]" if isinstance(section, list) else f"{path}.{key}" if path else str(key)
+        if inner in _TRAINING_LOOP_SECTIONS or inner in _BATCH_KEYS:  # an open batch size has a message of its own
+            continue
+        if isinstance(value, dict | list):
+            yield from _autos(value, inner)
+        elif isinstance(value, str) and value == AUTO and not inner.startswith(_DEEPSPEED_AUTO_KEYS):
+            yield section, key, inner

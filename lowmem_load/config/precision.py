@@ -31,20 +31,11 @@ def precision_of(
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Precision:
-    """Return the precision that a ds_config and the training arguments agree on.
+    """Return the precision that a ds_config and the training arguments (None: there are none) agree on.
 
     A training argument replaces a ds_config value that is absent or "auto". A value that is still open is the opposite
-    of the other one. If both are open, the answer is bf16.
-
-    Args:
-        ds_config: read only.
-        absent: how to read a section that is absent or has no "enabled", if no training argument replaces it.
-            "disabled" is DeepSpeed's way; "auto" is for a caller that writes the answer back by `with_precision`.
-        trainer_bf16: TrainingArguments.bf16; None if there are no training arguments.
-        trainer_fp16: TrainingArguments.fp16; likewise.
-
-    Raises:
-        ConfigError: a value is malformed, ds_config and training arguments contradict each other, or both are on.
+    of the other one. If both are open, the answer is bf16. `absent` says how to read a section without "enabled" that
+    no training argument replaces: as DeepSpeed does, or "auto", for a caller that then calls `with_precision`.
     """
     contradictions = []
     on: dict[str, bool | None] = {}

@@ -11,8 +11,8 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from lowmem_load.contract import TORCH, require
 from lowmem_load.errors import ConfigError
@@ -141,42 +141,3 @@ def _last_change(folder: str) -> float:
                 with contextlib.suppress(FileNotFoundError):
                     times.append(entry.stat().st_mtime)
     return max(times)
-
-
-# -- what `doctor` says of them --------------------------------------------------------------------------------------
-
-USES: Mapping[str, str] = {
-    "AsyncIOBuilder": "for offload to nvme",
-    "CPUAdamBuilder": "for offload_optimizer to the CPU",
-    "FusedAdamBuilder": "for Adam on GPUs",
-    "ShareMemCommBuilder": "for ranks on the CPU",
-}
-"""The ops that loading and training under ZeRO-3 use, and what for."""
-
-
-class Op(NamedTuple):
-    """One op: its name and use, whether it is compiled, and whether it can be."""
-
-    name: str
-    use: str
-    is_built: bool
-    is_compatible: bool
-
-
-def ops() -> list[Op]:
-    """Return the ops of `USES` that this release has for the accelerator of this process."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops import op_builder
-    from torch.utils.cpp_extension import is_ninja_available
-
-    accelerator, found = get_accelerator(), []
-    unused = "FusedAdamBuilder" if accelerator.device_name() == "cpu" else "ShareMemCommBuilder"
-    for class_name, use in USES.items():
-        has_it = class_name != unused and hasattr(op_builder, class_name)
-        builder = accelerator.create_op_builder(class_name) if has_it else None
-        if builder is not None:
-            library = os.path.join(_build_folder(builder.name), f"{builder.name}.so")
-            is_built = _is_installed(builder.name) or os.path.exists(library)
-            is_compatible = is_ninja_available() and bool(builder.is_compatible(verbose=False))
-            found.append(Op(builder.name, use, is_built, is_compatible))
-    return found

@@ -323,6 +323,13 @@ def test_keeps_what_loading_reads() -> None:
     assert given == active()
 
 
+def test_unusual_keys_are_dropped_too() -> None:
+    assert for_loading({"zero_optimization": {"a.b": "auto", 5: "auto"}}) == {"zero_optimization": {}, MICRO: 1}
+    assert for_loading({5: "auto"}) == {MICRO: 1}
+    in_list = {"a": [{"b": "auto"}], MICRO: 1}
+    assert for_loading(in_list) == in_list
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_resolves_whatever_the_batch_sizes_were(world_size: int) -> None:
     resolved = resolve_auto(for_loading(active()), world_size=world_size, hidden_size=32, precision=Precision.FP32)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from benchmarks.memory import MemorySampler
-from lowmem_load.cli import bench
+from lowmem_load.cli import bench, bench_worker
 from lowmem_load.cli.bench import GroupError, Row, compare, run_ranks
-from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, read_floor
+from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, available_bytes, memory_limit, read_floor
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError
+from lowmem_load.integrations.startup_hook import OFF, SWITCH
 from tests.builders import tiny_llama
 
 CONFIG = {"zero_optimization": {"stage": 3}}
@@ -96,7 +97,7 @@ def test_the_command_shows_what_it_measured(
 ) -> None:
     app(["bench", str(tiny_llama(tmp_path))], standalone_mode=False)
     told = capsys.readouterr()
-    assert "All ended with the same weights." in told.out and "lowmem_load, 2 ranks, run 1 of 1" in told.err
+    assert "All runs ended with the same weights." in told.out and "lowmem_load, 2 ranks, run 1 of 1" in told.err
     assert len(ran) == 3
     app(["bench", str(tiny_llama(tmp_path)), "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)
@@ -104,9 +105,42 @@ def test_the_command_shows_what_it_measured(
 
 
 def test_different_weights_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row("a", digest="d"), Row("b", digest="e"), Row("floor")]
-    monkeypatch.setattr(bench, "compare", lambda *_, **__: rows)
-    assert app(["bench", "folder"], standalone_mode=False) == 1
+    for stock, streamed in ((("d",), ("e",)), (("d", "e"), ("d", "e"))):  # also between runs of one method
+        rows = [Row("a", digests=stock), Row("b", digests=streamed), Row("floor")]
+        monkeypatch.setattr(bench, "compare", lambda *_, rows=rows, **__: rows)
+        assert app(["bench", "folder"], standalone_mode=False) == 1
+
+
+def test_digests_of_all_runs_and_ranks_are_kept(
+    tmp_path: Path, ran: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [row.digests for row in compared(tiny_llama(tmp_path), repeats=2).values()] == [("d",), ("d",), ()]
+    result = {"seconds": 1, "peak_bytes": 0, "device_peak_bytes": 0}
+    texts = [json.dumps({**result, "digest": digest}) for digest in ("e", "d")]
+    monkeypatch.setattr(bench, "run_ranks", lambda *_, **__: texts)
+    assert compared(tiny_llama(tmp_path))[STOCK].digests == ("d", "e")
+
+
+def test_stock_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "says.py").write_text(
+        f"import os, pathlib; pathlib.Path({str(tmp_path / 'rank0.json')!r}).write_text(os.environ[{SWITCH!r}])"
+    )
+    monkeypatch.setenv(SWITCH, "1")  # docs/pipelines/run.md: in the environment of a job
+    assert run_ranks("says", {}, tmp_path, 1, on_gpu=False, cwd=tmp_path) == [OFF]
+
+
+def test_the_page_cache_of_a_container_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 2048 kB\nMemAvailable: 1024 kB\nHugePages_Total: 0\n")
+    monkeypatch.setattr(bench_worker, "PROC", tmp_path)
+    monkeypatch.setattr(bench_worker, "CGROUP", tmp_path)
+    assert available_bytes() == 1 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (available_bytes(), memory_limit()) == (1 << 20, None)
+    for name, text in (("max", "800000\n"), ("current", "700000\n"), ("stat", "inactive_file 5\nactive_file 6\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert (available_bytes(), memory_limit()) == (100_011, 800_000)
+    (tmp_path / "meminfo").unlink()
+    assert available_bytes() is None
 
 
 def test_peaks_are_above_the_memory_at_the_start() -> None:

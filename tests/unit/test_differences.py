@@ -1,12 +1,10 @@
-"""Known differences from stock are what `make compat` saw, no more and no less, and a report names those that apply."""
+"""Known differences from stock are what `make compat` saw, no more and no less."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from lowmem_load import report
-from lowmem_load.report import KNOWN, Difference, known_differences
+from tests.compat.known import KNOWN, Difference
 from tests.compat.results import read_results
 
 COMPARED = [result for result in read_results() if "Llama" in result["comparison"]]
@@ -54,15 +52,3 @@ def test_losses_differ_from_stock_only_beside_another_difference() -> None:
         if list(ways[TO_STOCK]) == ["losses"]
     }
     assert alone == set()
-
-
-def test_what_applies_to_the_installed_release_and_the_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = Difference("torch", "1.0", "2.0", ("Llama",), "buffers", "emb.inv_freq", "they differ")
-    monkeypatch.setattr(report, "KNOWN", (some,))
-    monkeypatch.setattr(torch, "__version__", "1.5+cpu")
-    assert known_differences(["a.weight", "rotary_emb.inv_freq"]) == [
-        "they differ (torch 1.0 to 2.0; docs/compatibility.md)"
-    ]
-    assert known_differences(["a.weight"]) == []
-    monkeypatch.setattr(torch, "__version__", "2.0.1")
-    assert known_differences(["rotary_emb.inv_freq"]) == []

@@ -36,25 +36,19 @@ def test_releases_are_compared_with_tested_ones() -> None:
     assert set(doctor.installed()) >= {"python", "torch"}
 
 
-def test_limits_of_host_memory_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, text in (
-        ("proc/meminfo", "MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\nCached: 1024 kB\n"),
-        ("sys/fs/cgroup/memory.max", f"{100 << 20}\n"),
-    ):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    monkeypatch.setattr(doctor, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(doctor, "SYS", tmp_path / "sys")
+def test_limits_of_host_memory_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(doctor, "memory_limit", lambda: 100 << 20)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1 << 30, 0))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     findings = list(doctor.check_memory())
-    assert about(findings, "1.00 GiB of 2.00 GiB are free") == [OK]
+    assert about(findings, "1.00 GiB are free") == [OK]
     for text in ("this container may use 100.0 MiB", "/dev/shm has 64.0 MiB free"):
         assert about(findings, text) == [NOTE]
     assert about(findings, "addresses are limited to 1.00 GiB") == [PROBLEM]
     assert all(finding.advice for finding in findings if finding.level != OK)
-    monkeypatch.setattr(doctor, "PROC", tmp_path / "nothing")
-    monkeypatch.setattr(doctor, "SYS", tmp_path / "nothing")
+    monkeypatch.setattr(doctor, "available_bytes", lambda: None)
+    monkeypatch.setattr(doctor, "memory_limit", lambda: None)
     assert about(list(doctor.check_memory()), "GiB") == [PROBLEM]  # what cannot be found out is left out
 
 
@@ -100,19 +94,6 @@ def test_a_launcher_is_complete_or_absent(monkeypatch: pytest.MonkeyPatch) -> No
     assert about(list(doctor.check_launcher()), "this is rank 5 of 5") == [OK]
 
 
-@pytest.mark.parametrize(
-    ("is_built", "is_compatible", "level", "found"),
-    [(True, False, OK, "is compiled"), (False, True, NOTE, "is not compiled yet"), (False, False, NOTE, "cannot be")],
-)
-def test_compiled_ops_are_findings(
-    is_built: bool, is_compatible: bool, level: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lowmem_load.ds.extensions import Op
-
-    monkeypatch.setattr("lowmem_load.ds.extensions.ops", lambda: [Op("adam", "for Adam", is_built, is_compatible)])
-    assert about(list(doctor.check_devices()), f"adam {found}") == [level]
-
-
 def test_memory_that_cannot_be_pinned_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -129,7 +110,7 @@ def test_memory_that_cannot_be_pinned_is_a_problem(monkeypatch: pytest.MonkeyPat
 
 
 def test_missing_parts_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", None)
+    monkeypatch.setitem(sys.modules, "lowmem_load.ds.partition", None)
     assert about(list(doctor.check_devices()), "DeepSpeed cannot be imported") == [PROBLEM]
     monkeypatch.setitem(sys.modules, "torch", None)
     assert list(doctor.check_devices()) == []
@@ -152,4 +133,4 @@ def test_the_command_ends_with_1_where_there_is_a_problem(
 
 def test_all_checks_run_here(tmp_path: Path) -> None:
     areas = {finding.area for finding in doctor.check_all(str(tmp_path))}
-    assert areas >= {"versions", "memory", "storage", "launcher", "devices", "DeepSpeed's ops"}
+    assert areas >= {"versions", "memory", "storage", "launcher", "devices"}

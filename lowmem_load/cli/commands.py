@@ -1,24 +1,26 @@
-"""`lowmem-load inspect`, `verify`, `consolidate` and `report`: questions about files that exist."""
+"""`lowmem-load inspect`, `plan`, `verify`, `consolidate` and `report`: questions that files answer."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowmem_load.cli import common
 from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
-from lowmem_load.errors import ConfigError
-from lowmem_load.quantities import count, size
+from lowmem_load.errors import ConfigError, listed
+from lowmem_load.quantities import count, parse_size, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from lowmem_load.cli.checkpoint_contents import Inspection
+    from lowmem_load.cli.forecast import Forecast
     from lowmem_load.report_files import Joined, Rank
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -71,16 +73,100 @@ def _contents(found: Inspection) -> dict[str, str]:
         "quantization": found.quantization or "none",
         "adapter of": found.base_of_adapter or "",
         "stored": f"{size(sum(found.files.values()))} in {len(found.files)} files; tensors: {stored}",
-        "tied": _first_names([" = ".join(names) for names in found.tied]),
-        "missing": _first_names(found.missing_keys),
-        "unexpected": _first_names(found.unexpected_keys),
-        "of other shape": _first_names(found.mismatched_keys),
+        "tied": listed([" = ".join(names) for names in found.tied], 3),
+        "missing": listed(found.missing_keys, 3),
+        "unexpected": listed(found.unexpected_keys, 3),
+        "of other shape": listed(found.mismatched_keys, 3),
         "not described": found.not_described or "",
     }
 
 
-def _first_names(names: Sequence[str]) -> str:
-    return f"{len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
+def plan(
+    name: Name,
+    ds_config: Annotated[Path | None, typer.Option(help="JSON file, for ZeRO-3.", exists=True, dir_okay=False)] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, for ZeRO-3.")] = None,
+    fsdp: Annotated[int | None, typer.Option(min=1, help="For FSDP2: ranks that share a parameter.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of tensor parallelism.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of expert parallelism.")] = 1,
+    dp_replicate: Annotated[int, typer.Option(min=1, help="With --fsdp: replicas (HSDP).")] = 1,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; at most 8 by default.")] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB.")] = None,
+    read_rate: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 2GB/s.")] = None,
+    accelerator: Annotated[str, typer.Option(help="Of the job; cpu: host memory.", envvar="DS_ACCELERATOR")] = "cuda",
+    dequantize: Annotated[bool, typer.Option(help="Dequantize a checkpoint in fp8 or mxfp4.")] = False,
+    subfolder: Subfolder = "",
+    revision: Revision = None,
+    auto_class: common.AutoClass = None,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a job reads and needs, and whether it fits.
+
+    Covers loading and training, and compares with stock ZeRO-3. Reads headers only, also of models on the Hub.
+
+    Sizes are in GB (10**9) or GiB (2**30). Exits with 1 if the job does not fit.
+
+    \b
+    lowmem-load plan /models/Llama-3.1-70B --ds-config ds_z3.json --world-size 16 \\
+        --device-memory 80GiB --host-memory 1TiB --read-rate 5GB/s
+    lowmem-load plan deepseek-ai/DeepSeek-V3 --dequantize --ds-config ds_z3.json --world-size 512
+    lowmem-load plan /models/Llama-3.1-70B --fsdp 64 --tp 8 --device-memory 80GiB
+    """
+    ranks = world_size if fsdp is None else fsdp * tp * dp_replicate
+    if ranks is None or (fsdp is None and ds_config is None):
+        raise typer.BadParameter("name --ds-config and --world-size for ZeRO-3, or --fsdp for FSDP2")
+    limits = _bytes(host_memory, "--host-memory"), _bytes(device_memory, "--device-memory")
+    rate = _bytes(read_rate, "--read-rate")
+    keywords: dict[str, Any] = dict(subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
+    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
+    with working():
+        from lowmem_load.cli.forecast import forecast_mesh, forecast_zero3
+        from lowmem_load.cli.job_memory import Job
+        from lowmem_load.io.hub_checkpoint import open_checkpoint
+
+        job = Job(ranks, gpus_per_node or min(8, ranks), *limits, rate)
+        with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
+            if fsdp is None:
+                keywords |= {"accelerator": accelerator, "dequantize": dequantize}
+                found = forecast_zero3(checkpoint, str(ds_config), job, **keywords)
+            else:
+                sizes = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
+                found = forecast_mesh(checkpoint, sizes, job, **keywords)
+    answer(as_json, {**asdict(found), "fits": found.fits}, lambda: _tables(found))
+    if not found.fits:
+        raise typer.Exit(NO)
+
+
+def _bytes(given: str | None, option: str) -> int | None:
+    return None if given is None else parse_size(given, option)
+
+
+def _tables(found: Forecast) -> list[Any]:
+    columns, rows = ("a rank", "needed", "stock, at least", "there is", " "), []
+    for need in found.needs:
+        stock = size(need.stock_bytes) if need.stock_bytes else ""
+        there = "" if need.available_bytes is None else size(need.available_bytes)
+        judged = "" if need.available_bytes is None else "fits" if need.fits else "does not fit"
+        rows.append((need.what, size(need.needed_bytes), stock, there, judged))
+    return [facts(found.name, found.about), table("", columns, rows, right=columns[1:4]), _verdict(found)]
+
+
+def _verdict(found: Forecast) -> str:
+    if all(need.available_bytes is None for need in found.needs):
+        return "No verdict: give --device-memory and --host-memory."
+    fits = "Fits" if found.fits else "Does not fit"
+    if "offload" not in found.about:  # FSDP2
+        return f"{fits}."
+    smallest = "no world size fits with these settings"
+    if found.world_size is not None:
+        smallest = f"the smallest world size that fits with these settings is {found.world_size}"
+    if found.fits:
+        return f"{fits}; {smallest}."
+    offload = "no offload to the CPU makes it fit at this world size"
+    if found.offloads is not None:
+        offload = "at this world size it fits with offload_optimizer {}, offload_param {}".format(*found.offloads)
+    return f"{fits}; {smallest}; {offload}."
 
 
 def verify(
