@@ -13,10 +13,9 @@ from lowmem_load.ds.extensions import load_shm_comm
 _GROUPS = (
     *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"),
     *("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mesh_device", "mpu"),
+    *("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP"),
 )
-"""Names of `utils/groups.py` that hold one group, or an object with one."""
-_GROUPS_BY_NAME = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP")
-"""Names that hold several groups."""
+"""Names of `utils/groups.py` that hold a group, an object with one, or a dict of groups."""
 
 
 def bring_up_comm(backend: str, timeout: timedelta) -> None:
@@ -29,7 +28,7 @@ def bring_up_comm(backend: str, timeout: timedelta) -> None:
             "deepspeed.comm.comm": ("cdb",),
             "deepspeed.git_version_info": ("accelerator_name", "installed_ops"),
             "deepspeed.ops.op_builder.builder:OpBuilder": ("_loaded_ops", "load"),
-            "deepspeed.utils.groups": (*_GROUPS, *_GROUPS_BY_NAME),
+            "deepspeed.utils.groups": _GROUPS,
         },
     )
     if not deepspeed.comm.is_initialized():
@@ -49,6 +48,7 @@ def reset_comm() -> None:
         groups._release_process_group_references()
         return
     for name in _GROUPS:  # older releases have no function that drops them
-        setattr(groups, name, None)
-    for name in _GROUPS_BY_NAME:
-        getattr(groups, name).clear()
+        if isinstance(held := getattr(groups, name), dict):
+            held.clear()
+        else:
+            setattr(groups, name, None)

@@ -21,7 +21,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import Any
 
 import deepspeed
@@ -38,9 +38,8 @@ require(
         "deepspeed.runtime.engine:DeepSpeedEngine": (
             *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
             *("fp16_enabled", "get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
-            *("is_gradient_accumulation_boundary", "load_checkpoint"),
-            *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "use_node_local_storage"),
-            *("zero_grad", "zero_use_cpu_optimizer"),
+            *("is_gradient_accumulation_boundary", "load_checkpoint", "optimizer_name", "optimizer_params"),
+            *("save_checkpoint", "step", "use_node_local_storage", "zero_use_cpu_optimizer"),
         ),
         "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
@@ -78,7 +77,6 @@ class Shell(nn.Module):
             self.register_parameter(PLACEHOLDER, placeholder)
         # No checkpoint has the placeholder: a frozen part may be trained later.
         self.register_state_dict_post_hook(_drop_placeholder)
-        self.register_load_state_dict_pre_hook(_drop_placeholder)
         self.register_load_state_dict_post_hook(_ignore_placeholder)
         self.train(model.training)
 
@@ -111,11 +109,8 @@ def check_engine(engine: Any) -> None:
 class PartitionedPart:
     """The chosen modules of a model under a DeepSpeed ZeRO-3 engine, which has no lr scheduler. Collective.
 
-    Args:
-        model: the full model.
-        chosen: topmost modules by name, not the model itself; partitioned now if they are not yet.
-        ds_config: of stage 3.
-        make_optimizer: makes the optimizer from the trainable parameters of `chosen`; None for the ds_config's.
+    `chosen` has topmost modules by name, not the model itself. They are partitioned now if they are not yet.
+    `make_optimizer` makes the optimizer from their trainable parameters; None for the ds_config's.
     """
 
     def __init__(
@@ -147,6 +142,7 @@ class PartitionedPart:
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
         if self.frozen:
             self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
+        self.optimizer: torch.optim.Optimizer = self.engine.basic_optimizer  # has the learning rates of the step
         self._replicated_norm = 0.0
         ordinary = zero._get_norm_groups
 
@@ -162,12 +158,6 @@ class PartitionedPart:
         for module in dict.fromkeys(module for top in chosen.values() for module in top.modules()):
             self._hooks.append(module.register_forward_pre_hook(self._enter_chosen, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._leave_chosen, always_call=True))
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose `param_groups` hold the learning rates of the ZeRO-3 step."""
-        basic: torch.optim.Optimizer = self.engine.basic_optimizer
-        return basic
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the full model's forward through the engine. Collective."""
@@ -191,24 +181,24 @@ class PartitionedPart:
 
         Returns the factor that unscales and clips these gradients; None if the step is skipped.
         """
-        scale = float(self.engine.optimizer.loss_scale)  # before a step that overflows lowers it
         self._replicated_norm = replicated_norm
         if self.engine.fp16_enabled() and not math.isfinite(replicated_norm):
             self.engine.optimizer.inf_or_nan_tracker.fill_(True)
         self.engine.step()
         if self.engine.optimizer.overflow:
             return None
-        limit = self.engine.gradient_clipping()
-        # The arithmetic of stage3.py's unscale_and_clip_grads, so that both parts are clipped alike.
+        # The arithmetic of stage3.py's unscale_and_clip_grads, so that both parts are unscaled and clipped alike. Where
+        # the loss scale grows, that takes the new one.
+        limit, scale = self.engine.gradient_clipping(), float(self.engine.optimizer.loss_scale)
         clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
         return 1.0 / (scale * max(clip, 1.0))
 
     def consolidated(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """Return the chosen part's state dict on rank 0, named as in the model; None on other ranks. Collective."""
         state = self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
-        if state is not None:
-            state.pop(PLACEHOLDER, None)  # DeepSpeed goes by parameters, not by state_dict()
-        return None if state is None else dict(state)
+        if state is None:
+            return None
+        return {name: value for name, value in state.items() if name != PLACEHOLDER}  # DeepSpeed adds all parameters
 
     def destroy(self) -> None:
         """Remove all hooks from the model."""
@@ -269,8 +259,7 @@ def optimizer_over(engine: Any, params: Mapping[str, Any], parameters: list[nn.P
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **kept)
     if params:
         engine.optimizer_params().update(params)
-    made: torch.optim.Optimizer = engine._configure_basic_optimizer(parameters)
-    return made
+    return engine._configure_basic_optimizer(parameters)
 
 
 def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
@@ -303,7 +292,13 @@ def arguments_with_gradient(
     anchor: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a module's forward with tensors that need a gradient."""
-    named = zip_longest(args, _positional_names(module, len(args)), fillvalue="")
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):  # not written in Python
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = (parameter.name for parameter in parameters if parameter.kind in positional)
+    named = zip(args, chain(names, repeat("")), strict=False)
     return tuple(with_gradient(anchor, value, name) for value, name in named), with_gradient(anchor, kwargs)
 
 
@@ -327,22 +322,10 @@ def with_gradient(anchor: torch.Tensor, value: Any, name: str = "") -> Any:
         return type(value)(with_gradient(anchor, item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{key: with_gradient(anchor, getattr(value, key), key) for key in names})
+        return dataclasses.replace(value, **with_gradient(anchor, {key: getattr(value, key) for key in names}))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = zip(value._fields, value, strict=True)
-        return type(value)(*(with_gradient(anchor, item, key) for key, item in items))
+        return value._replace(**with_gradient(anchor, value._asdict()))
     return value
-
-
-def _positional_names(module: nn.Module, count: int) -> list[str]:
-    if not count:
-        return []
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
-        return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in positional][:count]
 
 
 def entry_modules(chosen: Mapping[str, nn.Module]) -> Iterator[nn.Module]:

@@ -11,12 +11,12 @@ Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_s
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
@@ -43,17 +43,15 @@ require(
         _OPTIMIZER: (
             *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
             *("_reassign_or_swap_out_partitioned_parameters", "_swappable_optimizer_subgroup"),
-            *("checkpoint_event_epilogue", "checkpoint_event_prologue"),
+            *("checkpoint_event_epilogue", "checkpoint_event_prologue", "invalidate_secondary_tensor"),
         ),
         "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
             "swap_out_and_release",
         ),
-        "deepspeed.ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
     },
 )
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402  the contract gives the better error
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus  # noqa: E402  as in `parameters.py`
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 
 
@@ -74,6 +72,7 @@ class Zero3State:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._zero = engine, _plain_zero3(engine)
+        self.base: torch.optim.Optimizer = self._zero.optimizer  # steps the flat tensors
         names: dict[int, str] = {}
         for name, parameter in engine.module.named_parameters():
             if not is_partitioned(parameter):
@@ -85,12 +84,6 @@ class Zero3State:
         self.frozen = [held for p in rest for held in _held_of([p], names)]
         state = engine.module.state_dict(keep_vars=True)
         self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
-
-    @property
-    def base(self) -> torch.optim.Optimizer:
-        """The optimizer that steps the flat tensors."""
-        base: torch.optim.Optimizer = self._zero.optimizer
-        return base
 
     @property
     def is_adam(self) -> bool:
@@ -148,7 +141,7 @@ class Zero3State:
         zero, master = self._zero, self._zero.fp32_partitioned_groups_flat[sub_group]
         is_swapped = zero._swappable_optimizer_subgroup(sub_group)
         if is_swapped:
-            zero._optimizer_states_and_gradient_swap_in(sub_group, *_timers())
+            zero._optimizer_states_and_gradient_swap_in(sub_group, set())  # which gets the names of timers
         state = self.base.state[master] if moments else {}
         for key in moments:
             if not isinstance(state.get(key), torch.Tensor):  # the optimizer has not stepped
@@ -158,7 +151,7 @@ class Zero3State:
             zero._reassign_or_swap_out_partitioned_parameters(sub_group)
         finally:
             if is_swapped:  # also after an error, or the next load would find no buffer
-                zero._optimizer_states_and_gradient_swap_out(sub_group, *_timers())
+                zero._optimizer_states_and_gradient_swap_out(sub_group, set())
 
     def set_scalars(self, sub_group: int, scalars: Mapping[str, Any]) -> None:
         """Set what the optimizer keeps for a sub-group besides tensors, such as its number of steps."""
@@ -206,6 +199,7 @@ class Zero3State:
 
     def finish(self) -> None:
         """Gather the parameters that stay gathered between steps. Collective: all ranks."""
+        self._zero.invalidate_secondary_tensor()  # hpZ's copies of the old values, which 0.17.6 would gather
         self._zero.checkpoint_event_epilogue()
 
 
@@ -234,12 +228,6 @@ def mark_usable(engine: nn.Module) -> None:
     engine.__dict__.pop(_REFUSAL).remove()
 
 
-def _timers() -> tuple[set[str], ...]:
-    """Return the further arguments of a swap: deepspeed 0.16.4 wants a set for the names of timers."""
-    parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in).parameters
-    return (set(),) if parameters["timer_names"].default is inspect.Parameter.empty else ()
-
-
 def _held_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterator[HeldParameter]:
     first = 0
     for parameter in group:
@@ -262,8 +250,8 @@ def _plain_zero3(engine: Any) -> Any:
         DEEPSPEED,
         zero,
         (
-            *("dynamic_loss_scale", "fp16_groups", "fp32_partitioned_groups_flat", "loss_scaler", "optimizer"),
-            *("overflow", "sub_group_to_group_id"),
+            *("fp16_groups", "fp32_partitioned_groups_flat", "loss_scaler", "optimizer", "overflow"),
+            "sub_group_to_group_id",
         ),
     )
     require_attributes(DEEPSPEED, engine, ("global_samples", "global_steps", "lr_scheduler", "skipped_steps"))

@@ -51,12 +51,7 @@ def load_async_io() -> None:
 
 
 def load_op(builder: Any) -> Any:
-    """Return the module of one of DeepSpeed's ops, compiled first if need be.
-
-    Raises:
-        ConfigError: the folder of the extensions cannot be written.
-        ImportError, RuntimeError: the op cannot be built or loaded.
-    """
+    """Return the module of one of DeepSpeed's ops, compiled first if need be. Raises what the compiler raises."""
     if builder.name in builder._loaded_ops or _is_installed(builder.name):
         return builder.load(verbose=False)
     with _alone_in(_build_folder(builder.name)):

@@ -10,25 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import deepspeed
+from deepspeed import DeepSpeedEngine
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require
 
 _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit_weights_on_model_save"
 
-require(
-    DEEPSPEED,
-    {"deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER)},
-    arguments={
-        "deepspeed:DeepSpeedEngine.load_checkpoint": (
-            *("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states"),
-            *("load_module_only", "custom_load_fn"),
-        ),
-        "deepspeed:DeepSpeedEngine.save_16bit_model": ("save_dir", "save_filename", "exclude_frozen_parameters"),
-    },
-)
-
-from deepspeed import DeepSpeedEngine  # noqa: E402  the contract gives the better error
+require(DEEPSPEED, {"deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER)})
 
 Handler: TypeAlias = "Callable[[dict[str, Any]], Any]"
 """Gets the given arguments by name; returns the result of the call, or None to let the call go on."""
@@ -46,11 +35,7 @@ _SIGNATURES = {
 
 @contextlib.contextmanager
 def hooked(handler: Handler, owner: Any = deepspeed, name: str = "initialize") -> Iterator[None]:
-    """Inside, every call goes to `handler` first; with several blocks, to the innermost. Blocks may end in any order.
-
-    Afterwards the function is what it was before, unless somebody else has replaced it meanwhile. A reference to it
-    from inside the block passes calls on from then on.
-    """
+    """Inside, every call goes to `handler` first; of several blocks, to the innermost. They may end in any order."""
     found: Any = getattr(owner, name)
     dispatcher = found if isinstance(found, _Dispatcher) else _Dispatcher(found, _SIGNATURES[name])
     setattr(owner, name, dispatcher)
@@ -59,7 +44,7 @@ def hooked(handler: Handler, owner: Any = deepspeed, name: str = "initialize") -
         yield
     finally:
         dispatcher.handlers.remove(handler)
-        if not dispatcher.handlers and getattr(owner, name) is dispatcher:
+        if not dispatcher.handlers and getattr(owner, name) is dispatcher:  # else it passes calls on
             setattr(owner, name, dispatcher.__wrapped__)
 
 

@@ -7,21 +7,23 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import deepspeed.comm as dist
 import torch
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import FlatRange, partition_range
 
+_ZERO = "deepspeed.runtime.zero.partition_parameters"
+
 require(
     DEEPSPEED,
     {
-        "deepspeed.runtime.zero.partition_parameters": (
-            *("GatheredParameters", "PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
-        ),
+        _ZERO: ("PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
         "deepspeed.runtime.zero.utils": ("is_zero_param",),
-        "deepspeed.utils": ("safe_get_local_fp32_param",),
         "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
             *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
             "synchronize_reads",
@@ -29,14 +31,8 @@ require(
     },
 )
 
-import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
-from deepspeed.runtime.zero.partition_parameters import (  # noqa: E402
-    GatheredParameters,
-    PartitionedParamStatus,
-    ZeroParamStatus,
-)
-from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
-from deepspeed.utils import safe_get_local_fp32_param  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus  # noqa: E402
+from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402  the contract gives the better error
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -52,20 +48,17 @@ def is_sliced(parameter: torch.Tensor) -> bool:
 
 def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of `parameter`, partitioned or not."""
-    numel: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
-    return numel
+    return parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
 
 
 def partition_of(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's partition of a ZeRO-3 parameter, flat, padding included; shares its memory."""
-    partition: torch.Tensor = parameter.ds_tensor
-    return partition
+    return parameter.ds_tensor
 
 
 def group_size_of(parameter: torch.Tensor) -> int:
     """Return the number of ranks among which a ZeRO-3 parameter is partitioned."""
-    size: int = dist.get_world_size(group_of(parameter))
-    return size
+    return dist.get_world_size(group_of(parameter))
 
 
 def group_of(parameter: torch.Tensor) -> Any:
@@ -97,8 +90,7 @@ def has_master(parameter: torch.Tensor) -> bool:
 
 def master_partition(parameter: torch.Tensor) -> torch.Tensor:
     """Return the fp32 master values of this rank's partition of a ZeRO-3 parameter, flat, padding included."""
-    values: torch.Tensor = safe_get_local_fp32_param(parameter)
-    return values.detach().reshape(-1)
+    return safe_get_local_fp32_param(parameter).detach().reshape(-1)
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -116,40 +108,34 @@ def held_range(parameter: torch.Tensor) -> FlatRange:
 def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
     """Yield this rank's partition of a ZeRO-3 parameter, flat, padding included, read from nvme if it is there."""
     partition = parameter.ds_tensor
+    if partition.status != PartitionedParamStatus.AVAILABLE:
+        parameter.nvme_swapper.synchronize_reads()  # it may be on its way
     if partition.status == PartitionedParamStatus.AVAILABLE:
         yield partition
         return
-    swapper = parameter.nvme_swapper
-    swapper.synchronize_reads()
-    is_away = partition.status != PartitionedParamStatus.AVAILABLE
-    if is_away:
-        if not swapper.available_swap_in_buffers():
-            raise UnsupportedError(
-                f"{name}: its partition is on nvme, and all buffers that DeepSpeed reads it with are in use; call this "
-                "between steps, or raise offload_param.buffer_count"
-            )
-        swapper.swap_in([parameter], async_op=False)
+    if not parameter.nvme_swapper.available_swap_in_buffers():
+        raise UnsupportedError(
+            f"{name}: its partition is on nvme, and all buffers that DeepSpeed reads it with are in use; call this "
+            "between steps, or raise offload_param.buffer_count"
+        )
+    parameter.nvme_swapper.swap_in([parameter], async_op=False)
     try:
         yield partition
     finally:
-        if is_away:
-            swapper.remove_partition_and_release_buffers([parameter])
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
-@contextlib.contextmanager
-def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+def gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Inside, every rank has the full values of these parameters, partitioned or not. Collective."""
-    partitioned = [parameter for parameter in parameters if is_zero_param(parameter)]
-    with GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
-        yield
+    return GatheredParameters(list(parameters))
 
 
 def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
     """Return the positions of the parameters that an open `GatheredParameters` block has gathered.
 
-    Changes in such a block reach the partitions only at its end. Older releases do not mark its parameters, but in all
-    releases the block is an object that lives while it is open, and an engine gathers without one.
+    Changes in such a block reach the partitions only at its end. Engines gather without one.
     """
+    # Older releases do not mark its parameters, but in all releases it is an object that lives while it is open.
     if not any(is_zero_param(p) and p.ds_status == ZeroParamStatus.AVAILABLE for p in parameters):
         return []
     blocks = [found for found in gc.get_objects() if type(found) is GatheredParameters and found.enabled]

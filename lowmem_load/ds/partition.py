@@ -17,18 +17,22 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import mmap
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import deepspeed.comm as dist
 import torch
-from packaging.version import Version
+from deepspeed import DeepSpeedConfig
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds import swapping
+from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 
@@ -42,10 +46,8 @@ require(
             *("_aligned_size", "_convert_to_deepspeed_param", "get_partition_rank", "num_partitions", "param_id"),
         ),
         _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
-        "deepspeed.runtime.config": ("DeepSpeedConfig",),
         "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
         "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
-        "deepspeed.runtime.zero.utils": ("is_zero_param",),
         "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
     },
     arguments={
@@ -55,14 +57,9 @@ require(
     },
 )
 
-import deepspeed.comm as dist  # noqa: E402  the contract gives the better error
-from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
-from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402
+from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus  # noqa: E402
-from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402
-from deepspeed.utils import groups  # noqa: E402
 
 with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it, in the first load
     import deepspeed.module_inject.auto_ep_config
@@ -80,19 +77,18 @@ HAS_MICS = "deepspeed.runtime.zero.mics"
 
 
 class Partitioner:
-    """Makes ZeRO-3 parameters whose partitions are allocated but not yet filled.
-
-    Needs an initialised DeepSpeed `comm` and `LOCAL_RANK` (see `distributed/process_group.py`). `group` has the ranks
-    among which parameters are partitioned; None means all.
+    """Makes ZeRO-3 parameters among the ranks of `group`, None for all. Needs DeepSpeed's `comm` and `LOCAL_RANK`.
 
     `rank` and `world_size` are those of the group, under MiCS of the shard group; `secondary` those of the group that
     shares hpZ's secondary partitions, (0, 0) without hpZ.
     """
 
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
-        _refuse_settings(ds_config)
-        sequence_parallel_size = ds_config.get("sequence_parallel_size", 1)
-        mpu = None if group is None else _Mpu(dist.get_world_size(group) // sequence_parallel_size)
+        refuse_what_is_absent(ds_config)
+        mpu = None
+        if group is not None:  # all that DeepSpeedConfig asks of a model-parallel unit
+            world_size = dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1)
+            mpu = SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
         offload = _parse(ds_config, mpu).zero_config.offload_param
         swap_folder = swapping.folder_of(ds_config)
         if swap_folder is not None:
@@ -128,7 +124,7 @@ class Partitioner:
         # zero.Init converts the parameters of a module when its __init__ returns, so children come first.
         for owner in _children_first(module, set()):
             for parameter in owner.parameters(recurse=False):
-                if id(parameter) not in ids and not is_zero_param(parameter):
+                if id(parameter) not in ids and not is_partitioned(parameter):
                     ids[id(parameter)] = Init.param_id
                     Init.param_id += 1
         return ids
@@ -191,16 +187,6 @@ class Partitioner:
         return _described(torch.empty(numel, dtype=dtype, device=device), numel, None)
 
 
-class _Mpu:
-    """A model-parallel unit as far as DeepSpeedConfig asks one."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._world_size
-
-
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     """Yield the distinct modules, each after its children."""
     seen.add(id(module))
@@ -210,19 +196,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
-    """Raise for what this DeepSpeed or this accelerator cannot do. `targets/zero3.py` refuses what none can."""
-    refuse_what_is_absent(ds_config)
-    warn_of_deadlocks(ds_config)
-    section = ds_config["zero_optimization"]
-    quantized = [
-        name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if section.get(name)
-    ]
-    if quantized and get_accelerator().device_name() == "cpu":
-        raise UnsupportedError(f"{', '.join(quantized)}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
-
-
-def _parse(ds_config: Mapping[str, Any], mpu: _Mpu | None) -> DeepSpeedConfig:
+def _parse(ds_config: Mapping[str, Any], mpu: Any) -> DeepSpeedConfig:
     try:
         return DeepSpeedConfig(dict(ds_config), mpu)
     except Exception as error:  # of any class, since it does not check types
@@ -230,7 +204,7 @@ def _parse(ds_config: Mapping[str, Any], mpu: _Mpu | None) -> DeepSpeedConfig:
         raise ConfigError(f"deepspeed {deepspeed.__version__} refuses the ds_config: {problem}") from error
 
 
-def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: _Mpu | None) -> Any:
+def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: Any) -> Any:
     section = ds_config["zero_optimization"]
     if section.get("mics_shard_size", -1) > 0:
         from deepspeed.runtime.zero.mics import MiCS_Init
@@ -274,8 +248,7 @@ def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
         if registered is not None:
             return registered.view(dtype)
     if hasattr(accelerator, "pin_empty"):  # which older releases lack, like register_host_memory
-        pinned: torch.Tensor = accelerator.pin_empty(numel, dtype=dtype)
-        return pinned
+        return accelerator.pin_empty(numel, dtype=dtype)
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=accelerator.device_name() != "cpu")
 
 
@@ -313,19 +286,17 @@ def has(module: str) -> bool:
 
 
 def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for the first setting that the installed DeepSpeed does not have."""
-    if ds_config["zero_optimization"].get("mics_shard_size", -1) > 0 and not has(HAS_MICS):
+    """Raise UnsupportedError for the first setting that the installed DeepSpeed or this accelerator does not have."""
+    section = ds_config["zero_optimization"]
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if section.get(name) and get_accelerator().device_name() == "cpu":
+            raise UnsupportedError(f"{name}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
+    if section.get("mics_shard_size", -1) > 0 and not has(HAS_MICS):
         raise _absent("mics_shard_size", "has no MiCS", "0.19.6 is the last that does, zero_hpz_partition_size is near")
     if (ds_config.get("torch_autocast") or {}).get("enabled") and not has(HAS_AUTOCAST):
         raise _absent("torch_autocast", "would ignore it", "0.17.2 is the first that does not")
     if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
         raise _absent("expert_parallel", "would ignore it", "0.19.8 does not")
-    _refuse_absent_fp32((ds_config.get("data_types") or {}).get("keep_in_fp32_modules"))
-
-
-def _refuse_absent_fp32(setting: Any) -> None:
-    if isinstance(setting, list) and setting and not has(KEEPS_FP32):
-        raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
 
 
 def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -333,26 +304,15 @@ def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[to
 
     `setting` is data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
     """
-    _refuse_absent_fp32(setting)
     if not has(KEEPS_FP32):
+        if isinstance(setting, list) and setting:
+            raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
         return []
     require(DEEPSPEED, {KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")})
     from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
 
     pattern = keep_in_fp32_pattern(module, setting, dtype)
     return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
-
-
-def warn_of_deadlocks(ds_config: Mapping[str, Any]) -> None:
-    """Warn if reads and writes of the swapper may never end."""
-    # To 0.17.6 `wait` of csrc/aio/py_lib/py_ds_aio.cpp holds the interpreter's lock, which the I/O thread may need.
-    device = (ds_config["zero_optimization"].get("offload_param") or {}).get("device")
-    if device == "nvme" and Version(deepspeed.__version__) < Version("0.18"):
-        warnings.warn(
-            f"deepspeed {deepspeed.__version__} may hang while it swaps parameters to or from nvme: it waits for its "
-            "own thread with the interpreter's lock held; deepspeed 0.18.4 does not",
-            stacklevel=2,
-        )
 
 
 def _absent(setting: str, lack: str, releases: str) -> UnsupportedError:

@@ -57,10 +57,7 @@ def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
 
 
 def prepare(folder: Folder, ds_config: Mapping[str, Any], offload: Any) -> None:
-    """Check what zero.Init does not check, or reports in ways that nobody understands.
-
-    `offload` is the section offload_param as DeepSpeed has parsed it.
-    """
+    """Check what zero.Init does not check, or reports badly. `offload` is the section offload_param, parsed."""
     Swapping.refuse_held(folder)
     # Source: deepspeed 0.19.8 partitioned_param_swapper.py, _configure_aio, which allocates all buffers.
     nbytes = offload.buffer_count * offload.buffer_size * (2 if folder[1] else 4)
@@ -186,10 +183,8 @@ class Swapping:
 
 
 def _free_with_last_view(swapper: Any, writing: Sized) -> None:
-    """Free the swapper's page-locked buffers, GBs by default, with the last tensor in them. DeepSpeed never frees them.
-
-    Source: deepspeed 0.19.8 `deepspeed_pin_tensor.cpp`, `alloc`: a process-wide table owns the memory.
-    """
+    """Free the swapper's page-locked buffers, GBs by default, with the last tensor in them. DeepSpeed never does."""
+    # Source: deepspeed 0.19.8 deepspeed_pin_tensor.cpp, alloc: a process-wide table owns the memory.
     if swapper.use_gds:
         return  # memory of the device, which torch owns
     storage = swapper.buffers.untyped_storage()

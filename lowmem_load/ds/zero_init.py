@@ -42,8 +42,7 @@ def set_aside() -> Iterator[Any]:
 def refuse_another(init: Any, *, dtype: torch.dtype, device: str, world_size: int) -> None:
     """Raise unless a zero.Init around a load, as `set_aside` yields it, makes the same parameters as the load.
 
-    Stock ZeRO-3 makes them as that zero.Init says, whatever ds_config transformers sees. `device` is where partitions
-    stay: "cpu", "nvme", or the accelerator's type.
+    `device` is where partitions stay: "cpu", "nvme", or the accelerator's type.
     """
     if init is None:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -20,21 +20,10 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_m
 
 
 class ShardedModel:
-    """The tensors of a sharded model, by the names that a checkpoint gives them.
+    """The tensors of a sharded transformers model, under each of the names that a checkpoint gives them.
 
-    Args:
-        model: built by transformers; sharded, with memory for its shards.
-        left: names of parameters and buffers that the caller fills.
-        planned_device: the type of device that will have that memory, for a plan of a model that has none.
-
-    Attributes:
-        parameters: by name; tied ones under each of their names.
-        buffers: by name.
-        left: as given.
-        planned_device: as given.
-
-    Raises:
-        UnsupportedError: the model is wrapped by FSDP1, which has flat parameters.
+    `left` has the names of those that the caller fills. `planned_device` is the type of device that will have the
+    shards, for a plan of a model without memory.
     """
 
     def __init__(self, model: nn.Module, left: Collection[str] = (), planned_device: str | None = None) -> None:
@@ -44,14 +33,8 @@ class ShardedModel:
                 f"{type(model).__name__}: module {flat[0] or 'itself'} is wrapped by FullyShardedDataParallel (FSDP1), "
                 "whose flat parameters have no placements; use torch.distributed.fsdp.fully_shard"
             )
-        parameters, buffers = (
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        )
-        self.left = {plain_name(name) for name in left}
-        self.parameters = {plain_name(name): each for name, each in parameters if plain_name(name) not in self.left}
-        self.buffers = {plain_name(name): each for name, each in buffers if plain_name(name) not in self.left}
-        self.planned_device = planned_device
+        self.left, self.planned_device = {plain_name(name) for name in left}, planned_device
+        self.parameters, self.buffers = _parameters(model, self.left), _buffers(model, self.left)
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
             for name, tensor in chain(self.parameters.items(), self.buffers.items())
@@ -62,18 +45,14 @@ class ShardedModel:
         return self._shards[id(tensor)]
 
     def check_names(self, described: nn.Module) -> None:
-        """Raise unless a described model has the same parameters and buffers.
-
-        Raises:
-            CheckpointError: lists the names that one of the two lacks, and shapes that differ.
-        """
+        """Raise CheckpointError unless a described model has parameters and buffers of the same names and shapes."""
         for kind, ours, theirs in (
-            ("parameters", self.parameters, _named(described.named_parameters(remove_duplicate=False))),
-            ("buffers", self.buffers, _named(described.named_buffers(remove_duplicate=False))),
+            ("parameters", self.parameters, _parameters(described, self.left)),
+            ("buffers", self.buffers, _buffers(described, self.left)),
         ):
             problems = {
                 f"{kind} that neither a file nor a rule fills": sorted(ours.keys() - theirs.keys()),
-                f"{kind} of the checkpoint that the model lacks": sorted(theirs.keys() - ours.keys() - self.left),
+                f"{kind} of the checkpoint that the model lacks": sorted(theirs.keys() - ours.keys()),
                 f"{kind} of other shapes": [
                     f"{name} {tuple(ours[name].shape)} instead of {tuple(theirs[name].shape)}"
                     for name in sorted(ours.keys() & theirs.keys())
@@ -90,9 +69,7 @@ class ShardedModel:
 
     def fill_buffers(self, described: nn.Module) -> None:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
-        for name, buffer in _named(described.named_buffers(remove_duplicate=False)).items():
-            if name in self.left:
-                continue
+        for name, buffer in _buffers(described, self.left).items():
             source, (grid, memory) = buffer, self.shard(self.buffers[name])
             for dim, runs in enumerate(grid.runs):
                 parts = [source.narrow(dim, start, end - start) for start, end in runs]
@@ -111,12 +88,7 @@ def plain_name(name: str) -> str:
 
 
 class Sharded(Target):
-    """Every parameter in the memory where its owner keeps this rank's shard. A `Target`.
-
-    Args:
-        sharded: the model to fill.
-        described: the same model, as it is described.
-    """
+    """Every parameter in the memory where its owner keeps this rank's shard. `described` is the model of that load."""
 
     device = torch.device("cpu")  # buffers are read there; `ShardedModel.fill_buffers` moves them on
 
@@ -144,34 +116,26 @@ class Sharded(Target):
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
-        held = self._sharded.buffers
-        named = _named(model.named_buffers(remove_duplicate=False))
-        return [buffer for name, buffer in named.items() if name in held and held[name].dtype == torch.float32]
+        held = {name for name, buffer in self._sharded.buffers.items() if buffer.dtype == torch.float32}
+        return [buffer for name, buffer in _buffers(model).items() if name in held]
 
     def check(self, model: nn.Module) -> None:
-        """See `Target`. From here on parameters are tied.
-
-        Raises:
-            CheckpointError: the sharded model has other parameters, buffers or shapes.
-        """
+        """See `Target`. From here on parameters are tied."""
         self._sharded.check_names(model)
         first: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
 
     def make(
-        self,
-        plan: TargetPlan,
-        parameter: nn.Parameter,
-        wait: Callable[[], None],
+        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """Return the sharded model's parameter and its memory. See `Target`."""
         tensors = list(self._tensors(plan.names))
         if not tensors:
             return self._left.make(plan, parameter, wait)
-        return self._sharded.parameters[plain_name(plan.name)], [self._sharded.shard(tensor)[1] for tensor in tensors]
+        return tensors[0], [self._sharded.shard(tensor)[1] for tensor in tensors]
 
-    def _tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+    def _tensors(self, names: Sequence[str]) -> Iterator[nn.Parameter]:
         """Yield the distinct parameters of the sharded model that have these names."""
         held = self._sharded.parameters
         yield from {id(held[name]): held[name] for name in map(plain_name, names) if name in held}.values()
@@ -194,7 +158,7 @@ class Unfilled(Target):
         self,
         plan: TargetPlan,
         parameter: nn.Parameter,
-        wait: Callable[[], None],  # noqa: ARG002  the protocol's
+        wait: Callable[[], None],  # noqa: ARG002  the base class's
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """See `Target`."""
         is_whole = plan.names[0] in self._whole
@@ -203,8 +167,14 @@ class Unfilled(Target):
         return nn.Parameter(values, requires_grad=parameter.requires_grad), [memory]
 
 
-def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {plain_name(name): tensor for name, tensor in tensors}
+def _parameters(model: nn.Module, left: Collection[str]) -> dict[str, nn.Parameter]:
+    named = ((plain_name(name), each) for name, each in model.named_parameters(remove_duplicate=False))
+    return {name: each for name, each in named if name not in left}
+
+
+def _buffers(model: nn.Module, left: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    named = ((plain_name(name), each) for name, each in model.named_buffers(remove_duplicate=False))
+    return {name: each for name, each in named if name not in left}
 
 
 def _tied_names(model: nn.Module) -> set[str]:

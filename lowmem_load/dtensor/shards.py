@@ -23,20 +23,12 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One cut of a dim among the ranks of one mesh dim.
-
-    Attributes:
-        dim: of the tensor.
-        num_chunks: ranks along the mesh dim.
-        index: which chunk this rank holds.
-        split_factor: groups into which the dim is cut first; each group is then cut into `num_chunks`, and this rank
-            holds one chunk of each. 1 for `Shard`, more for `_StridedShard`.
-    """
+    """One cut of dim `dim` of a tensor among the ranks of one mesh dim."""
 
     dim: int
-    num_chunks: int
-    index: int
-    split_factor: int = 1
+    num_chunks: int  # ranks along the mesh dim
+    index: int  # of the chunk that this rank holds
+    split_factor: int = 1  # groups that the dim is cut into first; each is then cut into chunks, as by `_StridedShard`
 
 
 def grid_of(shape: Sequence[int], splits: Iterable[Split]) -> Grid:
@@ -79,10 +71,6 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
     """Return the elements of a tensor that this rank holds, and the memory that holds them: flat, row-major. Local.
 
     A tensor that is no DTensor is held in full. Without `needs_memory` it may be on the meta device.
-
-    Raises:
-        UnsupportedError: the tensor has a placement that no file can fill, no memory yet, memory that is not
-            contiguous, or a shard of another shape than its placements give.
     """
     grid, local = grid_of(tensor.shape, ()), tensor.detach()
     if isinstance(tensor, DTensor):
@@ -108,24 +96,18 @@ def all_ranks() -> Any:
 def is_first_replica(tensor: Any) -> bool:
     """Return whether this rank is the first of those that hold equal shards of a DTensor.
 
-    Replicas lie along the mesh dims of `Replicate`, and along the dims of the root mesh that the tensor's mesh lacks.
-    Source: torch 2.13 `distributed/device_mesh.py`, `DeviceMesh._get_root_mesh`; `_mesh_resources` before 2.10.
+    Replicas lie along the mesh dims of `Replicate`. Where the mesh is one of several equal parts of a root mesh, each
+    part holds a replica; the first part has the first rank of the root.
     """
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None or _root_mesh(mesh).mesh.flatten()[0] not in mesh.mesh:
         return False
-    replicas = [
-        at for at, placement in zip(coordinate, tensor.placements, strict=True) if isinstance(placement, Replicate)
-    ]
-    root = _root_mesh(mesh)
-    others = set(root.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ())
-    if others and root.mesh.numel() > mesh.mesh.numel():
-        replicas += [root.get_local_rank(name) for name in others]
-    return not any(replicas)
+    along = zip(coordinate, tensor.placements, strict=True)
+    return not any(index for index, placement in along if isinstance(placement, Replicate))
 
 
 def _root_mesh(mesh: Any) -> Any:
+    # Source: torch 2.13 `distributed/device_mesh.py`, `DeviceMesh._get_root_mesh`; `_mesh_resources` before 2.10.
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()  # noqa: SLF001
     from torch.distributed.device_mesh import _mesh_resources

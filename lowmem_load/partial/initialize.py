@@ -128,10 +128,13 @@ def _digest(
 ) -> dict[str, str]:
     """Return what must be equal on all ranks, by topic."""
     groups = [] if split is None else split.optimizer.param_groups
+    inside = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
+    outside = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in inside]
     number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     topics = {
         "partition": list(chosen),
         "parameters": [f"{name} {full_numel(p)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
+        "buffers": [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in outside],
         "optimizer": [type(split and split.optimizer).__name__, *map(comparable, map(options_of, groups))],
         "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
         "ds_config": [comparable(config)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -23,12 +24,13 @@ def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, REPLICATED_FILE)
     unfinished = f"{path}.{socket.gethostname()}.{os.getpid()}"
-    torch.save(_plain({"format": FORMAT, **state}), unfinished)
     try:
+        torch.save(_plain({"format": FORMAT, **state}), unfinished)
         torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
     except Exception as error:
-        os.unlink(unfinished)
-        raise CheckpointError(f"{path}: the state could be written but not read again: {error}") from error
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)
+        raise CheckpointError(f"{path}: cannot be written so that it can be read again: {error}") from error
     os.replace(unfinished, path)
 
 

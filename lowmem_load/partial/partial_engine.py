@@ -138,17 +138,13 @@ class PartialEngine(nn.Module):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  torch's signature
-        """Do what `DeepSpeedEngine.zero_grad` does; gradients accumulated for this step stay. Local."""
-        self.zero3.zero_grad()
-
     def train(self, mode: bool = True) -> PartialEngine:
         """Put the model and the ZeRO-3 engine into train or eval mode."""
         super().train(mode)
         self.zero3.train(mode)
         return self
 
-    def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None = None) -> None:
+    def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None) -> None:
         """Set the lr scheduler: a scheduler, a function that makes one, or that of a ds_config's section."""
         if lr_scheduler is None and section:
             lr_scheduler = scheduler_class(section)(self._leader, **section.get("params", {}))
@@ -179,7 +175,7 @@ class PartialEngine(nn.Module):
         save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
         distributed = DistributedInterface()
         writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
-        with distributed.step("saving", name=str(save_dir)):
+        with distributed.step("saving", name=save_dir):
             if writes:  # before DeepSpeed names this checkpoint the latest
                 state = {
                     **self._replicated.state(exclude_frozen=exclude_frozen_parameters),
@@ -211,7 +207,7 @@ class PartialEngine(nn.Module):
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
-        with distributed.step("checking", name=str(load_dir)) as step:  # before anything is changed
+        with distributed.step("checking", name=load_dir) as step:  # before anything is changed
             folder = find_checkpoint(load_dir, tag)
             by_latest = load_zero3 is None and not load_optimizer_states
             if folder and by_latest and folder != find_checkpoint(load_dir, None):
@@ -233,7 +229,7 @@ class PartialEngine(nn.Module):
             load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
             load_module_only=load_module_only,
         )
-        with distributed.step("loading", name=str(load_dir)):
+        with distributed.step("loading", name=load_dir):
             self._replicated.load(state, optimizer=load_optimizer_states)
             if load_optimizer_states:
                 for group, options in zip(self._leader.param_groups, state["groups"], strict=True):
@@ -247,25 +243,18 @@ class PartialEngine(nn.Module):
         gathered = self._part.consolidated(exclude_frozen_parameters)
         if gathered is None:
             return None
-        gathered_as = {
-            id(p): name for name, p in self.module.named_parameters() if name not in self._replicated.parameters
-        }
+        replicated, without = self._replicated, self._replicated.frozen if exclude_frozen_parameters else ()
+        names = {id(p): name for name, p in self.module.named_parameters() if name not in replicated.parameters}
         everything = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
-            source = gathered_as.get(id(value), name)  # a tied parameter has several names
+            source = names.get(id(value), name)  # a tied parameter has several names
             if source in gathered:
                 everything[name] = gathered[source]
-            elif id(value) not in gathered_as and (
-                not exclude_frozen_parameters or name not in self._replicated.frozen
-            ):
+            elif id(value) not in names and name not in without:
                 everything[name] = value.detach().to("cpu", copy=True)
         return everything
 
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """Return `consolidated_state_dict`, under the name that accelerate calls."""
-        return self.consolidated_state_dict(exclude_frozen_parameters)
+    _zero3_consolidated_16bit_state_dict = consolidated_state_dict  # accelerate calls it
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -7,8 +7,9 @@ has run. Behind the gradients the buffer has, per parameter, the number of micro
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -30,15 +31,13 @@ class _Slot:
     """A trained parameter."""
 
     parameter: nn.Parameter
-    master: nn.Parameter  # what the optimizer updates: the parameter itself if it is float32, else a float32 copy
+    master: nn.Parameter  # the parameter itself if it is float32, else a float32 copy
     gradient: torch.Tensor  # a view of the flat buffer
     used: bool = False  # by the current micro-batch
 
 
 class ReplicatedPart:
     """The tensors that every rank holds in full, outside of `chosen` modules. For `average` see `initialize`.
-
-    `frozen` has the parameters of the full model that required no gradient when this was made, by name.
 
     Memory: a float32 gradient per trained element, and a float32 master copy of parameters in lower precision.
     """
@@ -47,9 +46,10 @@ class ReplicatedPart:
         inside = chosen_parameters(chosen)
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) not in inside}
-        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}  # of both parts
         self.buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
         self.optimizer: torch.optim.Optimizer | None = None
+        self.masters: dict[str, nn.Parameter] = {}  # what the optimizer updates, by name of the parameter
         self._model, self._average = model, average
         self._slots: dict[str, _Slot] = {}
         self._hooks: list[Any] = []
@@ -60,11 +60,8 @@ class ReplicatedPart:
         """Move all tensors to a device; cast the parameters if a dtype is given."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
-        for name in self.buffers:
-            owner, _, last = name.rpartition(".")
-            module = self._model.get_submodule(owner)
-            setattr(module, last, getattr(module, last).to(device))
-            self.buffers[name] = getattr(module, last)
+        for buffer in self.buffers.values():
+            buffer.data = buffer.data.to(device)  # in place: several modules may share it
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -84,13 +81,10 @@ class ReplicatedPart:
         self._gradients, self._counts = torch.split(self._flat, [sum(numels), len(numels)])
         for (name, p), piece in zip(parameters.items(), torch.split(self._gradients, numels), strict=True):
             master = p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
+            self.masters[name] = master
             self._slots[name] = slot = _Slot(p, master, piece.view(p.shape))
-            self._hooks.append(p.register_post_accumulate_grad_hook(_collector(slot)))  # type: ignore[no-untyped-call]
-
-    @property
-    def masters(self) -> dict[str, nn.Parameter]:
-        """The tensors that an optimizer updates, by name of the parameter."""
-        return {name: slot.master for name, slot in self._slots.items()}
+            collect = functools.partial(_collect, slot)
+            self._hooks.append(p.register_post_accumulate_grad_hook(collect))  # type: ignore[no-untyped-call]
 
     def end_micro_batch(self) -> None:
         """Count the parameters that backward passes have used since the last call. Local."""
@@ -212,20 +206,17 @@ class ReplicatedPart:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        slots = [slot for slot in self._slots.values() if slot.master is not slot.parameter]
-        if slots:
-            torch._foreach_copy_([slot.parameter for slot in slots], [slot.master for slot in slots])
+        for slot in self._slots.values():
+            if slot.master is not slot.parameter:
+                slot.parameter.copy_(slot.master)
 
 
-def _collector(slot: _Slot) -> Callable[[torch.Tensor], None]:
-    @torch.no_grad()
-    def collect(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            slot.gradient.add_(parameter.grad)
-            parameter.grad = None
-            slot.used = True
-
-    return collect
+@torch.no_grad()
+def _collect(slot: _Slot, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        slot.gradient.add_(parameter.grad)
+        parameter.grad = None
+        slot.used = True
 
 
 # -- the optimizer of the engine --------------------------------------------------------------------------------------

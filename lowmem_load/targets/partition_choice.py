@@ -20,10 +20,7 @@ MARK = "lowmem_load_partitioned"
 
 
 def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -> dict[str, nn.Module]:
-    """Return the topmost chosen modules by name, in the order of the model; "" is the model itself.
-
-    With `must_match`, an entry that chooses no module of this model, or none with parameters, is refused.
-    """
+    """Return the topmost chosen modules by name, in the order of the model; "" is the model itself."""
     entries = choices_of(partition)
     hits = [0] * len(entries)
     found: dict[str, nn.Module] = {}

@@ -25,10 +25,9 @@ _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
 class Zero3(Target):
-    """The parameters of `modules`, topmost ones by name, become ZeRO-3 parameters, in the dtype of DeepSpeed's run.
+    """The parameters of `modules`, topmost ones by name, become ZeRO-3 parameters; those of others are held whole.
 
-    Those of other modules are held whole; see [Note: chosen modules] in `targets/partition_choice.py`. `rank` is that
-    of the partition group; `group` None means all ranks. For planning the device needs no index.
+    `rank` is that of the partition group; `group` None means all ranks. For planning the device needs no index.
     """
 
     def __init__(
@@ -156,13 +155,8 @@ def _refuse(settings: Settings, group: Any) -> None:
             "mics_shard_size with zero_hpz_partition_size or data_parallel_group: DeepSpeed cuts shard groups out of "
             "all ranks, and gathers within them; remove one of them"
         )
-    if settings.world_size % settings.shard_size:
-        raise ConfigError(
-            f"mics_shard_size {settings.shard_size} does not divide the {settings.world_size} ranks, which DeepSpeed "
-            "refuses; use a divisor"
-        )
-    if has_secondary and settings.world_size % settings.secondary_size:
-        raise ConfigError(
-            f"zero_hpz_partition_size {settings.secondary_size} does not divide the {settings.world_size} ranks, which "
-            "DeepSpeed refuses; use a divisor"
-        )
+    for name, size in (("mics_shard_size", settings.shard_size), ("zero_hpz_partition_size", settings.secondary_size)):
+        if size and settings.world_size % size:
+            raise ConfigError(
+                f"{name} {size} does not divide the {settings.world_size} ranks, which DeepSpeed refuses; use a divisor"
+            )

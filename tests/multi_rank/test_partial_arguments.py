@@ -37,6 +37,8 @@ def refuse(path: str) -> None:
     model, loaded = plain(path), Multimodal(load_model(path, CONFIG))
     frozen, uneven = plain(path).requires_grad_(False), plain(path)
     uneven.picture.requires_grad_(rank == 0)
+    grown = plain(path)
+    grown.register_buffer("seen", torch.zeros(1 + rank))
     encoders = torch.optim.AdamW(model.picture.parameters())
     stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     zero = {"stage": 3, "zenflow": {"topk_ratio": 0.1}}
@@ -61,6 +63,7 @@ def refuse(path: str) -> None:
         ("ConfigError: holds no trainable parameter of this model", model, CONFIG, {**llm, "optimizer": stranger}),
         ("ConfigError: there is nothing to train", frozen, CONFIG, llm),
         ("RankError: holds parameters", uneven, CONFIG, llm),
+        ("RankError: holds buffers", grown, CONFIG, llm),
         ('ConfigError: optimizer.params: lr is "auto"', model, auto_rate, llm),
         ("UnsupportedError: zero_optimization.zenflow", model, {**CONFIG, "zero_optimization": zero}, llm),
         ("UnsupportedError: expert_parallel", model, {**CONFIG, "expert_parallel": {"enabled": True}}, llm),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +47,23 @@ def test_numbers_of_numpy_become_pythons_wherever_they_are(tmp_path: Path) -> No
 
 def test_a_state_that_could_not_be_loaded_leaves_the_file_before_as_it_was(tmp_path: Path) -> None:
     save_replicated(str(tmp_path), {"step": 1})
-    with pytest.raises(CheckpointError, match=rf"(?s){REPLICATED_FILE}: the state could be written but not .*OwnState"):
+    with pytest.raises(CheckpointError, match=rf"(?s){REPLICATED_FILE}: cannot be written .*OwnState"):
         save_replicated(str(tmp_path), {"step": OwnState(2)})
     assert load_replicated(str(tmp_path))["step"] == 1
     assert [file.name for file in tmp_path.iterdir()] == [REPLICATED_FILE]
+
+
+def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(_: object, path: str) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: cannot be written .*No space left on device"):
+        save_replicated(str(tmp_path), {"step": 1})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
