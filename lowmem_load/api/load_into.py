@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, spelled
-from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.api.request import Options, Request, agree_on_request, spelled, stage_3
+from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, shard_fully
@@ -24,7 +25,7 @@ from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
-from lowmem_load.report import LoadReport, OnLoad
+from lowmem_load.report import LoadReport
 
 
 def load_into(
@@ -69,15 +70,13 @@ def load_into(
     """
     ranks = RankGroup(None)
     with load_lock(), ranks.session("load_into"):
-        made = list[tuple[nn.Module, ShardedModel]]()
-
-        def asked() -> tuple[Request, Settings]:
+        with ranks.step("checking the model"):
             plain = _transformers_model(model)
-            made.append((plain, ShardedModel(plain, leave)))
-            return ordinary_load(plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size)
-
+            sharded = ShardedModel(plain, leave)
+        asked = functools.partial(
+            ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
+        )
         checked = agree_on_request(ranks, asked, has_ds_config=False)
-        ((plain, sharded),) = made
         load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), progress, verify)
         with intercept.intercepted(load):
             loaded = checked.from_pretrained()
@@ -120,43 +119,37 @@ def ordinary_load(
     floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     if dtype is None:
         dtype = next(iter(floating)) if len(floating) == 1 else torch.float32
-    precision = str(dtype).removeprefix("torch.")
-    sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
-    settings = read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
-    return Request(spelled(name), auto_class, "auto", kwargs), settings
+    return Request(spelled(name), auto_class, "auto", kwargs), stage_3(dtype, world_size)
 
 
 def load_sharded(
     name: str | os.PathLike[str],
     sharding: Any,
+    options: Options,
     *,
     auto_class: str | type | None,
     dtype: str | torch.dtype | None,
-    progress: bool | None,
-    verify: bool,
     policy: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Do what `load_model` does with a `DistributedConfig`, or a `DeviceMesh` and the policy of `fully_shard`."""
-    ranks = DistributedInterface()
-    policy_of_mesh = policy or {}
-    with load_lock(), ranks.session("the load"):
+    has_mesh, policy_of_mesh = is_mesh(sharding), policy or {}
+    with load_lock(), (ranks := DistributedInterface()).session("the load"):
         with ranks.step("checking the arguments") as step:
             where = spelled(name)
             config = names.model_config(where, kwargs)
             cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
-            if policy is not None and not is_mesh(sharding):
+            if policy is not None and not has_mesh:
                 raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
             step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
 
         def shard(model: nn.Module) -> None:
-            if is_mesh(sharding):
+            if has_mesh:
                 shard_fully(model, sharding, names.blocks(model), policy_of_mesh)
 
-        if not is_mesh(sharding):
+        if not has_mesh:
             kwargs["distributed_config"] = sharding
-        is_offloaded = offloads(policy_of_mesh)
-        with filling(where, kwargs, shard, is_offloaded=is_offloaded, progress=progress, verify=verify):
+        with filling(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
             return cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs)
 
 
@@ -164,23 +157,22 @@ def load_sharded(
 def filling(
     name: str,
     kwargs: Mapping[str, Any],
+    options: Options,
     shard: Callable[[nn.Module], None] = lambda _: None,
     *,
     is_offloaded: bool = False,
-    progress: bool | None,
-    verify: bool,
-    on_load: OnLoad | None = None,
 ) -> Iterator[None]:
     """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
+    how: Any = {"progress": options.progress, "verify": options.verify, **file_keywords(kwargs)}
 
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
         shard(model)
         on_host = is_offloaded or names.offloads(model)
         allocate(model, torch.device("cpu") if on_host else mesh_device(model))
         with intercept.outermost():
-            report = load_into(model, name, dtype=dtype, progress=progress, verify=verify, **file_keywords(kwargs))
-        if on_load is not None:
-            on_load(report)
+            report = load_into(model, name, dtype=dtype, **how)
+        if options.on_load is not None:
+            options.on_load(report)
         return report.loading_info
 
     with ordinary_path(), filled_by(fill):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowmem_load.api.request import Request, agree_on_request, spelled
+from lowmem_load.api.request import Options, Request, agree_on_request, spelled
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -16,7 +16,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.hf import intercept, names
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
-from lowmem_load.report import LoadReport, OnLoad
+from lowmem_load.report import LoadReport
 from lowmem_load.targets.make_target import target_maker
 
 
@@ -69,8 +69,8 @@ def load_model(
 
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
-        options: Any = {"auto_class": auto_class, "dtype": dtype, "progress": progress, "verify": verify}
-        return load_sharded(name, ds_config, **options, **from_pretrained_kwargs)
+        keywords: Any = {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
+        return load_sharded(name, ds_config, Options(progress, verify), **keywords)
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
@@ -79,36 +79,21 @@ def load_model(
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
             return request, settings
 
-        return load_as_asked(asked, ranks, progress=progress, verify=verify)
+        return load_as_asked(asked, ranks, Options(progress, verify))
 
 
-def load_as_asked(
-    asked: Callable[[], tuple[Request, Settings]],
-    ranks: RankGroup,
-    *,
-    progress: bool | None = None,
-    verify: bool = False,
-) -> Any:
-    """Do what `load_model` does with the request and settings that `asked` returns. Collective."""
-    with load_lock(), ranks.session("the load"):
+def load_as_asked(asked: Callable[[], tuple[Request, Settings]], ranks: RankGroup, options: Options) -> Any:
+    """Do what `load_model` does with the request and settings that `asked` returns. Collective, under `load_lock`."""
+    with ranks.session("the load"):
         checked = agree_on_request(ranks, asked)
-        with intercept.intercepted(load_on(ranks, checked.settings, progress, verify)):
+        with intercept.intercepted(load_on(ranks, checked.settings, options)):
             return checked.from_pretrained()
 
 
-def load_on(
-    ranks: RankGroup,
-    settings: Settings,
-    progress: bool | None,
-    verify: bool,
-    on_load: OnLoad | None = None,
-    *,
-    is_lenient: bool = False,
-) -> Load:
+def load_on(ranks: RankGroup, settings: Settings, options: Options) -> Load:
     """Return the `Load` of these settings on these ranks, onto the device of each."""
     device = DistributedInterface().device
-    make_target = target_maker(ranks.rank, device, ranks.group)
-    return Load(settings, ranks, make_target, progress, verify, on_load, is_lenient)
+    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), *options)
 
 
 def load_report(model: Any) -> LoadReport:

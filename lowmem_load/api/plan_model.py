@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowmem_load.api.load_into import ordinary_load
-from lowmem_load.api.request import Checked, Request, spelled
+from lowmem_load.api.request import Checked, Request, spelled, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import fake_group
 from lowmem_load.ds import zero_init
@@ -77,6 +77,8 @@ def plan(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
     if names.is_distributed_config(ds_config):
+        if partition is not None:
+            raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
         options: Any = {"rank": rank, "world_size": world_size, "auto_class": auto_class, "dtype": dtype}
         return plan_sharded(name, ds_config, **options, **from_pretrained_kwargs)
     options = {"device": _accelerator(), "auto_class": auto_class, "dtype": dtype, "partition": partition}
@@ -95,7 +97,7 @@ def plan_sharded(
     **kwargs: Any,
 ) -> LoadPlan:
     """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group."""
-    where, made = spelled(name), list[LoadPlan]()
+    where = spelled(name)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
         allocate(model, None)
@@ -104,17 +106,19 @@ def plan_sharded(
         request, settings = ordinary_load(model, where, dtype, auto_class, file_keywords(kwargs), world_size)
         checked = request.checked(settings)
 
-        def planned(call: loader.Call) -> list[LoadPlan]:
-            makers = {rank: lambda _, described: Sharded(sharded, described)}
-            return plan_only(call, checked.settings, makers.__getitem__, [rank], open_source)
+        def target_maker_of(_: int) -> TargetMaker:
+            return lambda _, described: Sharded(sharded, described)
 
-        made.extend(_instead_of_loading(checked, planned))
-        raise _Done(made[0])
+        def planned(call: loader.Call) -> list[LoadPlan]:
+            return plan_only(call, checked.settings, target_maker_of, [rank], open_source)
+
+        raise _Done(_instead_of_loading(checked, planned)[0])
 
     cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
-    with load_lock(), fake_group(rank, world_size), ordinary_path(), filled_by(fill), contextlib.suppress(_Done):
-        cls.from_pretrained(where, distributed_config=sharding, **{names.DTYPE_KEYWORD: dtype}, **kwargs)
-    return made[0]
+    kwargs = {**kwargs, "distributed_config": sharding, names.DTYPE_KEYWORD: dtype}
+    with load_lock(), fake_group(rank, world_size), ordinary_path(), filled_by(fill):
+        found: LoadPlan = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+    return found
 
 
 def plan_ranks(
@@ -151,9 +155,7 @@ def describe_checkpoint(
     **from_pretrained_kwargs: Any,
 ) -> Described:
     """Return the model of a checkpoint as a load by one rank on the host describes it."""
-    precision = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
-    settings = read_settings({"zero_optimization": {"stage": 3}, **precision}, world_size=1)
-    checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(settings)
+    checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(stage_3(dtype, world_size=1))
     make_target = target_maker(0, torch.device("cpu"))
 
     def described(call: loader.Call) -> Described:
@@ -172,12 +174,17 @@ def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
         raise _Done(act(call))
 
     with load_lock(), intercept.intercepted(handler):
-        try:
-            checked.from_pretrained()
-        except _Done as done:
-            result: T = done.result
-            return result
-    raise UnsupportedError(f"{checked.cls.__name__} does not load through transformers' from_pretrained")
+        result: T = _result(checked.cls, checked.from_pretrained)
+    return result
+
+
+def _result(cls: type, from_pretrained: Callable[[], object]) -> Any:
+    """Return what a `_Done` carries out of a call of `from_pretrained`."""
+    try:
+        from_pretrained()
+    except _Done as done:
+        return done.result
+    raise UnsupportedError(f"{cls.__name__} does not load through transformers' from_pretrained")
 
 
 def plan_only(
@@ -185,7 +192,7 @@ def plan_only(
     settings: Settings,
     target_maker_of: Callable[[int], TargetMaker],
     ranks: Sequence[int],
-    open_source: Opener = LocalFile,
+    open_source: Opener,
 ) -> list[LoadPlan]:
     """Return the plan of a load for each of some ranks, without loading. Local."""
     before, plans = host_memory().anonymous_bytes, list[LoadPlan]()
@@ -213,12 +220,9 @@ def _describing(call: loader.Call, settings: Settings, open_source: Opener) -> I
     refuse_device_map(call, settings)
     if is_left_alone(call, settings):
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
-    state = torch.get_rng_state()
-    try:
-        with zero_init.set_aside(), on_host(), Executor(open_source=open_source) as executor:
-            yield executor
-    finally:
-        torch.set_rng_state(state)
+    random_state = torch.random.fork_rng(devices=[])
+    with random_state, zero_init.set_aside(), on_host(), Executor(open_source=open_source) as executor:
+        yield executor
 
 
 class _Done(BaseException):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowmem_load.config.settings import Settings
+from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.errors import ConfigError
@@ -16,6 +16,16 @@ from lowmem_load.hf import names
 from lowmem_load.hf.hub import adapter_sought_alike, commit_of
 from lowmem_load.hf.quantizers import refuse_quantized
 from lowmem_load.hf.replaced import replaced
+from lowmem_load.report import OnLoad
+
+
+class Options(NamedTuple):
+    """How to load: the last fields of `Load`."""
+
+    progress: bool | None = None
+    verify: bool = False
+    on_load: OnLoad | None = None
+    is_lenient: bool = False
 
 
 class Request(NamedTuple):
@@ -28,9 +38,9 @@ class Request(NamedTuple):
 
     def checked(self, settings: Settings) -> Checked:
         """Return the call that will load, with the settings for this model."""
-        kwargs, dtype = dict(self.kwargs), self.dtype
-        if "torch_dtype" in kwargs:  # the older name of the same keyword
-            dtype = kwargs.pop("torch_dtype") if dtype == "auto" else dtype
+        kwargs = dict(self.kwargs)
+        older = kwargs.pop("torch_dtype", "auto")  # the older name of the same keyword
+        dtype = older if self.dtype == "auto" else self.dtype
         is_partitioned = settings.stage == 3
         storage = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs[names.DTYPE_KEYWORD] = storage
@@ -38,8 +48,6 @@ class Request(NamedTuple):
         config = names.model_config(self.name, kwargs)
         cls = names.model_class(self.auto_class, config, bool(kwargs.get("trust_remote_code")))
         if is_partitioned:
-            if kwargs.get("device_map") is not None:
-                raise ConfigError("device_map and ZeRO-3 both place parameters; remove device_map")
             refuse_quantized(config, kwargs)
             names.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         return Checked(self.name, settings.for_model(config), cls, kwargs)
@@ -97,6 +105,13 @@ def agree_on_request(
     return request.checked_once(settings, ranks)
 
 
+def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:
+    """Return the settings of a stage 3 in bf16 or fp16, or in fp32 for any other dtype."""
+    precision = str(dtype).removeprefix("torch.")
+    sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
+    return read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
+
+
 def spelled(name: Any) -> str:
     """Return the name of a model as text; raise ConfigError if it is neither a path nor text."""
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
@@ -107,17 +122,12 @@ def spelled(name: Any) -> str:
 def _storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool) -> torch.dtype:
     if dtype in (None, "auto"):
         return engine
-    asked = dtype if isinstance(dtype, torch.dtype) else _torch_dtype(str(dtype))
+    asked = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(asked, torch.dtype):
+        raise ConfigError(f"dtype {dtype!r} is not a torch dtype; use 'auto' or one such as 'bfloat16'")
     if must_agree and asked != engine:
         raise ConfigError(
             f"dtype {asked} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
             "drop dtype, or change bf16.enabled and fp16.enabled"
         )
     return asked
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype {name!r} is not a torch dtype; use 'auto' or one such as 'bfloat16'")
-    return found

@@ -8,24 +8,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowmem_load.api.load_model import load_on
+from lowmem_load.api.request import Options
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import ConfigError, LoadOrderWarning, RankError, outside_level
+from lowmem_load.errors import (
+    ConfigError,
+    LoadOrderWarning,
+    NotStreamedWarning,
+    RankError,
+    UnsupportedError,
+    outside_level,
+)
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.pipeline.checks import SHARDS
-from lowmem_load.report import OnLoad
-
-DROPPED = (
-    "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not into "
-    "ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models are loaded. "
-    "If the load is meant to be an ordinary one, call transformers.integrations.unset_hf_deepspeed_config() before it"
-)
-"""Warns of a load that an `HfDeepSpeedConfig` was probably meant for."""
 
 
 @contextlib.contextmanager
@@ -55,10 +56,11 @@ def streaming(
     Raises:
         ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
+    options = Options(progress, verify)
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-        with following(progress=progress, verify=verify):
+        with following(options):
             yield
         return
     with load_lock():
@@ -68,8 +70,8 @@ def streaming(
             step.digest = {"ds_config": settings.fingerprint}
     with (
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-        intercept.intercepted(load_on(ranks, settings, progress, verify)),
-        _sharded_calls(progress=progress, verify=verify),
+        intercept.intercepted(load_on(ranks, settings, options)),
+        _sharded_calls(options),
     ):
         try:
             yield
@@ -80,15 +82,8 @@ def streaming(
 
 
 @contextlib.contextmanager
-def following(
-    *,
-    progress: bool | None,
-    verify: bool,
-    on_load: OnLoad | None = None,
-    is_lenient: bool = False,
-    everywhere: bool = False,
-) -> Iterator[None]:
-    """Do what `streaming()` does without a ds_config: for all threads with `everywhere`. See `Load` for the others."""
+def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
+    """Do what `streaming()` does without a ds_config: for all threads with `everywhere`."""
 
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         ds_config = active_zero3_config()
@@ -97,23 +92,30 @@ def following(
         with ranks.step("checking the active ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
             step.digest = {"ds_config": settings.fingerprint}
-        return load_on(ranks, settings, progress, verify, on_load, is_lenient=is_lenient)(call)
+        return load_on(ranks, settings, options)(call)
 
     with (
         intercept.intercepted(load, _zero3_is_active, everywhere=everywhere),
-        _sharded_calls(progress=progress, verify=verify, on_load=on_load, everywhere=everywhere),
+        _sharded_calls(options, everywhere=everywhere),
     ):
         yield
 
 
-def _sharded_calls(
-    *, progress: bool | None, verify: bool, on_load: OnLoad | None = None, everywhere: bool = False
-) -> AbstractContextManager[None]:
+def _sharded_calls(options: Options, *, everywhere: bool = False) -> AbstractContextManager[None]:
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         from lowmem_load.api.load_into import filling
 
-        with filling(call.name, call.kwargs, progress=progress, verify=verify, on_load=on_load):
-            return call.run()
+        random_state = torch.get_rng_state()
+        try:
+            with filling(call.name, call.kwargs, options):
+                return call.run()
+        except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
+            if options.verify or not options.is_lenient:
+                raise
+            text = f"{call.name}: not streamed, but left to transformers: {error}"
+        warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+        torch.set_rng_state(random_state)
+        return call.run()
 
     def is_sharded(kwargs: Mapping[str, Any]) -> bool:
         return any(kwargs.get(keyword) is not None for keyword in SHARDS)
@@ -123,6 +125,12 @@ def _sharded_calls(
 
 def _zero3_is_active(_: Mapping[str, Any]) -> bool:
     if was_dropped():
-        warnings.warn(DROPPED, LoadOrderWarning, stacklevel=outside_level())
+        text = (
+            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not "
+            "into ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models "
+            "are loaded. If the load is meant to be an ordinary one, call "
+            "transformers.integrations.unset_hf_deepspeed_config() before it"
+        )
+        warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
     note_load()
     return active_zero3_config() is not None

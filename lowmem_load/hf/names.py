@@ -157,6 +157,7 @@ TOKENIZER_FILES = (
 
 def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the processor that comes with a checkpoint, else its tokenizer; None if it comes with neither."""
+    check_name(name, kwargs.get("subfolder", ""))
     hub = hub_keywords(kwargs)
     for kind, files in (("AutoProcessor", PROCESSOR_FILES), ("AutoTokenizer", TOKENIZER_FILES)):
         if any(has_file(name, file, hub) for file in files):

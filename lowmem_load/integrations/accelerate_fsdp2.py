@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 under `install`: accelerate shards a model without memory, then each rank reads its shards.
+"""FSDP2 of accelerate and LLaMA-Factory under `install`: they shard a model without memory, each rank reads its shards.
 
 In stock every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
 `cpu_ram_efficient_loading` rank 0 then broadcasts it, tensor by tensor.
@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.config.settings import read_settings
+from lowmem_load.api.load_into import load_into
+from lowmem_load.api.request import Options, stage_3
 from lowmem_load.distributed.group import RankGroup, has_group
 from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatter_into
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, plain_name
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
-from lowmem_load.hf.replaced import Replacement, replaced
+from lowmem_load.hf.replaced import Handler, Replacement, replaced
 from lowmem_load.hf.skeleton import allocate
-from lowmem_load.integrations.import_hook import after_import
+from lowmem_load.integrations.startup_hook import after_import
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
-from lowmem_load.report import OnLoad
 from lowmem_load.targets.make_target import TargetMaker
 
 _PENDING = "lowmem_load_pending"
@@ -49,65 +49,75 @@ _NOT_PENDING = (
 )
 """Keywords of loads that transformers does by itself."""
 
-_SETTINGS = {"zero_optimization": {"stage": 3}}  # parameters are cut up; by whom, the target knows
 _NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingLoad:
-    """The load that a model waits for.
-
-    Attributes:
-        call: the `from_pretrained`.
-        random_state: when it was called: parameters that no file has are drawn from it.
-        load: as `Load` has it, by the maker of the target.
-    """
+    """The load that a model waits for."""
 
     call: loader.Call
-    random_state: torch.Tensor
-    load: Callable[[TargetMaker], Load]
+    random_state: torch.Tensor  # when it was called: parameters that no file has are drawn from it
+    options: Options
 
     def __deepcopy__(self, _: Any) -> _PendingLoad:
         return self
 
     def again(self, run: Callable[[loader.Call], Any]) -> nn.Module:
         """Return the model of the call, run once more, with the same random numbers."""
-        after = torch.get_rng_state()
-        torch.set_rng_state(self.random_state)
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random_state)
             model: nn.Module = intercept.handled(run, self.call)[0]
-            return model
-        finally:
-            torch.set_rng_state(after)
+        return model
 
 
 @contextlib.contextmanager
-def pending_loads(
-    *, progress: bool | None, verify: bool, on_load: OnLoad | None, is_lenient: bool = False
-) -> Iterator[None]:
+def pending_loads(options: Options) -> Iterator[None]:
     """Inside, models for accelerate's FSDP2 are filled when they have been sharded. For all threads."""
-
-    def load(make_target: TargetMaker, *, is_last: bool = True) -> Load:
-        ranks = RankGroup(None)
-        settings = read_settings(_SETTINGS, world_size=ranks.world_size)
-        if is_last:
-            return Load(settings, ranks, make_target, progress, verify, on_load)
-        return Load(settings, ranks, make_target, progress=False, is_lenient=is_lenient)
+    # A verified load is never left to stock.
+    reading_nothing = Options(progress=False, is_lenient=options.is_lenient and not options.verify)
 
     with contextlib.ExitStack() as hooks:
-        hooked: list[Any] = []
+        # Not before a load: most jobs have no FSDP2, and need not import all this.
+        hook = functools.cache(lambda: hooks.enter_context(_hooks()))
 
         def begin(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-            if not hooked:  # not before: most jobs have no FSDP2, and need not import all this
-                hooked.append(hooks.enter_context(_hooks()))
+            hook()
             call.kwargs.pop("device_map", None)
             state = torch.get_rng_state()
-            model, info = load(_unfilled, is_last=False)(call)
+            model, info = _load(_unfilled, reading_nothing)(call)
             if any(parameter.is_meta for parameter in model.parameters()):  # not left to stock
-                _mark_pending(model, _PendingLoad(call, state, load))
+                _mark_pending(model, _PendingLoad(call, state, options._replace(is_lenient=False)))
             return model, info
 
         hooks.enter_context(intercept.intercepted(begin, _is_fsdp2, everywhere=True))
+        yield
+
+
+def llamafactory_loads(options: Options) -> contextlib.AbstractContextManager[None]:
+    """Inside, LLaMA-Factory v1 fills what it has made by `init_on_meta` and sharded by FSDP2 as `load_into` does.
+
+    Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
+    """
+
+    def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
+        report = load_into(model, name, progress=options.progress, verify=options.verify)
+        if options.on_load is not None:
+            options.on_load(report)
+
+    module = "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
+    return _replaced_once_imported(module, "FSDP2Engine", "_load_weights_from_hf_checkpoint", load)
+
+
+@contextlib.contextmanager
+def _replaced_once_imported(module: str, owner: str, name: str, handler: Handler) -> Iterator[None]:
+    """Inside, `handler` is called in place of a method of a class, once its module is imported. For all threads."""
+    with contextlib.ExitStack() as stack:
+
+        def replace(found: ModuleType) -> None:
+            stack.enter_context(replaced((getattr(found, owner), name, handler), everywhere=True))
+
+        stack.callback(after_import(module, replace))
         yield
 
 
@@ -122,7 +132,11 @@ def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
         return False
     if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_PENDING):
         return False
-    return _fsdp_version() == "2" and active_zero3_config() is None and _knows_fsdp2()
+    if _fsdp_version() != "2" or active_zero3_config() is not None:
+        return False
+    import accelerate.utils.fsdp_utils as fsdp_utils
+
+    return hasattr(fsdp_utils, "fsdp2_load_full_state_dict")  # accelerate 1.6 on
 
 
 def _fsdp_version() -> str:
@@ -142,18 +156,17 @@ def _fsdp_version() -> str:
     return next((str(each["fsdp_version"]) for each in plugins if "fsdp_version" in each), "")
 
 
-def _knows_fsdp2() -> bool:
-    import accelerate.utils.fsdp_utils as fsdp_utils
-
-    return hasattr(fsdp_utils, "fsdp2_load_full_state_dict")  # accelerate 1.6 on
-
-
 def _unfilled(_: Any, model: Any) -> Unfilled:
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise UnsupportedError(
             f"{type(model).__name__}: quantized weights cannot be filled after FSDP2 has sharded them"
         )
     return Unfilled()
+
+
+def _load(make_target: TargetMaker, options: Options) -> Load:
+    ranks = RankGroup(None)
+    return Load(stage_3(torch.float32, ranks.world_size), ranks, make_target, *options)
 
 
 def _mark_pending(model: nn.Module, pending: _PendingLoad) -> None:
@@ -178,21 +191,15 @@ def _hooks() -> Iterator[None]:
     import accelerate.accelerator
     import accelerate.utils.fsdp_utils as fsdp_utils
 
-    with contextlib.ExitStack() as stack:
-
-        def hook_peft(module: ModuleType) -> None:
-            stack.enter_context(replaced((module.BaseTuner, "inject_adapter", _keep_adapters), everywhere=True))
-
-        replacements: list[Replacement] = [
-            (fsdp_utils, "fsdp2_prepare_model", _prepare),
-            (accelerate.accelerator, "fsdp2_prepare_model", _prepare),
-            (fsdp_package(), "fully_shard", _shard),
-            (transformers_class(), "resize_token_embeddings", _resize),
-            (nn.Module, "to", _move),
-            (nn.Module, "cuda", _move),
-        ]
-        stack.enter_context(replaced(*replacements, everywhere=True))
-        stack.callback(after_import("peft.tuners.tuners_utils", hook_peft))
+    replacements: list[Replacement] = [
+        (fsdp_utils, "fsdp2_prepare_model", _prepare),
+        (accelerate.accelerator, "fsdp2_prepare_model", _prepare),
+        (fsdp_package(), "fully_shard", _shard),
+        (transformers_class(), "resize_token_embeddings", _resize),
+        *((nn.Module, name, _move) for name in ("to", "cuda", "cpu")),
+    ]
+    peft = _replaced_once_imported("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", _keep_adapters)
+    with replaced(*replacements, everywhere=True), peft:
         yield
 
 
@@ -203,7 +210,8 @@ def _prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     owner = sys.modules[inspect.unwrap(ordinary).__module__]  # axolotl has these two functions of its own
     added = _added(model, base)  # now: accelerate moves the model to meta
     pending = vars(base).pop(_PENDING)  # else `_shard` would take what accelerate shards
-    with replaced((owner, "fsdp2_load_full_state_dict", _load_nothing)):
+    # Instead of a broadcast: the sharded model, which comes after the ordinary function and the accelerator.
+    with replaced((owner, "fsdp2_load_full_state_dict", lambda *args, **_: args[2])):
         prepared: nn.Module = ordinary(accelerator, model)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
     _fill(prepared, base, pending, torch.device("cpu") if is_offloaded else accelerator.device, added)
@@ -223,11 +231,7 @@ def _shard(ordinary: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _added(model: nn.Module, base: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what has values in a pending model, or beside it: parameters put on it or read before, others' buffers.
-
-    Raises:
-        UnsupportedError: somebody has written into one that has none.
-    """
+    """Return what has values in a pending model, or beside it: parameters put on it or read before, others' buffers."""
     if changed := [name for name, each in base.named_parameters() if each.is_meta and each._version]:  # noqa: SLF001
         raise UnsupportedError(
             f"{type(base).__name__}: {listed(changed)} changed before FSDP2 has sharded the model, when it holds no "
@@ -241,11 +245,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers by their plain names."""
     parameters, buffers = model.named_parameters(), model.named_buffers(remove_duplicate=False)  # to_empty unties them
     return ((plain_name(name), each) for name, each in itertools.chain(parameters, buffers))
-
-
-def _load_nothing(*args: Any, **_: Any) -> Any:
-    """Return the sharded model as it is, in place of the broadcast."""
-    return args[2]  # after the ordinary function and the accelerator
 
 
 def _fill(
@@ -262,7 +261,7 @@ def _fill(
     given = {id(each) for name, each in base.named_parameters() if plain_name(prefix + name) in named}
     left = [name for name, each in base.named_parameters(remove_duplicate=False) if id(each) in given]
     sharded = ShardedModel(base, left)
-    loaded = pending.again(pending.load(lambda _, described: Sharded(sharded, described)))
+    loaded = pending.again(_load(lambda _, described: Sharded(sharded, described), pending.options))
     with torch.no_grad():
         sharded.fill_buffers(loaded)
     for name, tensor in _tensors(model):
@@ -281,11 +280,17 @@ def _read_whole(base: nn.Module, modules: Collection[nn.Module]) -> None:
     named = {name: each for name, each in base.named_parameters(remove_duplicate=False) if id(each) in held}
     if named:
         wanted = {plain_name(name) for name in named}
-        _give(base, pending.again(pending.load(lambda *_: Unfilled(wanted))), named)
+        options = pending.options._replace(on_load=None)  # most of the model is yet to be loaded
+        _give(base, pending.again(_load(lambda *_: Unfilled(wanted), options)), named)
 
 
 def _make_whole(base: nn.Module, why: str) -> None:
     """Load a pending model as stock does, and warn of what that costs. Nothing of it is pending any more."""
+    if getattr(base, _PENDING).options.verify:
+        raise UnsupportedError(
+            f"{type(base).__name__}: {why} needs its weights before FSDP2 has sharded it, and cannot have them "
+            "verified; call lowmem_load.verify_checkpoint before, and install without verify"
+        )
     nbytes = sum(each.nbytes for each in base.parameters() if each.is_meta)
     warnings.warn(
         f"{type(base).__name__}: {why} needs its weights before FSDP2 has sharded it, so it was loaded whole, as "
@@ -293,8 +298,7 @@ def _make_whole(base: nn.Module, why: str) -> None:
         NotStreamedWarning,
         stacklevel=outside_level(),
     )
-    pending: _PendingLoad = vars(base).pop(_PENDING)
-    _give(base, pending.again(loader.Call.run), dict(base.named_parameters(remove_duplicate=False)))
+    _give(base, vars(base).pop(_PENDING).again(loader.Call.run), dict(base.named_parameters(remove_duplicate=False)))
 
 
 def _give(base: nn.Module, loaded: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
@@ -343,17 +347,15 @@ def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, adapter_name: st
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    base = _pending_model(model)
-    if base is not None:
-        config = tuner.peft_config[adapter_name]
-        copied = tuple(getattr(config, "modules_to_save", None) or ())
-        if _needs_weights(config):
-            _make_whole(base, f"a {config.peft_type} adapter that is made from them")
-        elif copied:
-            _read_whole(base, [module for name, module in base.named_modules() if name.endswith(copied)])
-    if _pending_model(model) is None:
+    base, config = _pending_model(model), tuner.peft_config[adapter_name]
+    if base is not None and _needs_weights(config):
+        _make_whole(base, f"a {config.peft_type} adapter that is made from them")
+        base = None
+    if base is None:
         ordinary(tuner, model, adapter_name, *args, **kwargs)
         return
+    if copied := tuple(getattr(config, "modules_to_save", None) or ()):
+        _read_whole(base, [module for name, module in base.named_modules() if name.endswith(copied)])
     made: list[tuple[nn.Module, str, nn.Parameter]] = []
 
     def note(ordinary: Any, layer: Any, adapter_name: str, device: torch.device | None = None) -> None:

@@ -151,15 +151,7 @@ class DistConfig:
 def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArguments, DistConfig, dict[str, Any]]:
     """Return the arguments of `ModelEngine` as dataclasses, and the keys that belong to others.
 
-    A mapping, or the content of a YAML file, has one of two forms:
-
-    1. Fields of `ModelArguments` and nothing else.
-    2. A whole pipeline, flat, as LLaMA-Factory v1 writes it: fields of `ModelArguments` beside a `dist_config` and keys
-       of others, which are returned unchanged. A key that looks like a misspelt field is an error.
-
-    LLaMA-Factory's `flash_attn`, `enable_activation_checkpointing` and `model_class` are understood. A relative
-    `config_file` is looked for beside the YAML file that names it, then in the current directory. A given `dist_config`
-    takes precedence over the one in model_args.
+    For the forms that they have see docs/model_engine.md. A given `dist_config` wins over the one in model_args.
 
     Raises:
         ConfigError: a file cannot be read, a name is unknown or missing, a value has the wrong type.
@@ -229,7 +221,9 @@ def _split(given: _Given) -> tuple[ModelArguments, _Given | None, dict[str, Any]
     extra: dict[str, Any] = {}
     if given.is_foreign or "dist_config" in given.values:
         extra = {key: value for key, value in values.items() if key not in _fields(ModelArguments)}
-        _refuse_near_misses(given.where, extra)
+        for key in extra:
+            if near := difflib.get_close_matches(key, _known(ModelArguments), n=1, cutoff=_NEAR_MISS):
+                raise ConfigError(f"{given.where}: unknown key {key}; did you mean {near[0]}?")
     own = {key: value for key, value in values.items() if key not in extra}
     where = f"{given.where}: dist_config"
     dist_config = None if section is None else _Given(where, _plain(section, where), given.folder)
@@ -260,13 +254,6 @@ def _translated(given: _Given) -> dict[str, Any]:
     return values
 
 
-def _refuse_near_misses(where: str, keys: Mapping[str, Any]) -> None:
-    for key in keys:
-        near = difflib.get_close_matches(key, _known(ModelArguments), n=1, cutoff=_NEAR_MISS)
-        if near:
-            raise ConfigError(f"{where}: unknown key {key}; did you mean {near[0]}?")
-
-
 def _dist_config(given: _Given) -> DistConfig:
     values = dict(given.values)
     if "zero_optimization" in values:
@@ -274,22 +261,17 @@ def _dist_config(given: _Given) -> DistConfig:
     if values.get("name") not in (None, "deepspeed", "fsdp2"):  # report the backend, not the keys that only it knows
         values = {"name": values["name"]}
     elif isinstance(values.get("config_file"), (str, os.PathLike)):
-        values["config_file"] = _found(os.fspath(values["config_file"]), given)
+        values["config_file"] = _found(os.fspath(values["config_file"]), given.folder)
     return _build(DistConfig, given.where, values)
 
 
-def _found(name: str, given: _Given) -> str:
-    """Return the path of the ds_config file; `read_ds_config` also takes strings that are no paths."""
+def _found(name: str, folder: Path | None) -> str:
+    """Return the path of a ds_config file: beside the YAML file that names it, else in the current directory."""
+    if name.lstrip().startswith("{"):  # JSON text
+        return name
     path = Path(name).expanduser()
-    folders = [Path.cwd()] if given.folder is None else [given.folder, Path.cwd()]
-    if not name.lstrip().startswith("{"):
-        for folder in folders:
-            if (folder / path).is_file():
-                return str(folder / path)
-        if path.suffix:
-            places = [str(path.parent)] if path.is_absolute() else [str(folder) for folder in folders]
-            raise ConfigError(f"{given.where}: config_file {name}: no such file in {' or '.join(places)}")
-    return name
+    beside = path if folder is None else folder / path
+    return str(path if path.is_file() and not beside.is_file() else beside)
 
 
 def _known(cls: type[ModelArguments | DistConfig]) -> list[str]:

@@ -1,7 +1,6 @@
 """ModelEngine: turns arguments into a loaded model that is ready for `deepspeed.initialize`.
 
-It works in the order of LLaMA-Factory v1: process group, DeepSpeed configuration for transformers, processor, model
-configuration, model.
+It works in the order of LLaMA-Factory v1: process group, ds_config, processor, model configuration, model.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import contextlib
 import copy
 import fnmatch
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from lowmem_load.api.load_model import load_as_asked, load_model
-from lowmem_load.api.request import Request
-from lowmem_load.config.precision import Precision, with_precision
-from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.api.request import Options, Request
+from lowmem_load.config.precision import Precision
+from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -38,7 +36,7 @@ class ModelEngine:
 
     Args:
         model_args: `ModelArguments`, a mapping with these names, a YAML file, or another dataclass with these fields.
-            A mapping or file may be that of a whole pipeline; see `read_arguments`.
+            A mapping or file may be that of a whole pipeline; see docs/model_engine.md.
         dist_config: `DistConfig`, a mapping with these names, or a YAML file; None if model_args has it.
         is_train: True selects train mode and gradient checkpointing, False eval mode.
 
@@ -83,14 +81,12 @@ class ModelEngine:
 
     def _load_sharded(self) -> None:
         """Load the model for FSDP2: fp32 masters under a policy of mixed precision, as LLaMA-Factory v1 stores them."""
-        name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
+        config, name, kwargs = self.dist_config, str(self.args.model), self._from_pretrained_kwargs()
         with self.distributed.step("preparing", name=name):
             if self.args.bf16 or self.args.fp16:
                 raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
-            names.check_name(name, kwargs.get("subfolder", ""))
             self.processor = names.load_processor(name, kwargs)
         self.precision = Precision.FP32
-        config = self.dist_config
         mesh, policy = fsdp_over_all_ranks(
             self.distributed.device.type,
             self.distributed.world_size,
@@ -110,7 +106,8 @@ class ModelEngine:
 
     def _load_partitioned(self) -> None:
         """Load the model into ZeRO-3 partitions."""
-        with self.distributed.step("reading the ds_config", name=str(self.args.model)) as step:
+        name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
+        with self.distributed.step("preparing", name=name) as step:
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
@@ -119,46 +116,26 @@ class ModelEngine:
                 trainer_fp16=self.args.fp16,
             )
             step.digest = {"ds_config": settings.fingerprint}
+            self.processor = names.load_processor(name, kwargs)
+            settings = settings.for_model(names.model_config(name, kwargs))
         self.precision = settings.precision
-        visible = with_precision(settings.ds_config, settings.precision)
-        with load_lock(), active.deepspeed_config(visible) as alive:
-            self.hf_deepspeed_config = alive
-            with self.distributed.step("preparing", name=str(self.args.model)):
-                settings = self._prepare(settings)
-            self.ds_config = copy.deepcopy(dict(settings.ds_config))
-            request = Request(str(self.args.model), self.args.auto_class, "auto", self._from_pretrained_kwargs())
-            self.model = load_as_asked(lambda: (request, settings), self.distributed, verify=self.args.verify)
+        self.ds_config = copy.deepcopy(dict(settings.ds_config))
+        request = Request(name, self.args.auto_class, "auto", kwargs)
+        # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.
+        with load_lock(), active.deepspeed_config(settings.ds_config) as self.hf_deepspeed_config:
+            self.model = load_as_asked(lambda: (request, settings), self.distributed, Options(verify=self.args.verify))
 
-    @contextlib.contextmanager
-    def deepspeed_visible(self) -> Iterator[None]:
+    def deepspeed_visible(self) -> contextlib.AbstractContextManager[Any]:
         """Make transformers see this engine's ds_config inside the block, as it did during the load.
 
         `generate`, `resize_token_embeddings` and `from_pretrained` of another model need it. Does nothing with fsdp2.
         """
-        if self.hf_deepspeed_config is None:
-            yield
-            return
-        with active.deepspeed_config(self.hf_deepspeed_config):
-            yield
-
-    def _prepare(self, settings: Settings) -> Settings:
-        """Load the processor and the model configuration; return the settings, resolved for the model."""
-        name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
-        names.check_name(name, kwargs.get("subfolder", ""))
-        self.processor = names.load_processor(name, kwargs)
-        self.model_config = names.model_config(name, kwargs)
-        resolved = settings.for_model(self.model_config)
-        # A copy: transformers must not see what the caller adds to ds_config, such as an optimizer.
-        self.hf_deepspeed_config.config.update(copy.deepcopy(dict(resolved.ds_config)))
-        return resolved
+        config = self.hf_deepspeed_config
+        return contextlib.nullcontext() if config is None else active.deepspeed_config(config)
 
     def _from_pretrained_kwargs(self) -> dict[str, Any]:
-        kwargs = {
-            "trust_remote_code": self.args.trust_remote_code,
-            "revision": self.args.revision,
-            "attn_implementation": self.args.attn_implementation,
-        }
-        return {key: value for key, value in kwargs.items() if value is not None} | dict(self.args.model_kwargs)
+        own = {key: getattr(self.args, key) for key in ("trust_remote_code", "revision", "attn_implementation")}
+        return {key: value for key, value in own.items() if value is not None} | dict(self.args.model_kwargs)
 
     def _freeze(self) -> None:
         # A pattern may name a tied parameter by any of its names.

@@ -19,11 +19,10 @@ from __future__ import annotations
 import os
 import sys
 
-from lowmem_load.integrations.import_hook import Finder, after_import
-
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
     from lowmem_load.report import LoadReport
@@ -54,11 +53,7 @@ def switched_on(environment: Mapping[str, str], *, strict: bool = False) -> dict
 def watch() -> None:
     """Call `switch_on` before the first load of this process, unless the environment says no."""
     if os.environ.get(SWITCH) not in ("", OFF) and not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        after_import(AWAITED, _await_load)
-
-
-def _await_load(module: ModuleType) -> None:
-    before_first_load(module.PreTrainedModel, switch_on)
+        after_import(AWAITED, lambda module: before_first_load(module.PreTrainedModel, switch_on))
 
 
 def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:
@@ -90,12 +85,7 @@ def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:
 
 
 def switch_on() -> None:
-    """Call `install`. Rank 0 prints that, and a summary at the end of each load.
-
-    Raises:
-        LowMemLoadError: `install` fails here, or the variable has an unknown value. Never an `ImportError`: code around
-            a load may take one for an absent optional package.
-    """
+    """Call `install`. Rank 0 prints that, and a summary at the end of each load."""
     from lowmem_load.errors import LowMemLoadError
 
     asked = os.environ.get(SWITCH, ON)
@@ -105,7 +95,7 @@ def switch_on() -> None:
         from lowmem_load.integrations.install import install
 
         install(strict=asked == STRICT, on_load=_print_summary)
-    except (ImportError, LowMemLoadError) as error:
+    except (ImportError, LowMemLoadError) as error:  # code around a load may take the first for an absent package
         raise LowMemLoadError(
             f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"
             f"To go on without it, start the job without `lowmem-load run`, or with {SWITCH}={OFF}"
@@ -122,3 +112,55 @@ def _print_summary(report: LoadReport) -> None:
 def _print(text: str) -> None:
     sys.stderr.write(f"lowmem_load: {text}\n")
     sys.stderr.flush()
+
+
+# -- acting right after an import ------------------------------------------------------------------------------------
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call `act` with a module once the import system has executed it. Return what calls this off."""
+    if name in sys.modules:
+        act(sys.modules[name])
+        return lambda: None
+    finder = Finder(name, act)
+    sys.meta_path.insert(0, finder)
+    return finder.leave
+
+
+class Finder:
+    """Finds a module as the finders behind it do, and acts after it is executed: `find_spec` alone loads nothing."""
+
+    def __init__(self, awaited: str, act: Callable[[ModuleType], None]) -> None:
+        self._awaited, self._act = awaited, act
+
+    def leave(self) -> None:
+        """Await nothing any more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name != self._awaited:
+            return None
+        # Python itself asks the finders in front. One of them may be like this one, and would ask it again.
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._act_after(spec.loader)
+        return spec
+
+    def _act_after(self, loader: object) -> None:
+        """Replace `exec_module` of this object only: inspect and importlib.resources look at its class."""
+        execute = loader.exec_module  # type: ignore[attr-defined]  # importlib.abc.Loader declares it for some only
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            del loader.exec_module  # type: ignore[attr-defined]
+            if self in sys.meta_path:  # else nobody waits any more
+                self.leave()
+                self._act(module)
+
+        loader.exec_module = exec_module  # type: ignore[attr-defined]

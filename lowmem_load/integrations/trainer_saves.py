@@ -17,9 +17,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lowmem_load.ds.hooks import consolidates_to, engine_hooked, may_gather
+from lowmem_load.ds.hooks import consolidates_to, engine_hooked, hooked, may_gather
 from lowmem_load.ds.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.merging import Merge
@@ -41,60 +41,49 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.save import ranks_of, save_described, save_model
 
+T = TypeVar("T")
 
-class HookedSaves(contextlib.ExitStack):
-    """Hooks the saves of each library at the first `deepspeed.initialize` after its import, until closed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._hooked: set[str] = set()
+@contextlib.contextmanager
+def saves_hooked() -> Iterator[None]:
+    """Inside, saves of each library are ours from the first `deepspeed.initialize` after its import."""
+    blocks: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+        "deepspeed": lambda: engine_hooked("save_16bit_model", save_of_engine),
+        "accelerate.accelerator": lambda: accelerate_saves(save_of_accelerator, state_of_accelerator),
+        "transformers.trainer": lambda: trainer_saves(save_of_trainer),
+        **{one: functools.partial(plain_saves, one, save_of_state, refuse_empty) for one in SAVING_CLASSES},
+    }
+    with contextlib.ExitStack() as stack:
 
-    def begin(self, _: Mapping[str, Any]) -> None:
-        """Hook the libraries that are imported now. Called before `deepspeed.initialize`."""
-        blocks: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-            "deepspeed": lambda: engine_hooked("save_16bit_model", save_of_engine),
-            "accelerate.accelerator": lambda: accelerate_saves(save_of_accelerator, state_of_accelerator),
-            "transformers.trainer": lambda: trainer_saves(save_of_trainer),
-            **{one: functools.partial(plain_saves, one, save_of_state, refuse_empty) for one in SAVING_CLASSES},
-        }
-        for module, block in blocks.items():
-            if module in sys.modules and module not in self._hooked:
-                self._hooked.add(module)
-                self.enter_context(block())
+        def begin(_: Mapping[str, Any]) -> None:
+            for module in [module for module in blocks if module in sys.modules]:
+                stack.enter_context(blocks.pop(module)())
+
+        with hooked(begin):
+            yield
 
 
 _IN_STOCK: ContextVar[bool] = ContextVar("lowmem_load_in_stock", default=False)
 """Whether a stock save of Trainer is running. It asks accelerate for the state, and copes if it gets none."""
-
-
-@contextlib.contextmanager
-def _stock_states() -> Iterator[None]:
-    token = _IN_STOCK.set(True)
-    try:
-        yield
-    finally:
-        _IN_STOCK.reset(token)
-
 
 _NOTED: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted_saves", default=None)
 """The calls of `save_pretrained` in the `Trainer.save_model` that is running."""
 
 
 @contextlib.contextmanager
-def _noted() -> Iterator[list[WantedSave]]:
-    wanted: list[WantedSave] = []
-    token = _NOTED.set(wanted)
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
-        yield wanted
+        yield
     finally:
-        _NOTED.reset(token)
+        variable.reset(token)
 
 
 def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is."""
     model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
     if engine is None or not any(map(is_partitioned, model.parameters())) or not _is_plain(trainer, model):
-        with _stock_states():
+        with _set(_IN_STOCK, True):
             run()
         return
     ranks = ranks_of(model)
@@ -103,7 +92,7 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     with ranks.step("Trainer.save_model") as step:
         state = NotGathered() if ranks.rank == 0 else None
         try:
-            with consolidates_to(engine, state), _noted() as wanted:
+            with consolidates_to(engine, state), _set(_NOTED, wanted):
                 run()
         except LookedIntoError as error:
             reason = str(error)
@@ -120,7 +109,7 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     if reason:
         if ranks.rank == 0:
             warnings.warn(f"Trainer.save_model is left to stock ZeRO-3: {reason}", stacklevel=4)
-        with _stock_states():
+        with _set(_IN_STOCK, True):
             run()
         return
     for folder, kwargs in saves:

@@ -18,7 +18,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 import lowmem_load
-from lowmem_load import NotStreamedWarning
+from lowmem_load import NotStreamedWarning, UnsupportedError
 from lowmem_load.integrations.accelerate_fsdp2 import _needs_weights
 from tests import builders
 from tests.multi_rank.test_load_into import losses, start
@@ -92,7 +92,7 @@ def from_files(path: str, kind: str) -> nn.Module:
     if kind == "run":
         model(torch.tensor([[1, 2]]))
     if kind == "moved":
-        model.to("cpu")
+        model.to("cpu") if os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True" else model.cpu()
     if kind in LORA:
         import peft
 
@@ -165,12 +165,26 @@ def refuse_changes(path: str) -> None:
     model = from_files(path, "plain")
     assert not any(name.startswith("peft.") for name in sys.modules)  # it takes longer to import than a load takes
     torch.nn.init.zeros_(model.lm_head.weight)
-    with pytest.raises(lowmem_load.UnsupportedError, match=r"lm_head.weight changed before FSDP2"):
+    with pytest.raises(UnsupportedError, match=r"lm_head.weight changed before FSDP2"):
         prepare(model, efficient=True)
 
 
 def test_changes_of_a_pending_model_are_refused(checkpoints: Path) -> None:
     run_ranks(refuse_changes, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
+def refuse_unverified(path: str) -> None:
+    """Rank function: what would be read by stock cannot be verified."""
+    start()
+    lowmem_load.install(verify=True)
+    model = from_files(path, "plain")
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="its forward needs its weights before FSDP2 has sharded it"):
+            model(torch.tensor([[1, 2]]))
+
+
+def test_what_is_needed_before_sharding_cannot_be_verified(checkpoints: Path) -> None:
+    run_ranks(refuse_unverified, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
 
 class Wrapper(nn.Module):
@@ -251,6 +265,9 @@ def train_qlora(path: str, folder: str) -> None:
         packed = train(folder)
     lowmem_load.integrations.install.uninstall()
     assert packed == train(folder)
+    lowmem_load.install(verify=True)
+    with pytest.raises(UnsupportedError, match="quantized weights cannot be filled"):  # stock would not verify
+        train(folder)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -39,6 +39,12 @@ def test_a_plan_is_for_a_rank_that_there_is(rank: int, world_size: int, llama: s
         plan(llama, STAGE_3, rank=rank, world_size=world_size)
 
 
+def test_a_plan_of_shards_takes_no_choice_of_partitions(llama: str) -> None:
+    distributed = pytest.importorskip("transformers.distributed")
+    with pytest.raises(ConfigError, match="partition belongs to ZeRO"):
+        plan(llama, distributed.DistributedConfig(fsdp_size=2), rank=0, world_size=2, partition="model.layers.*")
+
+
 @pytest.mark.parametrize("name", [7, None, ""])
 def test_a_name_is_text_or_a_path(name: Any) -> None:
     with pytest.raises(ConfigError, match="name: expected a local folder or a Hub id"):
