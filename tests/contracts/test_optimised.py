@@ -23,4 +23,4 @@ def test_a_deepspeed_without_a_name_is_refused() -> None:
     assert done.returncode == 0, done.stderr
     message = done.stdout.splitlines()[-1]
     assert message.startswith("IncompatibleVersionError: deepspeed "), message
-    assert ".ZeroParamStatus.NOT_AVAILABLE; lowmem_load works with deepspeed 0" in message
+    assert ".ZeroParamStatus." in message and "; lowmem_load works with deepspeed 0" in message
