@@ -336,11 +336,10 @@ def _slow_paths(model: nn.Module) -> list[str]:
 
 
 def _where(error: BaseException) -> str:
-    """Returns the first line of an error with the place that raised it."""
+    """Returns an error in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" [{Path(frames[-1].filename).name}:{frames[-1].lineno}]" if frames else ""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{place}"
 
 
 def _prepare() -> None:
