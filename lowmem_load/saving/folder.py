@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,9 @@ class Staging:
 def find_target(folder: str | os.PathLike[str]) -> str:
     """Return the folder of a save, without symbolic links; raise ConfigError if it is a file."""
     target = os.path.realpath(folder)
-    if os.path.exists(target) and not os.path.isdir(target):
-        raise ConfigError(f"{folder}: is a file; name a folder")
+    with contextlib.suppress(FileNotFoundError):  # one look: whoever saves or tidies up may rename or remove it now
+        if not stat.S_ISDIR(os.stat(target).st_mode):
+            raise ConfigError(f"{folder}: is a file; name a folder")
     return target
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from datasets import load_dataset
+from safetensors.torch import save_file
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -41,7 +43,14 @@ def main() -> None:
         loss=losses.MultipleNegativesRankingLoss(model),
     )
     trainer.train()
-    trainer.save_model("output")
+    if "--lora" in sys.argv:
+        trainer.save_model("output")
+        return
+    # SentenceTransformerTrainer ignores the gathered weights: stock saves tensors of shape [0], lowmem_load refuses to.
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if trainer.is_world_process_zero():
+        Path("output").mkdir(exist_ok=True)
+        save_file({name: value.contiguous() for name, value in state.items()}, "output/model.safetensors")
 
 
 if __name__ == "__main__":
