@@ -6,7 +6,6 @@ double quantization subtracts the mean of all scales. It is done in pieces: the 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.contract import BITSANDBYTES, require
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf.replaced import Replacement
+from lowmem_load.io.elements import trim_heap
 from lowmem_load.planning.expression import Computed, Shape
 from lowmem_load.symbolic.tensor import Companion, Quantized, QuantizedTensor, SymbolicTensor
 
@@ -90,8 +90,7 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
     def pack(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         values, state = _packed(inputs[0], template)
         found[:] = [state]
-        # Return free pages to the system: glibc keeps holes, and 400 MiB of weights took up to 990 MiB.
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        trim_heap()
         return values.view(storage)
 
     def restore(name: str, made: nn.Parameter, _: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -62,25 +63,23 @@ def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
 @contextlib.contextmanager
 def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
     """Inside, quantizers of transformers make described weights."""
-    described: set[str] = set()
     with contextlib.ExitStack() as stack:
 
-        def describe(method: str, replacements: Callable[[], list[Replacement]]) -> None:
-            if method not in described:  # it may be, for a model that contains this one
-                described.add(method)
-                stack.enter_context(replaced(*replacements()))
+        @functools.cache  # a model and one that it contains may have the same method
+        def describe(replacements: Callable[[], list[Replacement]]) -> None:
+            stack.enter_context(replaced(*replacements()))
 
         def from_config(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             quantizer = ordinary(*args, **kwargs)
             method = quantization_method(quantizer.quantization_config)
             if is_four_bit(quantizer.quantization_config):
                 if importlib.util.find_spec("bitsandbytes") is not None:  # else transformers is about to say so
-                    describe(method, _packing)
+                    describe(_packing)
                 return quantizer
             if method in _CONFIGS:
                 from lowmem_load.hf import dequantize
 
-                describe(method, dequantize.fp8 if method == "fp8" else dequantize.mxfp4)
+                describe(dequantize.fp8 if method == "fp8" else dequantize.mxfp4)
             if is_partitioned:
                 refusals: list[Replacement] = [(type(quantizer), "validate_environment", _refuse_when_checked)]
                 if hasattr(quantizer, "update_weight_conversions"):  # 5.0 on

@@ -24,6 +24,7 @@ from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.merging import Merge
+from lowmem_load.io.elements import trim_heap
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
@@ -272,6 +273,7 @@ def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> tuple[lis
             f"{shards[0].source.name}: is a DTensor, whose adapters cannot be merged while it is saved; save the "
             "adapter, and merge it into an ordinary load"
         )
+    trim_heap()  # of the layer before
     digest = hashlib.sha256()
     with _gathered([*merge.parameters, *adapters]):
         for adapter in adapters:
