@@ -56,8 +56,8 @@ def joined(tensors: Sequence[Span]) -> list[Span]:
     return found
 
 
-def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[tuple[PlannedFile, list[int]]]:
-    """Return each file with the ascending offsets of its blocks. `files` and `seed` are the same on all ranks."""
+def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[list[int]]:
+    """Return the ascending offsets of the blocks of each file. `files` and `seed` are the same on all ranks."""
     draw = random.Random(seed)
     most = max(MIN_BLOCKS, min(MAX_BLOCKS, MAX_BLOCKS_IN_ALL // max(1, len(files))))
     found = []
@@ -68,7 +68,7 @@ def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[tuple[Planne
         for number in range(num_blocks):
             first, last = int(number * stratum), max(int(number * stratum), int((number + 1) * stratum) - BLOCK_BYTES)
             offsets.append(draw.randint(first, last))
-        found.append((file, offsets))
+        found.append(offsets)
     return found
 
 
@@ -86,8 +86,7 @@ def sample_digests(
     Raises CheckpointError if a file cannot be read, or has changed since its header was read.
     """
 
-    def digest(sampled: tuple[PlannedFile, list[int]], tensors: Sequence[Span]) -> str:
-        file, offsets = sampled
+    def digest(file: PlannedFile, offsets: Sequence[int], tensors: Sequence[Span]) -> str:
         spans = [*((offset, BLOCK_BYTES) for offset in offsets), *joined(tensors)]
         with sources.reading(file.path) as source:
             found = hashlib.blake2b(digest_size=16)
@@ -98,4 +97,4 @@ def sample_digests(
 
     sources.expect(files)
     with ThreadPoolExecutor(num_threads, "lowmem_load-sample") as pool:
-        return list(pool.map(digest, sample_offsets(files, seed), small))
+        return list(pool.map(digest, files, sample_offsets(files, seed), small))

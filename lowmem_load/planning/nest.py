@@ -53,7 +53,7 @@ class Nest:
     @property
     def is_run(self) -> bool:
         """Whether the elements are contiguous and in the same order on both sides."""
-        return all(axis.size == 1 for axis in self.axes) or self.merged().axes == (Axis(self.numel, 1, 1),)
+        return self.merged().axes == (Axis(self.numel, 1, 1),)
 
     def shifted(self, *, source: int = 0, destination: int = 0) -> Nest:
         """Return the nest moved by so many elements on either side."""

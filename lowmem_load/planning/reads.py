@@ -146,10 +146,10 @@ def written(step: Step) -> Iterator[Nest]:
 
 def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool) -> Iterator[Read]:
     """Yield the reads of `copy`, whose leaf is `tensor`. Only host memory (`on_host`) can be read into directly."""
-    nest, is_direct = copy.nest, on_host and copy.nest.is_run and not copy.nest.casts
+    is_direct = on_host and copy.nest.is_run and not copy.nest.casts
     if is_direct:
-        nest, limits = nest.merged(), limits._replace(staging_bytes=limits.direct_bytes)
-    for part in _blocks(nest, tensor.dtype.itemsize, limits):
+        limits = limits._replace(staging_bytes=limits.direct_bytes)
+    for part in _blocks(copy.nest, tensor.dtype.itemsize, limits):
         yield Read(tensor, *part, is_direct)
 
 
