@@ -77,6 +77,7 @@ class Shell(nn.Module):
             self.register_parameter(PLACEHOLDER, placeholder)
         # No checkpoint has the placeholder: a frozen part may be trained later.
         self.register_state_dict_post_hook(_drop_placeholder)
+        self.register_load_state_dict_pre_hook(_drop_placeholder)  # DeepSpeed makes states of fp32 values, which have it
         self.register_load_state_dict_post_hook(_ignore_placeholder)
         self.train(model.training)
 
@@ -187,8 +188,8 @@ class PartitionedPart:
         self.engine.step()
         if self.engine.optimizer.overflow:
             return None
-        # The arithmetic of stage3.py's unscale_and_clip_grads, so that both parts are unscaled and clipped alike. Where
-        # the loss scale grows, that takes the new one.
+        # The arithmetic of stage3.py's unscale_and_clip_grads, so that both parts are clipped alike. If the loss scale
+        # has just grown, it takes the new one.
         limit, scale = self.engine.gradient_clipping(), float(self.engine.optimizer.loss_scale)
         clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
         return 1.0 / (scale * max(clip, 1.0))
@@ -236,7 +237,7 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
             (section.get("offload_optimizer") or {}).get("super_offload")
         ),
         "hybrid_engine": bool((ds_config.get("hybrid_engine") or {}).get("enabled")),
-        "optimizer.type Muon": str(ds_config.get("optimizer", {}).get("type")).lower() == "muon",
+        "optimizer.type Muon": str((ds_config.get("optimizer") or {}).get("type")).lower() == "muon",
     }
     found = [key for key, on in refused.items() if on]
     if found:

@@ -88,7 +88,7 @@ def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:
         raise ConfigError(f"partial ZeRO-3 needs stage 3, the ds_config has stage {settings.stage}")
     resolved = settings.for_model(getattr(model, "config", None))
     for section in ("optimizer", "scheduler"):
-        params = (resolved.ds_config.get(section) or {}).get("params", {})
+        params = (resolved.ds_config.get(section) or {}).get("params") or {}
         open_keys = [key for key, value in params.items() if value == AUTO]
         if open_keys:
             raise ConfigError(f'ds_config {section}.params: {", ".join(open_keys)} is "auto"; write values')

@@ -147,7 +147,7 @@ class PartialEngine(nn.Module):
     def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None) -> None:
         """Set the lr scheduler: a scheduler, a function that makes one, or that of a ds_config's section."""
         if lr_scheduler is None and section:
-            lr_scheduler = scheduler_class(section)(self._leader, **section.get("params", {}))
+            lr_scheduler = scheduler_class(section)(self._leader, **(section.get("params") or {}))
         elif lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
             lr_scheduler = lr_scheduler(self._leader)
         self.lr_scheduler = lr_scheduler

@@ -41,7 +41,8 @@ def refuse(path: str) -> None:
     grown.register_buffer("seen", torch.zeros(1 + rank))
     encoders = torch.optim.AdamW(model.picture.parameters())
     stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    zero = {"stage": 3, "zenflow": {"topk_ratio": 0.1}}
+    zenflow = {**CONFIG, "zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}
+    adam, warmup = {"optimizer": torch.optim.AdamW}, {"type": "Warmup", "params": None}
     some = torch.optim.AdamW([*model.llm.parameters(), *(model.picture if rank else model.sound).parameters()])
     alone = torch.distributed.new_group([0]), torch.distributed.new_group([1])
     grouped = Multimodal(load_model(path, CONFIG, data_parallel_group=alone[rank]))
@@ -65,7 +66,7 @@ def refuse(path: str) -> None:
         ("RankError: holds parameters", uneven, CONFIG, llm),
         ("RankError: holds buffers", grown, CONFIG, llm),
         ('ConfigError: optimizer.params: lr is "auto"', model, auto_rate, llm),
-        ("UnsupportedError: zero_optimization.zenflow", model, {**CONFIG, "zero_optimization": zero}, llm),
+        ("UnsupportedError: zero_optimization.zenflow", model, {**zenflow, "optimizer": None}, {**llm, **adam}),
         ("UnsupportedError: expert_parallel", model, {**CONFIG, "expert_parallel": {"enabled": True}}, llm),
         ("ConfigError: 'median'", model, CONFIG, {**llm, "average": "median"}),
         (
@@ -76,7 +77,7 @@ def refuse(path: str) -> None:
         ("RankError: average", model, CONFIG, {**llm, "average": "all" if rank else "used"}),
         ("RankError: ds_config", model, {**CONFIG, "gradient_clipping": 1.0 + rank}, llm),
         ("RankError: optimizer's parameters", model, CONFIG, {**llm, "optimizer": some}),
-        ("ConfigError: no lr scheduler 'Warmup'", model, {**CONFIG, "scheduler": {"type": "Warmup"}}, llm),
+        ("ConfigError: no lr scheduler 'Warmup'", model, {**CONFIG, "scheduler": warmup}, llm),
         ("UnsupportedError: loaded with data_parallel_group", grouped, CONFIG, {}),
     ]
     for said, module, config, kwargs in calls:

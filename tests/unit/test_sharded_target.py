@@ -1,0 +1,53 @@
+"""Which rank of a mesh writes a shard, and where a sharded model is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
+from lowmem_load.dtensor.shards import is_first_replica
+from lowmem_load.planning.load_plan import SHARDED, TargetPlan
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One rank of four, which exchange nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=4)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", range(4), indirect=True)
+def test_of_equal_shards_the_first_is_known_on_parts_of_a_mesh(rank: int) -> None:
+    root = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    flattened = root["dp", "cp"]._flatten("dp_cp")
+    expected = {
+        (root["dp"], Shard(0)): rank in (0, 2),
+        (flattened, Shard(0)): rank in (0, 2),
+        (flattened, Replicate()): rank == 0,
+        (root["tp"], Shard(0)): rank in (0, 1),
+    }
+    for (mesh, placement), is_first in expected.items():
+        tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [placement], run_check=False)
+        assert is_first_replica(tensor) is is_first, (mesh, placement)
+
+
+def test_of_tied_parameters_the_first_may_be_left_to_the_caller() -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(2, 3, bias=False), "head": nn.Linear(2, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
+    sharded = ShardedModel(model, left=["embed.weight"])
+    target = Sharded(sharded, model)
+    target.check(model)
+    names = ("embed.weight", "head.weight")
+    plan = TargetPlan(names, (3, 2), torch.float32, SHARDED, (), False, False, (), "")
+    made, [memory] = target.make(plan, model["embed"].weight, lambda: None)
+    assert made is model["head"].weight
+    assert memory.data_ptr() == made.data_ptr()
