@@ -295,11 +295,15 @@ def test_parameters_of_a_pending_model_can_be_told_apart(checkpoints: Path) -> N
 def shard_as_trl(path: str) -> None:
     """Rank function: TRL shards a reference model by `fully_shard` itself."""
     start()
-    lowmem_load.install()
+    seen: list[Any] = []
+    lowmem_load.install(on_load=seen.append)
     ours = from_files(path, "plain")
+    ours.resize_token_embeddings(ours.config.vocab_size)  # reads the embeddings, which is not yet the load
+    assert seen == []
     from torch.distributed.fsdp import fully_shard  # as TRL does, in a function
 
     fully_shard(ours)
+    assert seen == [lowmem_load.load_report(ours)]
     lowmem_load.integrations.install.uninstall()
     expected = from_files(path, "plain")
     assert {name: str(tensor.device) for name, tensor in ours.named_parameters() if tensor.is_meta} == {}

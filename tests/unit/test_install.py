@@ -13,10 +13,18 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from lowmem_load import DistributedInterface, LoadOrderWarning, install, streaming
+from lowmem_load import (
+    DistributedInterface,
+    LoadOrderWarning,
+    NotStreamedWarning,
+    UnsupportedError,
+    install,
+    streaming,
+)
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 
@@ -119,6 +127,30 @@ def test_install_twice_is_once_and_uninstall_undoes_it(llama: str) -> None:
     assert deepspeed.initialize is before
     del kept
     assert not is_streamed(llama)
+
+
+class Unfillable(LlamaForCausalLM):  # type: ignore[misc]
+    def to_empty(self, **_: Any) -> Any:
+        raise UnsupportedError("its memory is its own")
+
+
+@pytest.mark.parametrize(("options", "is_left"), [({}, True), ({"strict": True}, False), ({"verify": True}, False)])
+def test_a_sharded_load_that_cannot_be_streamed_is_left_to_transformers(
+    options: dict[str, Any], is_left: bool, llama: str
+) -> None:
+    distributed = pytest.importorskip("transformers.distributed")
+    install(**options)
+    sharding = distributed.DistributedConfig(fsdp_size=1)
+    if not is_left:
+        with pytest.raises(UnsupportedError, match="its memory is its own"):
+            Unfillable.from_pretrained(llama, distributed_config=sharding)
+        return
+    with pytest.warns(NotStreamedWarning, match="left to transformers: its memory is its own") as caught:
+        model = Unfillable.from_pretrained(llama, distributed_config=sharding)
+    assert [warning.filename for warning in caught if warning.category is NotStreamedWarning] == [__file__]
+    uninstall()
+    expected = LlamaForCausalLM.from_pretrained(llama).state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_install_inside_a_streaming_block_holds_after_it(llama: str) -> None:
