@@ -77,9 +77,8 @@ class Shell(nn.Module):
             self.register_parameter(PLACEHOLDER, placeholder)
         # No checkpoint has the placeholder: a frozen part may be trained later.
         self.register_state_dict_post_hook(_drop_placeholder)
-        self.register_load_state_dict_pre_hook(
-            _drop_placeholder
-        )  # DeepSpeed makes states of fp32 values, which have it
+        # DeepSpeed makes states of fp32 values, which have it.
+        self.register_load_state_dict_pre_hook(_drop_placeholder)
         self.register_load_state_dict_post_hook(_ignore_placeholder)
         self.train(model.training)
 
