@@ -73,7 +73,8 @@ class Staging:
 def find_target(folder: str | os.PathLike[str]) -> str:
     """Return the folder of a save, without symbolic links; raise ConfigError if it is a file."""
     target = os.path.realpath(folder)
-    with contextlib.suppress(FileNotFoundError):  # one look: whoever saves or tidies up may rename or remove it now
+    # One look: whoever saves or tidies up may rename or remove it now.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if not stat.S_ISDIR(os.stat(target).st_mode):
             raise ConfigError(f"{folder}: is a file; name a folder")
     return target
