@@ -131,7 +131,7 @@ def parts() -> list[Part]:
         *(
             Part(
                 f"compat/{each.name}",
-                "a set of releases",
+                "releases",
                 compat.format(each.name),
                 read_compat,
                 minutes=2,
