@@ -78,8 +78,9 @@ def is_first_replica(parameter: torch.Tensor) -> bool:
     group, replicas = group_of(parameter), replicas_group_of(parameter)
     if group is replicas:
         return True
-    first = min(dist.get_all_ranks_from_group(replicas))
-    return first in dist.get_all_ranks_from_group(group)
+    # Not get_all_ranks_from_group, which never ends for the group of all ranks (deepspeed 0.17, torch 2.6).
+    members = (dist.get_global_rank(group, number) for number in range(dist.get_world_size(group)))
+    return dist.get_global_rank(replicas, 0) in members
 
 
 def has_master(parameter: torch.Tensor) -> bool:
