@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import Grid
+
+CUTS_AS_HERE = Version(Version(torch.__version__).public) >= Version("2.11")
+"""Whether torch cuts a dim by a stride that does not divide it as `grid_of` does: 2.8 gives ranks other elements."""
 
 Run = tuple[int, int]
 """Indices `[start, end)` along one dim."""
@@ -116,7 +120,7 @@ def _root_mesh(mesh: Any) -> Any:
 
 
 def _splits(name: str, tensor: DTensor) -> Iterator[Split]:
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    mesh, coordinate, sizes = tensor.device_mesh, tensor.device_mesh.get_coordinate(), list(tensor.shape)
     if coordinate is None:  # this rank is not part of the mesh, so it holds nothing
         yield Split(0, 2, 2)
         return
@@ -129,4 +133,12 @@ def _splits(name: str, tensor: DTensor) -> Iterator[Split]:
                 "Replicate first"
             )
         split_factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        yield Split(placement.dim % tensor.ndim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor)
+        split = Split(placement.dim % tensor.ndim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor)
+        is_even = sizes[split.dim] % (split.num_chunks * split_factor) == 0
+        if split_factor > 1 and not (is_even or CUTS_AS_HERE):
+            raise UnsupportedError(
+                f"{name}: torch {torch.__version__} cuts a dim of {sizes[split.dim]} elements by {placement} otherwise "
+                "than newer releases; install torch>=2.11, or choose sizes that divide it"
+            )
+        sizes[split.dim] = sizes[split.dim] // split.num_chunks if is_even else 1
+        yield split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -48,7 +49,9 @@ def filled_by(fill: Fill) -> Iterator[None]:
         finally:
             is_filling = False
         keys = {name: set(found[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        return LoadStateDictInfo(error_msgs=[], conversion_errors={}, skipped_pp_keys=set(), **keys), None
+        if "skipped_pp_keys" in inspect.signature(LoadStateDictInfo).parameters:  # since pipeline stages
+            keys["skipped_pp_keys"] = set()
+        return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **keys), None
 
     def finalize(ordinary: Any, model: Any, load_config: Any, loading_info: Any) -> Any:
         # Of the skeleton nothing is left to do: the load that filled it has initialised, tied and reported.

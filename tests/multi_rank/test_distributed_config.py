@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ SIZES: dict[int, list[dict[str, Any]]] = {
     2: [{"fsdp_size": 2}, {"tp_size": 2}],
     4: [{"fsdp_size": 2, "dp_replicate_size": 2}, {"fsdp_size": 2, "tp_size": 2}],
 }
+if "dp_replicate_size" not in inspect.signature(transformers.distributed.DistributedConfig).parameters:
+    pytest.skip("this release of transformers has no HSDP and no pipeline stages", allow_module_level=True)
 EXPERTS = {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}
 
 

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lowmem_load.dtensor import shards
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.dtensor.shards import is_first_replica
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 
 
@@ -51,3 +55,25 @@ def test_of_tied_parameters_the_first_may_be_left_to_the_caller() -> None:
     made, [memory] = target.make(plan, model["embed"].weight, lambda: None)
     assert made is model["head"].weight
     assert memory.data_ptr() == made.data_ptr()
+
+
+@pytest.mark.parametrize("rank", [0], indirect=True)
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_stride_that_does_not_divide_a_dim_is_refused_where_torch_cuts_otherwise(
+    rank: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.8 gives rank 0 of 3 the elements 0 and 3 of 4, torch 2.11 the elements 0 and 2."""
+    monkeypatch.setattr(shards, "CUTS_AS_HERE", False)
+    mesh = init_device_mesh("cpu", (4,))
+    local = torch.zeros(2 if size == 8 else 1)
+    tensor = DTensor(local, _spec(mesh, size), requires_grad=False)
+    if size == 8:
+        assert shards.local_shard("w", tensor, needs_memory=True)[0].numel == 2
+    else:
+        with pytest.raises(UnsupportedError, match=r"w: torch .* cuts a dim of 4 elements by .*otherwise"):
+            shards.local_shard("w", tensor, needs_memory=True)
+
+
+def _spec(mesh: object, size: int) -> DTensorSpec:
+    placements = (_StridedShard(0, split_factor=2),)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size([size]), (1,), torch.float32))
