@@ -40,6 +40,8 @@ def test_of_equal_shards_the_first_is_known_on_parts_of_a_mesh(rank: int) -> Non
         (root["tp"], Shard(0)): rank in (0, 1),
     }
     for (mesh, placement), is_first in expected.items():
+        if mesh is flattened and not hasattr(mesh, "_get_root_mesh"):
+            continue  # before torch 2.10 it does not know of what it is a part
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [placement], run_check=False)
         assert is_first_replica(tensor) is is_first, (mesh, placement)
 
