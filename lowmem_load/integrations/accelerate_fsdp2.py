@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
 from lowmem_load.hf.replaced import Handler, Replacement, replaced
 from lowmem_load.hf.skeleton import allocate
-from lowmem_load.integrations.startup_hook import after_import
+from lowmem_load.integrations.startup_hook import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.targets.make_target import TargetMaker
@@ -94,7 +94,7 @@ def pending_loads(options: Options) -> Iterator[None]:
         yield
 
 
-def llamafactory_loads(options: Options) -> contextlib.AbstractContextManager[None]:
+def llamafactory_loads(options: Options) -> contextlib.AbstractContextManager[object]:
     """Inside, LLaMA-Factory v1 fills what it has made by `init_on_meta` and sharded by FSDP2 as `load_into` does.
 
     Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
@@ -109,16 +109,11 @@ def llamafactory_loads(options: Options) -> contextlib.AbstractContextManager[No
     return _replaced_once_imported(module, "FSDP2Engine", "_load_weights_from_hf_checkpoint", load)
 
 
-@contextlib.contextmanager
-def _replaced_once_imported(module: str, owner: str, name: str, handler: Handler) -> Iterator[None]:
+def _replaced_once_imported(
+    module: str, owner: str, name: str, handler: Handler
+) -> contextlib.AbstractContextManager[object]:
     """Inside, `handler` is called in place of a method of a class, once its module is imported. For all threads."""
-    with contextlib.ExitStack() as stack:
-
-        def replace(found: ModuleType) -> None:
-            stack.enter_context(replaced((getattr(found, owner), name, handler), everywhere=True))
-
-        stack.callback(after_import(module, replace))
-        yield
+    return once_imported(module, lambda found: replaced((getattr(found, owner), name, handler), everywhere=True))
 
 
 # -- which loads -----------------------------------------------------------------------------------------------------

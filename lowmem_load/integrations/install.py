@@ -6,33 +6,14 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import os
-import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from torch import nn
-
-from lowmem_load.api.load_model import why_left_to_stock
 from lowmem_load.api.request import Options
 from lowmem_load.api.streaming import following
-from lowmem_load.config.precision import Precision
-from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.engine_states import is_plain_zero3, wants_universal
-from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
-from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.errors import ConfigError, LoadOrderWarning
-from lowmem_load.hf.active import transformers_models
 from lowmem_load.integrations.accelerate_fsdp2 import llamafactory_loads, pending_loads
-from lowmem_load.integrations.trainer_saves import saves_hooked
-from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
+from lowmem_load.integrations.startup_hook import once_imported
 from lowmem_load.report import OnLoad
-from lowmem_load.resume.load_checkpoint import load_checkpoint
-from lowmem_load.resume.open_checkpoint import saved_by
-from lowmem_load.saving.model_digest import unwrapped
-from lowmem_load.saving.save import ranks_of
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
@@ -81,10 +62,7 @@ def install(
         stack.enter_context(following(options, everywhere=True))
         stack.enter_context(pending_loads(options))
         stack.enter_context(llamafactory_loads(options))
-        if saves:
-            stack.enter_context(saves_hooked())
-        stack.enter_context(engine_hooked("load_checkpoint", _load_checkpoint))
-        stack.enter_context(hooked(_before_engine))
+        stack.enter_context(once_imported("deepspeed", lambda _: _hooks(saves=saves)))
         _installed.append(stack.pop_all())
 
 
@@ -94,65 +72,11 @@ def uninstall() -> None:
         _installed.pop().close()
 
 
-def _before_engine(given: Mapping[str, Any]) -> None:
-    """Do what `deepspeed.initialize` needs done to its model, and warn of one that was loaded too early."""
-    model = given.get("model")
-    if not isinstance(model, nn.Module):
-        return
-    try:
-        settings = read_settings(_ds_config_of(given), world_size=1)
-    except ConfigError:  # there is none, or DeepSpeed is about to report it
-        return
-    _cast_adapters(model, settings)
-    if settings.stage == 3 and not is_shell(model):
-        _check_load_order(model)
+@contextlib.contextmanager
+def _hooks(*, saves: bool) -> Iterator[None]:
+    # FSDP2 needs neither these modules nor DeepSpeed: 70 MiB, and a second or two of imports.
+    from lowmem_load.integrations.engine_hooks import engines_hooked
+    from lowmem_load.integrations.trainer_saves import saves_hooked
 
-
-def _ds_config_of(given: Mapping[str, Any]) -> Any:
-    configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
-    found = next((config for config in configs if config is not None), None)
-    if isinstance(found, str) and not os.path.exists(found):  # Source: deepspeed 0.19.8 runtime/config.py
-        with contextlib.suppress(ValueError):  # DeepSpeed is about to report it
-            return base64.urlsafe_b64decode(found).decode()
-    return found
-
-
-def _cast_adapters(model: nn.Module, settings: Settings) -> None:
-    """Cast what was added to a streamed model of 4-bit weights: stock's engine does, where nothing is partitioned."""
-    reports = [getattr(found, REPORT_ATTRIBUTE, None) for found in transformers_models(model)]
-    is_packed = any(report is not None and report.num_quantized for report in reports)
-    if not is_packed or settings.precision is Precision.FP32:
-        return
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and not is_partitioned(parameter):
-            parameter.data = parameter.data.to(settings.dtype)
-
-
-def _check_load_order(model: nn.Module) -> None:
-    """Warn for each transformers model that `deepspeed.initialize` partitions only now."""
-    for found in transformers_models(model):  # with any partition, it was loaded under ZeRO-3, and added to since
-        parameters = list(found.parameters())
-        if parameters and not any(map(is_partitioned, parameters)) and not why_left_to_stock(found):
-            mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
-            warnings.warn(
-                f"{type(found).__name__}: every rank holds {mib:.1f} MiB of it whole, and ZeRO-3 partitions it only "
-                "now: no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("
-                "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
-                "then call from_pretrained",
-                LoadOrderWarning,
-                stacklevel=4,  # the caller of deepspeed.initialize
-            )
-
-
-def _load_checkpoint(engine: Any, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
-    """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None."""
-    if not is_plain_zero3(engine) or wants_universal(engine) or given["custom_load_fn"] is not None:
-        return None
-    ranks = ranks_of(unwrapped(engine))
-    # Ranks may see only the files of their own node. All must take the same way.
-    with ranks.step("finding the checkpoint") as step:
-        step.payload = saved_by(given["load_dir"], given["tag"])
-    found = set(step.payloads)
-    if len(found) > 1 or found <= {None, ranks.world_size}:
-        return None
-    return load_checkpoint(engine, **{name: value for name, value in given.items() if name != "custom_load_fn"})
+    with saves_hooked() if saves else contextlib.nullcontext(), engines_hooked():
+        yield

@@ -22,6 +22,7 @@ import sys
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager, ExitStack
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -117,7 +118,7 @@ def _print(text: str) -> None:
 # -- acting right after an import ------------------------------------------------------------------------------------
 
 
-def after_import(name: str, act: Callable[[ModuleType], None]) -> Callable[[], None]:
+def after_import(name: str, act: Callable[[ModuleType], object]) -> Callable[[], None]:
     """Call `act` with a module once the import system has executed it. Return what calls this off."""
     if name in sys.modules:
         act(sys.modules[name])
@@ -127,10 +128,19 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> Callable[[], N
     return finder.leave
 
 
+def once_imported(name: str, block: Callable[[ModuleType], AbstractContextManager[object]]) -> ExitStack:
+    """Return a context manager: inside, `block` is entered once a module is imported. It is left at the end."""
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    stack.callback(after_import(name, lambda module: stack.enter_context(block(module))))
+    return stack
+
+
 class Finder:
     """Finds a module as the finders behind it do, and acts after it is executed: `find_spec` alone loads nothing."""
 
-    def __init__(self, awaited: str, act: Callable[[ModuleType], None]) -> None:
+    def __init__(self, awaited: str, act: Callable[[ModuleType], object]) -> None:
         self._awaited, self._act = awaited, act
 
     def leave(self) -> None:

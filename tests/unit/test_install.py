@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gc
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +51,11 @@ def is_streamed(path: str) -> bool:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(deepspeed, "initialize", lambda *args, **kwargs: "engine")
+    @functools.wraps(deepspeed.initialize)
+    def initialize(*_: Any, **__: Any) -> str:
+        return "engine"
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
     install()
     yield
     uninstall()
@@ -164,3 +171,16 @@ def test_install_inside_a_streaming_block_holds_after_it(llama: str) -> None:
         assert is_streamed(llama)
     del kept
     assert not is_streamed(llama)
+
+
+WITHOUT_DEEPSPEED = """
+import sys, lowmem_load, transformers
+lowmem_load.install()
+assert "deepspeed" not in sys.modules
+import deepspeed
+assert type(deepspeed.initialize).__module__ == "lowmem_load.ds.hooks"
+"""
+
+
+def test_deepspeed_is_hooked_once_a_program_imports_it() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_DEEPSPEED], check=True)
