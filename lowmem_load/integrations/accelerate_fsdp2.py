@@ -106,14 +106,17 @@ def llamafactory_loads(options: Options) -> contextlib.AbstractContextManager[ob
             options.on_load(report)
 
     module = "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
-    return _replaced_once_imported(module, "FSDP2Engine", "_load_weights_from_hf_checkpoint", load)
+    return _replaced_once_imported(module, "FSDP2Engine._load_weights_from_hf_checkpoint", load)
 
 
-def _replaced_once_imported(
-    module: str, owner: str, name: str, handler: Handler
-) -> contextlib.AbstractContextManager[object]:
-    """Inside, `handler` is called in place of a method of a class, once its module is imported. For all threads."""
-    return once_imported(module, lambda found: replaced((getattr(found, owner), name, handler), everywhere=True))
+def _replaced_once_imported(module: str, path: str, handler: Handler) -> contextlib.AbstractContextManager[object]:
+    """Inside, `handler` is called in place of a function or method, once its module is imported. For all threads."""
+    owner, _, name = path.rpartition(".")
+
+    def replace(found: Any) -> contextlib.AbstractContextManager[None]:
+        return replaced((getattr(found, owner) if owner else found, name, handler), everywhere=True)
+
+    return once_imported(module, replace)
 
 
 # -- which loads -----------------------------------------------------------------------------------------------------
@@ -193,8 +196,12 @@ def _hooks() -> Iterator[None]:
         (transformers_class(), "resize_token_embeddings", _resize),
         *((nn.Module, name, _move) for name in ("to", "cuda", "cpu")),
     ]
-    peft = _replaced_once_imported("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", _keep_adapters)
-    with replaced(*replacements, everywhere=True), peft:
+    peft = _replaced_once_imported("peft.tuners.tuners_utils", "BaseTuner.inject_adapter", _keep_adapters)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(*replacements, everywhere=True))
+        stack.enter_context(peft)
+        for module in ("axolotl.loaders.model", "axolotl.train"):
+            stack.enter_context(_replaced_once_imported(module, "materialize_trainable_meta_params", _keep_pending))
         yield
 
 
@@ -373,6 +380,14 @@ def _keep_adapters(ordinary: Any, tuner: Any, model: nn.Module, adapter_name: st
         moved = getattr(module, name)
         if moved.is_meta:
             setattr(module, name, parameter.requires_grad_(moved.requires_grad))
+
+
+def _keep_pending(ordinary: Any, model: nn.Module) -> Any:
+    """Leave a pending model without memory: `_mark_pending` has given its parameters addresses.
+
+    Source: axolotl 0.19 `loaders/utils.py`, which gives memory to parameters that an optimizer is made for.
+    """
+    return [] if _pending_model(model) is not None else ordinary(model)
 
 
 def _needs_weights(config: Any) -> bool:

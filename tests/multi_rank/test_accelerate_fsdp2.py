@@ -82,11 +82,10 @@ def from_files(path: str, kind: str) -> nn.Module:
     model.generation_config.eos_token_id = 3
     if kind.startswith("resized"):
         model.resize_token_embeddings(model.config.vocab_size + 7)
-    if kind == "given memory" and torch.distributed.get_rank() > 0:  # axolotl does so, for the optimizer
-        for module in model.modules():
-            for name, each in list(module.named_parameters(recurse=False)):
-                if each.is_meta:
-                    setattr(module, name, nn.Parameter(torch.empty_like(each, device="cpu")))
+    if kind == "given memory" and torch.distributed.get_rank() > 0:
+        give_memory(model)
+    if kind == "axolotl":
+        sys.modules["axolotl.train"].materialize_trainable_meta_params(model)
     if kind == "copied":
         model = copy.deepcopy(model)
     if kind == "run":
@@ -101,9 +100,19 @@ def from_files(path: str, kind: str) -> nn.Module:
     return model
 
 
+def give_memory(model: nn.Module) -> None:
+    """axolotl's function of this name, in short. It runs on all ranks where some parameters are frozen."""
+    for module in model.modules():
+        for name, each in list(module.named_parameters(recurse=False)):
+            if each.is_meta:
+                setattr(module, name, nn.Parameter(torch.zeros_like(each, device="cpu")))
+
+
 def compare(path: str, kind: str) -> None:
     """Rank function: stock and ours, then training."""
     start()
+    sys.modules["axolotl.train"] = types.ModuleType("axolotl.train")
+    sys.modules["axolotl.train"].materialize_trainable_meta_params = give_memory  # type: ignore[attr-defined]
     warnings.simplefilter("always", NotStreamedWarning)
     for efficient in (True, False):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # the launcher sets it, and stock loads by it
@@ -143,6 +152,7 @@ def compare(path: str, kind: str) -> None:
         "copied",
         "checkpointed",
         "given memory",
+        "axolotl",
         "fp32",
         *LORA,
         "run",
