@@ -15,7 +15,7 @@ from torch import nn
 from lowmem_load.api.load_into import ordinary_load
 from lowmem_load.api.request import Checked, Request, spelled, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
-from lowmem_load.distributed.group import fake_group
+from lowmem_load.distributed.live_group import fake_group
 from lowmem_load.ds import zero_init
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel

@@ -10,24 +10,20 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import Limits, Progress
+from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_live
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, spelled
 
 MAX_TEXT = 20_000
 """Characters of an error that are sent to other ranks: megabytes would break the store's connection."""
-
-_NEVER = timedelta(days=7)
-"""Timeout of the store's clients: the thread that uses them finds out for itself that the store is silent."""
 
 _KNOWN = "_lowmem_load_known_to_all"
 """Attribute of errors that all ranks know of."""
@@ -113,9 +109,8 @@ class RankGroup:
         with self._doing(entry.full_title, progress):
             try:
                 if channel is not None:
-                    channel.limits = Limits.from_environment(
-                        _default_store().timeout.total_seconds(), is_prompt=is_prompt
-                    )
+                    absence_s = default_store().timeout.total_seconds()
+                    channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
                 yield step
                 payload = json.loads(json.dumps(step.payload))
                 entry = Entry(title, name, digest=step.digest, payload=payload)
@@ -156,7 +151,7 @@ class RankGroup:
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes microseconds."""
-        channel = RankGroup._channels.get(_default_group())
+        channel = RankGroup._channels.get(default_group())
         if channel is not None:
             channel.check()
 
@@ -178,12 +173,11 @@ class RankGroup:
     def _channel(self) -> StoreChannel | None:
         if self.world_size == 1 or self.is_fake:
             return None
-        found = RankGroup._channels.get(_default_group())
+        found = RankGroup._channels.get(default_group())
         if found is None:
-            store = _default_store()
-            if store is None:
-                raise ConfigError(f"the process group (backend {dist.get_backend()}) has no store; use gloo or nccl")
-            found = RankGroup._channels[_default_group()] = StoreChannel(lambda: new_client(store), dist.get_rank())
+            store = default_store()
+            found = RankGroup._channels[default_group()] = StoreChannel(lambda: new_client(store), dist.get_rank())
+            weakref.finalize(default_group(), found.end)
         if found.pid != os.getpid():
             raise ConfigError(
                 "this process was forked from a rank, whose connections it must not use; load in the rank itself, or "
@@ -192,7 +186,7 @@ class RankGroup:
         return found
 
     def _members(self, channel: StoreChannel) -> Group:
-        group = self._group or _default_group()
+        group = self._group or default_group()
         members = tuple(dist.get_process_group_ranks(group))
         return channel.group(hashlib.sha256(f"{group.group_name} {members}".encode()).hexdigest()[:16], members)
 
@@ -201,63 +195,3 @@ def _known(error: BaseException) -> BaseException:
     with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
         setattr(error, _KNOWN, True)
     return error
-
-
-@contextlib.contextmanager
-def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world whose other ranks do not exist. Collectives do nothing.
-
-    Source: torch 2.13 `testing/_internal/distributed/fake_pg.py`.
-    """
-    if dist.is_initialized():
-        raise ConfigError("plan: this process has a process group; plan in a process of its own")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def new_client(store: Any) -> Any:
-    """Return another client of a store, for another thread.
-
-    Before torch 2.8 stores have no `clone`. There the client connects anew, without the prefixes of the store, which
-    tell a group from an earlier one; the ranks agree on a new prefix.
-    """
-    if hasattr(store, "clone"):
-        client = store.clone()
-    else:
-        prefix = store.compare_set("lowmem_load", "", secrets.token_hex(8)).decode()
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        is_file = isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
-        client = dist.FileStore(store.path) if is_file else dist.TCPStore(store.host, store.port, is_master=False)  # type: ignore[attr-defined]
-        client = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
-    client.set_timeout(_NEVER)
-    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]
-
-
-def has_group() -> bool:
-    """Return whether there is a default group."""
-    return dist.is_initialized()
-
-
-def require_live() -> None:
-    """Raise ConfigError if there is no default group."""
-    if not dist.is_initialized():
-        raise ConfigError(
-            "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
-        )
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None  # as `require_live` has seen
-    return group
-
-
-def _default_store() -> Any:
-    """Source: torch 2.13 distributed_c10d.py. None if the default group has no store."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001

@@ -16,18 +16,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from lowmem_load.distributed.environment import positive_number
 from lowmem_load.distributed.nodes import pid_space, start_time
-from lowmem_load.distributed.verdict import Entry, Stored
+from lowmem_load.distributed.verdict import Entry
 
 SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
 """Environment variables that set the limits of the same names, seconds."""
-
-SAME_ORDER = "all ranks have to do the same loads and saves in the same order"
 
 BUSY_FACTOR = 1.5
 """A busy rank may send no heartbeat for this many times as long as one that waits; see [Note: lost ranks]."""
@@ -58,7 +55,7 @@ class Limits(NamedTuple):
     """How long a rank waits for others, seconds."""
 
     silence_s: float = 300.0  # for a rank that sends heartbeats but makes no progress
-    gone_s: float = 15.0  # for a rank that sends no heartbeats and cannot be looked up, and for the store
+    gone_s: float = 11.0  # for a rank that sends no heartbeats and cannot be looked up, and for the store
     absence_s: float = 1800.0  # for a rank that has not come to the step
     is_prompt: bool = False  # see `RankGroup.step`
 
@@ -70,11 +67,10 @@ class Limits(NamedTuple):
         return cls(silence_s, gone_s, silence_s if is_prompt else absence_s, is_prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat(Stored):
+class Heartbeat(NamedTuple):
     """What a rank writes about itself."""
 
-    count: int  # of its heartbeats so far
+    num_beats: int  # that it has written so far, this one included
     title: str  # of its step; "" between loads
     detail: str  # how far that is, for messages
     amount: int | None  # how far that is; None where the step does not report it
@@ -82,17 +78,16 @@ class Heartbeat(Stored):
     number: int  # of the step in the group
     entry: Entry | None  # that this rank brings to the step; None until it has done its part
     failed: Sequence[int]  # ranks that failed in this step, as far as this rank knows
-    left: str  # why this rank does not come to the step; "" if it may
     pid_space: str  # this and the next two identify the process; see `nodes.py`
     pid: int
     started: str
     host: str
 
     @classmethod
-    def decoded(cls, content: bytes | str) -> Heartbeat:
-        """Return the object that `encoded` was called on."""
-        fields = json.loads(content)
-        return cls(**fields | {"entry": fields["entry"] and Entry(**fields["entry"])})
+    def decoded(cls, content: str) -> Heartbeat:
+        """Return the heartbeat that was written as JSON."""
+        found = cls(*json.loads(content))
+        return found._replace(entry=found.entry and Entry(*found.entry))
 
     @property
     def who(self) -> str:
@@ -112,112 +107,70 @@ class Peer:
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
-        self._changed_s = self._progress_s = 0.0  # when the count changed, and when anything else did
+        self._changed_s = self._progress_s = 0.0  # when its number changed, and when anything else did
         self._was_found = False  # whether a lookup found the process alive
-        self._is_doubted = False  # whether what it brought counts only after another heartbeat
 
     def note(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take the latest heartbeat."""
         before = self.heartbeat
         if before is None or (heartbeat.pid, heartbeat.started) != (before.pid, before.started):
             self._was_found, before = False, None
-        elif heartbeat.count < before.count:  # a connection that hung delivers it late
+        elif heartbeat.num_beats < before.num_beats:  # a connection that hung delivers it late
             return
         self.heartbeat = heartbeat
-        if before is None or heartbeat.count != before.count:
-            self._changed_s, self._is_doubted = now_s, False
-        if before is None or replace(heartbeat, count=0, detail="") != replace(before, count=0, detail=""):
+        if before is None or heartbeat.num_beats != before.num_beats:
+            self._changed_s = now_s
+        if before is None or heartbeat._replace(num_beats=0, detail="") != before._replace(num_beats=0, detail=""):
             self._progress_s = now_s
 
-    def doubt(self) -> None:
-        """Take what the peer brings only after another heartbeat: it may have given this rank up meanwhile."""
-        self._is_doubted = True
-
-    def entry_in(self, group: str, number: int) -> Entry | None:
-        """Return what the peer brings to a step."""
-        beat = None if self._is_doubted else self.heartbeat
-        return beat.entry if beat is not None and (beat.group, beat.number) == (group, number) else None
-
-    def failed_in(self, group: str, number: int) -> Sequence[int]:
-        """Return the ranks that the peer says failed in a step."""
+    def seen_in(self, group: str, number: int) -> Heartbeat | None:
+        """Return the latest heartbeat, if the peer is in this step."""
         beat = self.heartbeat
-        return beat.failed if beat is not None and (beat.group, beat.number) == (group, number) else ()
-
-    def is_in(self, group: str, number: int) -> bool:
-        """Return whether the peer is in a step of the group, this one or an earlier one."""
-        beat = self.heartbeat
-        return beat is not None and bool(beat.title) and beat.group == group and beat.number <= number
-
-    def why_past(self, group: str, number: int) -> str:
-        """Return why the peer is in a later step of the group, "" if it is not. Only one that left a step is."""
-        beat = self.heartbeat
-        is_past = beat is not None and beat.group == group and beat.number > number
-        return (beat.left or "went on without the others") if beat and is_past else ""
+        return beat if beat is not None and (beat.group, beat.number) == (group, number) else None
 
     def has_ended(self) -> bool | None:
         """Look the process up; return None where this rank cannot know."""
-        heartbeat = self.heartbeat
-        if heartbeat is None or not heartbeat.pid_space or heartbeat.pid_space != pid_space():
+        beat = self.heartbeat
+        if beat is None or not beat.pid_space or beat.pid_space != pid_space():
             return None
-        now = start_time(heartbeat.pid)
-        self._was_found = self._was_found or now == heartbeat.started
-        return None if now is None or not self._was_found else now != heartbeat.started
+        now = start_time(beat.pid)
+        self._was_found = self._was_found or now == beat.started
+        return None if now is None or not self._was_found else now != beat.started
 
     def why_ended(self) -> str:
         """Look the process up; return that it has ended, "" if it has not or this rank cannot know.
 
         It does not say what the peer did last: ranks that lose the store with it have seen different heartbeats.
         """
-        found = self.heartbeat
-        return f"its process ({found.who}) has ended" if found and self.has_ended() else ""
+        beat = self.heartbeat
+        return f"its process ({beat.who}) has ended" if beat and self.has_ended() else ""
 
-    def why_lost(self, limits: Limits, group: str, number: int, now_s: float, waited_s: float | None) -> str:
+    def why_lost(self, limits: Limits, group: str, now_s: float, waited_s: float | None) -> str:
         """Return the reason for giving up on the peer; "" if there is none. `waited_s` is None for a busy rank."""
-        heartbeat, is_absent = self.heartbeat, waited_s is not None and waited_s > limits.absence_s
-        absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}" if is_absent else ""
-        if heartbeat is None:
-            return absent
-        has_ended, is_busy = self.has_ended(), heartbeat.entry is None
-        if has_ended:
-            return f"{self.why_ended()}, {heartbeat.last_seen}"
-        if not heartbeat.title or (heartbeat.entry and heartbeat.group != group):
-            has_left = heartbeat.left and (heartbeat.group, heartbeat.number) == (group, number)
-            return heartbeat.left if has_left and waited_s is not None else absent
-        silent_s, gone_s = now_s - self._changed_s, limits.gone_s * (BUSY_FACTOR if is_busy else 1)
-        if has_ended is None and silent_s > gone_s:
+        beat = self.heartbeat
+        if beat is not None and (ended := self.why_ended()):
+            return f"{ended}, {beat.last_seen}"
+        if beat is None or not beat.title or (beat.entry and beat.group != group):
+            is_absent = waited_s is not None and waited_s > limits.absence_s
+            absent = (
+                f"has not come to this point in {limits.absence_s:g} s; all ranks have to do the same loads and saves"
+            )
+            return f"{absent} in the same order" if is_absent else ""
+        is_busy = beat.entry is None
+        still_s, gone_s = now_s - self._changed_s, limits.gone_s * (BUSY_FACTOR if is_busy else 1)
+        if self.has_ended() is None and still_s > gone_s:
             return (
-                f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({heartbeat.who}) or its "
-                f"machine has ended or cannot be reached; last seen {heartbeat.last_seen}"
+                f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({beat.who}) or its "
+                f"machine has ended or cannot be reached; last seen {beat.last_seen}"
             )
         limit_s, origin = limits.silence_s, SILENCE
-        if is_busy and silent_s <= limit_s:  # else its process is stopped: it sends nothing at all
-            silent_s = now_s - self._progress_s
-            if heartbeat.amount is None:
+        if is_busy and still_s <= limit_s:  # else its process is stopped: it sends nothing at all
+            still_s = now_s - self._progress_s
+            if beat.amount is None:
                 limit_s, origin = max(limit_s, limits.absence_s), "the timeout of the process group"
-        if silent_s <= limit_s:
+        if still_s <= limit_s:
             return ""
         return (
-            f"has made no progress for more than {limit_s:g} s ({origin}), {heartbeat.last_seen}; look what its "
-            f"process ({heartbeat.who}) waits for"
+            f"has made no progress for more than {limit_s:g} s ({origin}), {beat.last_seen}; look what its "
+            f"process ({beat.who}) waits for"
         )
-
-
-class StoreWatch:
-    """Tells whether the store is silent: several looks in a row, a heartbeat apart, see no answer.
-
-    One look is not enough: the thread that asks may wait for the interpreter's lock, or the process was stopped.
-    """
-
-    NUM_LOOKS = 5
-
-    def __init__(self, now_s: float) -> None:
-        self.answered_s = self._seen_s = self._look_s = now_s
-        self._num_looks = 0
-
-    def is_silent(self, now_s: float, limit_s: float, beat_s: float) -> bool:
-        """Look; return whether there was no answer for more than `limit_s`."""
-        if self._seen_s != self.answered_s:
-            self._seen_s, self._look_s, self._num_looks = self.answered_s, now_s, 0
-        elif now_s - self._look_s >= beat_s:
-            self._look_s, self._num_looks = now_s, self._num_looks + 1
-        return self._num_looks >= self.NUM_LOOKS and now_s - self.answered_s > limit_s

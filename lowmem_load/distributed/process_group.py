@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import synchronize
 
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.group import RankGroup, require_live
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.live_group import require_live
 from lowmem_load.errors import ConfigError, RankError
 
 if TYPE_CHECKING:

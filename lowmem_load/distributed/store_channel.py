@@ -6,50 +6,57 @@ rank failed, ended or got stuck, whatever they do meanwhile.
 [Note: steps] The steps of a group are numbered, and all ranks pass the same numbers.
 - Each rank has one key in the store: its heartbeat. It says in which step the rank is and how far. When the rank has
   done its part, the heartbeat holds its entry, too.
-- Each group has one key: the verdict on its latest step. The leader, the group's first rank, writes it when it has read
-  all entries. compare_set writes it, so the first verdict on a step counts.
-- The leader watches the heartbeats of all ranks, the others that of the leader. Who finds a rank lost, or is
-  interrupted, writes a verdict that says so. Heartbeats name the ranks that failed, so that busy ranks stop.
-- A rank that aborts says in its heartbeat to which step it does not come. When it is back, it passes the steps that
-  were ended without it. So all ranks are in line again, and a load that failed may be tried again.
+- Each step has one key: its verdict. compare_set writes it, so the first one counts. The leader, the group's first
+  rank, writes it when it has read all entries. Who finds a rank lost, or does not come to the step, writes that.
+- The leader watches the heartbeats of all ranks, the others that of the leader and the verdict. Heartbeats name the
+  ranks that failed, so that busy ranks stop.
+- If the store is silent, a rank goes on without a verdict. It says so when the store answers again, and passes the
+  steps that ended without it. So all ranks are in line, and a load that failed may be tried again.
 
-[Note: threads] No signal interrupts a call of the store, which may take for ever. So one thread makes all calls. The
-caller waits for it in short waits, and looks whether the store still answers.
+[Note: threads] A call of the store may take for ever, and no signal interrupts it. So a thread makes the calls, and who
+asks waits in short waits. A second thread writes and reads heartbeats. It hears from the caller by `_state`, the caller
+hears from it by `_news`: both are replaced whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from lowmem_load.distributed.heartbeat import GONE, Heartbeat, Limits, Peer, Progress, StoreWatch
+from lowmem_load.distributed.heartbeat import GONE, Heartbeat, Limits, Peer, Progress
 from lowmem_load.distributed.nodes import pid_space, start_time
 from lowmem_load.distributed.verdict import Entry, Verdict, spell_ranks, verdict_on
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
 
-POLL_S, POLL_SHARE = 0.001, 0.05
-"""Seconds between a waiting rank's first looks, and the share of the time waited that is between later ones."""
-
-RANKS_PER_POLL = 16
-"""In groups of more ranks the first looks are as many times further apart, for the sake of the store."""
+POLL_S, POLL_SHARE, RANKS_PER_POLL = 0.001, 0.05, 16
+"""Seconds between a waiting rank's first looks, for so many ranks; later ones are this share of the time waited."""
 
 NUM_MISSED = 3
 """A rank that has missed more heartbeats than this in a row, because it was stopped, may have been given up."""
+
+NUM_LOOKS = 5
+"""Looks, a heartbeat apart, that must see no answer of a silent store: threads wait for the interpreter's lock, too."""
 
 PART = 4 * 2**20
 """Characters of a value at most: torch's store closes a connection that sends 8 MiB (libuv backend, torch 2.13)."""
 
 FAREWELL_S = 5.0
 """Seconds that the leader waits at most until all ranks have read its last verdict: the store may end with it."""
+
+_STORE_ERRORS = RuntimeError, OSError
+"""What a store raises, and this module for it. Source: torch 2.13 `torch/csrc/distributed/c10d/exception.cpp`."""
 
 _NOTHING = "-"
 """Stands for the value of a key that is not there."""
@@ -59,10 +66,6 @@ class StoppedError(BaseException):
     """Ends this rank's part of a step because another rank has failed; the verdict says how."""
 
 
-class _RetiredError(Exception):
-    """The store has answered a thread whose session is over."""
-
-
 @dataclass(eq=False, slots=True)
 class Group:
     """A group of ranks, and how far this rank is in its steps. The first one of its members is the leader."""
@@ -70,40 +73,62 @@ class Group:
     name: str  # unique in the store
     members: tuple[int, ...]  # as ranks in the world
     number: int = 0  # of the next step
-    is_behind: bool = False  # whether other ranks may have ended the next step without this one
-    content: str = ""  # of the latest verdict that this rank has seen, as it lies in the store
-    verdict: Verdict = field(default_factory=Verdict)  # the same
-    payloads: Sequence[Any] = ()  # that the leader has written last
+    went_on: str = ""  # why this rank went on from the step before without a verdict; "" if it did not
+    old_keys: list[str] = field(default_factory=list)  # of steps that are over; the leader deletes them
+    read_keys: list[str] = field(default_factory=list)  # those of them that all ranks have read
+    unread: Sequence[int] = ()  # ranks that may not have read the leader's last verdict yet
 
     def key(self, what: str) -> str:
-        """Return a key of the group in the store."""
-        return f"{self.name}/{what}"
-
-    def note(self, content: str) -> None:
-        """Take the latest verdict."""
-        if content not in (_NOTHING, self.content):
-            self.content, self.verdict = content, Verdict.decoded(content)
+        """Return a key of the group's next step."""
+        return f"{self.name}/{self.number}/{what}"
 
 
-@dataclass(eq=False, slots=True)
-class _Step:
+class _State(NamedTuple):
+    """What this rank does, for its heartbeats."""
+
     group: Group
-    entry: Entry
-    since_s: float
-    is_written: bool = False
-    interrupt: str = ""
-    verdict: Verdict | None = None
+    number: int
+    title: str = ""
+    progress: Callable[[], Progress] | None = None
+    entry: Entry | None = None
 
 
-@dataclass(eq=False, slots=True)
-class _Session:
-    thread: threading.Thread | None = None
-    store: Any = None
-    watch: StoreWatch = field(default_factory=lambda: StoreWatch(time.monotonic()))
-    round_trip_s: float = 0.0  # of the latest answer
-    broken: str = ""
-    is_closing: bool = False
-    unread: tuple[str, int, Sequence[int]] = ("", 0, ())  # group, step and ranks that may not have read the verdict yet
+class _News(NamedTuple):
+    """What the heartbeats say of a step."""
+
+    group: str = ""
+    number: int = -1
+    failed: Sequence[int] = ()  # ranks
+    lost: Sequence[tuple[int, str]] = ()  # ranks that this one gives up, and why
+    broken: str = ""  # what is wrong with the store
+
+
+class _Client:
+    """Calls of the store, made in a thread; see [Note: threads]."""
+
+    def __init__(self, open_client: Callable[[], Any]) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], str, Sequence[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(open_client,), name="lowmem_load-store", daemon=True).start()
+
+    def submit(self, call: str, *arguments: Any) -> Future[Any]:
+        """Make a call after all earlier ones."""
+        self._calls.put((future := Future[Any](), call, arguments))
+        return future
+
+    def end(self) -> None:
+        """End the thread after all calls."""
+        self._calls.put(None)
+
+    def _run(self, open_client: Callable[[], Any]) -> None:
+        store = None
+        while item := self._calls.get():
+            future, call, arguments = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    store = store or open_client()
+                    future.set_result(getattr(store, call)(*arguments))
+                except Exception as error:  # noqa: BLE001  who asked raises it
+                    future.set_exception(error)
 
 
 class StoreChannel:
@@ -113,311 +138,299 @@ class StoreChannel:
         self.pid, self.limits = os.getpid(), Limits()
         self._open_client, self._rank, self._beat_s = open_client, rank, beat_s
         self._process = pid_space(), self.pid, start_time(self.pid) or "", platform.node()
-        self._client: Any = None
-        self._changed = threading.Condition()  # its lock is for all that follows, and for groups, steps and sessions
-        self._session: _Session | None = None
+        self._client: _Client | None = None
         self._groups: dict[str, Group] = {}
         self._doing: list[tuple[Group, str, Callable[[], Progress] | None]] = []
-        self._step: _Step | None = None  # that this rank waits in
-        self._has_news = False  # whether the thread should write a heartbeat at once
-        self._failed: set[int] = set()  # ranks, in the current step
-        self._left = ("", 0, "")  # group and number of a step that this rank does not come to, and why
+        self._state = _State(Group("", ()), 0)
+        self._news = _News()
+        self._lock = threading.Lock()  # for the heartbeats of this rank and of the others
         self._num_beats = 0
         self._peers: dict[int, Peer] = {}
         self._clock_s = 0.0  # stands still while this process is stopped
-
-    # -- the caller's thread -------------------------------------------------------------------------------------------
+        self._beaten_s = self._decides_s = 0.0  # see `_may_decide`
 
     def group(self, name: str, members: tuple[int, ...]) -> Group:
         """Return the group of this name."""
         return self._groups.setdefault(name, Group(name, members))
 
+    def end(self) -> None:
+        """End the thread that makes the calls."""
+        if self._client is not None:
+            self._client.end()
+
     @contextlib.contextmanager
     def doing(self, group: Group, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
         """Send heartbeats within the block, with its title and progress. Blocks nest."""
-        with self._changed:
-            self._doing.append((group, title, progress))
-            session = self._session
-            if session is None:
-                session = self._session = _Session()
-                session.thread = threading.Thread(
-                    target=self._run, args=(session,), name="lowmem_load-heartbeat", daemon=True
-                )
-                self._failed = set()
-                session.thread.start()
+        self._doing.append((group, title, progress))
+        self._note_state()
+        closing = threading.Event()
+        thread = threading.Thread(
+            target=self._send_heartbeats, args=(closing,), name="lowmem_load-heartbeat", daemon=True
+        )
+        is_outermost = len(self._doing) == 1
         try:
+            if is_outermost:
+                self._news, self._beaten_s = _News(), time.monotonic()
+                thread.start()
             yield
         finally:
-            with self._changed:
-                self._doing.pop()
-                session.is_closing = not self._doing
-                self._changed.notify_all()
-            if session.is_closing:
-                self._close(session)
+            self._doing.pop()
+            self._note_state()
+            if is_outermost:
+                self._close(closing, thread)
 
     def agree(self, group: Group, entry: Entry) -> Verdict:
         """Bring an entry to the group's next step; return the verdict. Collective; within `doing`."""
-        session = self._session
-        assert session is not None
-        with self._changed:
-            step = self._step = _Step(group, entry, self._clock_s)
-            self._left = ("", 0, "")
-            if entry.error is not None and not entry.is_stopped:
-                self._failed = {self._rank}
-            self._wake()
         try:
-            while step.verdict is None and not self._is_broken(session):
-                with self._changed:
-                    self._changed.wait_for(lambda: step.verdict is not None or session.broken, self._beat_s)
+            self._catch_up(group)
+            while True:
+                verdict = self._verdict(group, entry)
+                group.number += 1
+                if not verdict.may_be_skipped or self._rank not in dict(verdict.failures):
+                    return verdict._replace(title=verdict.title or entry.full_title)
+        except _STORE_ERRORS as error:
+            return Verdict(entry.full_title, [(0, self._go_on(group, error))])
         except BaseException as interrupt:
-            why = f"was interrupted while it waited for the other ranks: {type(interrupt).__name__}"
-            with self._changed:
-                step.interrupt = why  # the thread writes the verdict
-                self._wake()
-                self._changed.wait_for(lambda: step.verdict is not None or session.broken, 2 * self._beat_s)
-            if step.verdict is None or self._rank not in dict(step.verdict.failures):  # the others go on
-                self._leave(step, why)
+            self.abort(group, f"was interrupted while it waited for the other ranks: {type(interrupt).__name__}")
             raise
-        if step.verdict is None:
-            self._leave(step, f"went on without the others: {session.broken}")
-        return step.verdict or Verdict(entry.full_title, [(0, session.broken)], is_complete=False)
+        finally:
+            self._note_state()
 
     def abort(self, group: Group, why: str) -> None:
         """Say that this rank does not come to the group's next step. Local."""
-        with self._changed:
-            group.is_behind, self._left = True, (group.name, group.number, why)
         with self.doing(group, "leaving"):
-            pass  # the last heartbeat says so
+            try:
+                while not self._decide(group, Verdict("", [(self._rank, why)])).failures:
+                    group.number += 1  # the others have this rank's entry, and go on
+                group.number += 1
+            except _STORE_ERRORS as error:
+                self._go_on(group, error)
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
-        session = self._session
-        if session is not None and (self._failed or self._is_broken(session)):
-            with self._changed:
-                raise StoppedError(f"stopped because of rank(s) {spell_ranks(sorted(self._failed))}")
+        news = self._news
+        if self._doing and (news.broken or (news.failed and self._is_current(news))):
+            raise StoppedError(f"stopped because of rank(s) {spell_ranks(sorted(news.failed))}")
 
-    def _close(self, session: _Session) -> None:
-        assert session.thread is not None
-        try:
-            session.thread.join(2 * self._beat_s if session.broken else FAREWELL_S + self.limits.gone_s)
-        finally:
-            self._session = None
-            if session.thread.is_alive():
-                self._client = None  # that thread uses the old one for as long as the store does not answer
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _is_broken(self, session: _Session) -> bool:
-        limit_s = self.limits.gone_s
-        with self._changed:
-            is_silent = not session.broken and session.watch.is_silent(time.monotonic(), limit_s, self._beat_s)
-        if is_silent:
-            self._break(session, f"has not answered for {limit_s:g} s ({GONE})")
-        return bool(session.broken)
+    def _verdict(self, group: Group, entry: Entry) -> Verdict:
+        start_s = time.monotonic()
+        self._note_state(entry)
+        self._send_heartbeat()
+        is_leader, first_s = self._rank == group.members[0], POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL)
+        while True:
+            # A look right behind the entry comes too early: the leader has yet to read it.
+            time.sleep(min(self._beat_s, max(first_s, POLL_SHARE * (time.monotonic() - start_s))))
+            if is_leader:
+                awaited = [rank for rank in group.members[1:] if self._entry_of(rank, group) is None]
+                self._read_heartbeats(awaited)
+                found = {rank: self._entry_of(rank, group) for rank in group.members[1:]}
+                entries = {rank: each for rank, each in found.items() if each is not None}
+                if len(entries) == len(found) and self._may_decide():
+                    return self._decide(group, verdict_on({self._rank: entry, **entries}))
+            has_failed = self._news.failed and self._is_current(self._news)
+            if (not is_leader or has_failed) and (content := self._peek(group.key("verdict"))) != _NOTHING:
+                return self._decoded(group, content)
+            if has_failed and self._news.lost:
+                lost = Verdict(entry.full_title, self._news.lost, may_be_skipped=self.limits.is_prompt)
+                return self._decide(group, lost)
 
-    def _leave(self, step: _Step, why: str) -> None:
-        with self._changed:
-            if step.is_written and step.verdict is None:  # the others may go on
-                step.group.number += 1
-            self._step, step.group.is_behind = None, True
-            self._left = (step.group.name, step.group.number, why)
+    def _may_decide(self) -> bool:
+        """Return whether the others know that this rank is there: not if it was stopped, until they could say so."""
+        now_s = time.monotonic()
+        return now_s >= self._decides_s and now_s - self._beaten_s <= NUM_MISSED * self._beat_s
 
-    # -- either thread -------------------------------------------------------------------------------------------------
+    def _entry_of(self, rank: int, group: Group) -> Entry | None:
+        beat = self._peers.get(rank, Peer()).seen_in(group.name, group.number)
+        return beat and beat.entry
 
-    def _wake(self) -> None:
-        self._has_news = True
-        self._changed.notify_all()
+    def _decide(self, group: Group, verdict: Verdict) -> Verdict:
+        """Write the verdict on the group's step, unless there is one; return the one that is there."""
+        text = json.dumps(verdict.payloads) if verdict.payloads else ""
+        parts = [group.key(f"payloads/{start // PART}") for start in range(0, len(text), PART)]
+        for place, key in enumerate(parts):
+            self._ask("set", key, text[place * PART : (place + 1) * PART])
+        content = json.dumps([parts, *verdict._replace(payloads=())])
+        found = self._ask("compare_set", group.key("verdict"), "", content)
+        if found != content:
+            return self._decoded(group, found)
+        if verdict.is_complete:  # all ranks have read the verdicts before
+            group.read_keys, group.old_keys = [*group.read_keys, *group.old_keys], parts
+        self._note_verdict(group, verdict)
+        return verdict
 
-    def _break(self, session: _Session, what: str) -> None:
+    def _decoded(self, group: Group, content: str) -> Verdict:
+        parts, *fields = json.loads(content)
+        verdict = Verdict(*fields)
+        verdict = verdict._replace(failures=[(rank, text) for rank, text in verdict.failures])
+        self._note_verdict(group, verdict)
+        payloads = json.loads("".join(map(self._peek, parts))) if parts else ()
+        return verdict._replace(payloads=payloads)
+
+    def _note_verdict(self, group: Group, verdict: Verdict) -> None:
+        if self._rank == group.members[0]:
+            lost = {} if verdict.is_complete else dict(verdict.failures)
+            group.unread = [rank for rank in group.members[1:] if rank not in lost]
+            group.old_keys.append(group.key("verdict"))
+
+    def _catch_up(self, group: Group) -> None:
+        """Tell the others that this rank went on, if it did; pass the steps that have ended without it."""
+        if self._news.broken:
+            raise ConnectionError(self._news.broken)
+        if group.went_on:
+            self._ask("compare_set", group.key("verdict"), "", _of_lost(self._rank, group.went_on))
+            while self._peek(group.key("verdict")) != _NOTHING:
+                group.number += 1
+            group.went_on = ""
+
+    def _go_on(self, group: Group, error: Exception) -> str:
+        """Leave a store that does not answer; return what is wrong with it."""
+        broken = self._news.broken or self._broken(error)
+        self._news, group.went_on = _News(broken=broken), f"went on without the others: {broken}"
+        if self._client is not None:
+            self._client.submit("compare_set", group.key("verdict"), "", _of_lost(self._rank, group.went_on))
+            self._client.end()
+            self._client = None
+        return broken
+
+    def _broken(self, error: Exception) -> str:
         ended, until_s = "", time.monotonic() + 0.5
         while not ended and time.monotonic() < until_s:  # a killed process closes its connections before it ends
             ended = self._peers.get(0, Peer()).why_ended()
             time.sleep(0.01)
-        with self._changed:
-            where = "the store of the process group, which this rank or its launcher holds,"
-            session.broken = session.broken or ended or f"{where} {what}"
-            if session is self._session:
-                self._failed = {0}
-            self._changed.notify_all()
+        text = str(error).partition("\n")[0]
+        what = text if isinstance(error, TimeoutError) else f"cannot be reached: {text}"
+        return ended or f"the store of the process group, which this rank or its launcher holds, {what}"
 
-    # -- the thread of a session ---------------------------------------------------------------------------------------
+    # -- heartbeats ----------------------------------------------------------------------------------------------------
 
-    def _run(self, session: _Session) -> None:
+    def _note_state(self, entry: Entry | None = None) -> None:
+        group, title, progress = self._doing[-1] if self._doing else (self._state.group, "", None)
+        self._state = _State(group, group.number, title, progress, entry)
+
+    def _is_current(self, news: _News) -> bool:
+        return (news.group, news.number) == (self._state.group.name, self._state.number)
+
+    def _send_heartbeats(self, closing: threading.Event) -> None:
+        """Run in a thread until `closing` is set or the store does not answer."""
+        state, since_s = self._state, self._clock_s
         try:
-            session.store = self._client = self._client or self._open_client()
-            self._serve(session)
-            self._say_farewell(session)
-            with contextlib.suppress(Exception):  # the store is gone; the other ranks will have noticed
-                self._beat(session, None)
-        except _RetiredError:
-            if self._session in (None, session):  # else a later one sends heartbeats
-                with contextlib.suppress(Exception):
-                    self._beat(session, None)  # says that this rank went on
-        except Exception as error:  # noqa: BLE001  of the store; the caller must hear of it
-            self._break(session, f"cannot be reached: {str(error).partition(chr(10))[0]}")
+            self._send_heartbeat()
+            while not closing.wait(self._beat_s):
+                now_s = time.monotonic()
+                self._clock_s += min(now_s - self._beaten_s, 2 * self._beat_s)
+                if now_s - self._beaten_s > NUM_MISSED * self._beat_s:
+                    self._decides_s = now_s + self._beat_s
+                self._beaten_s = now_s
+                if state is not self._state:
+                    state, since_s = self._state, self._clock_s
+                self._send_heartbeat()
+                if not state.group.went_on:
+                    news = self._watched(state, self._clock_s - since_s)
+                    tells = set(news.failed) - set(self._news.failed)
+                    self._news = news
+                    if tells:
+                        self._send_heartbeat()
+        except _STORE_ERRORS as error:
+            if not closing.is_set() and not self._news.broken:
+                self._news = _News(failed=[0], broken=self._broken(error))
 
-    def _serve(self, session: _Session) -> None:
-        due_s, now_s = 0.0, time.monotonic()
-        while True:
-            before_s, now_s = now_s, time.monotonic()
-            if now_s - before_s > NUM_MISSED * self._beat_s:
-                for peer in self._peers.values():
-                    peer.doubt()
-            is_due = now_s >= due_s
-            due_s = now_s + self._beat_s if is_due else due_s
-            with self._changed:
-                if session.is_closing:
-                    return
-                self._clock_s += min(now_s - before_s, 2 * self._beat_s)
-                has_news, self._has_news = self._has_news, False
-                step, group = self._step, self._step.group if self._step else self._doing[-1][0]
-                if step is not None and not step.is_written:
-                    step.since_s = self._clock_s  # the clock was behind when the caller made the step
-            if step is not None and group.is_behind and not step.is_written:
-                group.note(self._peek(session, group.key("verdict")))
-                group.number = max(group.number, group.verdict.number + 1)  # the others ended it without this rank
-            if is_due or has_news:
-                self._beat(session, step)
-            # A look right behind the entry comes too early: the leader has yet to read it.
-            if is_due or (step is not None and (step.interrupt or not has_news)):
-                self._look(session, group, step, is_due=is_due)
-            pause_s = due_s - time.monotonic()
-            if step is not None:
-                first_s = max(POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL), 0.1 * session.round_trip_s)
-                pause_s = min(pause_s, max(first_s, POLL_SHARE * (self._clock_s - step.since_s)))
-            with self._changed:
-                self._changed.wait_for(lambda: session.is_closing or self._has_news, pause_s)
-
-    def _say_farewell(self, session: _Session) -> None:
-        name, number, ranks = session.unread
-        until_s = time.monotonic() + FAREWELL_S
-        while ranks := [rank for rank in ranks if self._peers[rank].is_in(name, number)]:
-            if time.monotonic() > until_s:
-                return
-            time.sleep(5 * POLL_S)
-            self._read_heartbeats(session, ranks)
-
-    def _beat(self, session: _Session, step: _Step | None) -> None:
-        with self._changed:
-            self._num_beats += 1
-            count, failed = self._num_beats, [*self._failed]
-            (name, number, left), title, progress = self._left, "", None
-            if self._doing:
-                group, title, progress = self._doing[-1]
-                group = group if step is None else step.group
-                name, number = group.name, group.number
-        at = None if progress is None else progress()  # without the lock: it may wait for another one
-        detail, amount = ("", None) if at is None else (at.detail, at.amount)
-        entry = None if step is None else step.entry
-        heartbeat = Heartbeat(count, title, detail, amount, name, number, entry, failed, left, *self._process)
-        session.store.set(_key(self._rank), heartbeat.encoded())
-        if step is not None:
-            step.is_written = True
-
-    def _look(self, session: _Session, group: Group, step: _Step | None, *, is_due: bool) -> None:
-        """Look at other ranks' heartbeats and at the verdict; write one if that is up to this rank."""
-        number, key, is_leader = group.number, group.key("verdict"), self._rank == group.members[0]
+    def _watched(self, state: _State, waited_s: float) -> _News:
+        """Return what the heartbeats of the others, and the verdict, say of this rank's step."""
+        group, is_waiting = state.group, state.entry is not None
+        is_leader = self._rank == group.members[0]
         watched = group.members[1:] if is_leader else group.members[:1]
-        self._read_heartbeats(session, watched if is_due else self._awaited(group) if is_leader else ())
-        if is_due or not is_leader:
-            group.note(self._peek(session, key))
-        if group.verdict.number < number:
-            lost = self._lost(group, step, watched) if is_due else {}
-            new = None if step is None else self._new_verdict(group, step, lost)
-            if new is None:
-                return
-            content = replace(
-                new, number=number, payloads=(), num_parts=self._write_payloads(session, group, new)
-            ).encoded()
-            group.note(self._ask(session, "compare_set", key, group.content, content))
-        if group.verdict.number >= number:
-            self._act_on(session, group, step)
+        self._read_heartbeats(watched)
+        verdict, content = Verdict(), self._peek(f"{group.name}/{state.number}/verdict")
+        if content != _NOTHING:  # the others went on without this rank
+            verdict = Verdict(*json.loads(content)[1:])
+        failed = {rank for rank, _ in verdict.failures}
+        failed -= failed if verdict.may_be_skipped and self._rank in failed else set()
+        peers = {rank: self._peers[rank] for rank in watched}
+        limits = self.limits
+        found = {
+            rank: peer.why_lost(limits, group.name, self._clock_s, waited_s if is_waiting else None)
+            for rank, peer in peers.items()
+        }
+        lost = [(rank, why) for rank, why in found.items() if why]
+        beats = [peer.seen_in(group.name, state.number) for peer in peers.values()]
+        failed |= {rank for beat in beats if beat is not None for rank in beat.failed} | dict(lost).keys()
+        return _News(group.name, state.number, [*failed], lost)
 
-    def _awaited(self, group: Group) -> list[int]:
-        place = group.name, group.number
-        return [rank for rank in group.members[1:] if self._peers.get(rank, Peer()).entry_in(*place) is None]
+    def _send_heartbeat(self) -> None:
+        state = self._state
+        at = None if state.progress is None else state.progress()
+        detail, amount = ("", None) if at is None else (at.detail, at.amount)
+        failed = set(self._news.failed) if self._is_current(self._news) else set()
+        if state.entry is not None and state.entry.error is not None and not state.entry.is_stopped:
+            failed |= {self._rank}
+        with self._lock:
+            if state is not self._state:
+                return  # the caller's thread sends a later one
+            self._num_beats += 1
+            place = state.group.name, state.number
+            beat = Heartbeat(
+                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed], *self._process)
+            )
+            sent = self._connected().submit("set", _key(self._rank), json.dumps(beat))
+        self._answer(sent)
 
-    def _lost(self, group: Group, step: _Step | None, watched: Sequence[int]) -> dict[int, str]:
-        waited_s = None if step is None else self._clock_s - step.since_s
-        # What this rank did not come to, others need not have come to either.
-        place = self.limits, group.name, -1 if group.is_behind else group.number, self._clock_s, waited_s
-        lost = {rank: why for rank in watched if (why := self._peers[rank].why_lost(*place))}
-        # Heartbeats were read before the verdict, so who is past this step without a verdict does not come to it.
-        lost |= {rank: why for rank in watched if (why := self._peers[rank].why_past(group.name, group.number))}
-        failed = {each for rank in watched for each in self._peers[rank].failed_in(group.name, group.number)}
-        failed |= lost.keys()
-        with self._changed:
-            self._has_news = self._has_news or not failed <= self._failed
-            self._failed |= failed
-        return lost
-
-    def _new_verdict(self, group: Group, step: _Step, lost: Mapping[int, str]) -> Verdict | None:
-        title = step.entry.full_title
-        if step.interrupt:
-            return Verdict(title, [(self._rank, step.interrupt)], is_complete=False)
-        if self._rank == group.members[0] and not self._awaited(group):
-            found = {rank: self._peers[rank].entry_in(group.name, group.number) for rank in group.members[1:]}
-            return verdict_on({self._rank: step.entry, **{rank: entry for rank, entry in found.items() if entry}})
-        if lost:
-            return Verdict(title, [*lost.items()], is_complete=False, may_be_skipped=self.limits.is_prompt)
-        return None
-
-    def _act_on(self, session: _Session, group: Group, step: _Step | None) -> None:
-        """Act on a verdict on this rank's step, or on a later one."""
-        verdict = group.verdict
-        if step is not None and verdict.num_parts:
-            keys = [group.key(f"payloads/{part}") for part in range(verdict.num_parts)]
-            found = group.payloads or json.loads("".join(self._peek(session, key) for key in keys))
-            verdict = replace(verdict, payloads=found)
-        failed = dict(verdict.failures)
-        # This rank aborted that step, or need not have come to it: it is not the one that this rank is in.
-        is_earlier = not verdict.is_complete and self._rank in failed and (group.is_behind or verdict.may_be_skipped)
-        with self._changed:
-            if step is None or step is not self._step:  # the others went on without this rank
-                self._failed |= set() if is_earlier else failed.keys()
-                return
-            self._failed, group.number = set(), verdict.number + 1
-            if self._rank == group.members[0]:
-                reached = [rank for rank in group.members[1:] if verdict.is_complete or rank not in failed]
-                session.unread = group.name, verdict.number, reached
-            if step.interrupt or not is_earlier:
-                group.is_behind, self._step, step.verdict = False, None, verdict
-            self._wake()
-
-    def _write_payloads(self, session: _Session, group: Group, verdict: Verdict) -> int:
-        """Write what the ranks brought beside the verdict, if they did; return the number of keys."""
-        group.payloads = verdict.payloads
-        text = json.dumps(verdict.payloads) if verdict.payloads else ""
-        parts = [text[start : start + PART] for start in range(0, len(text), PART)]
-        for part, content in enumerate(parts):
-            session.store.set(group.key(f"payloads/{part}"), content)
-        return len(parts)
-
-    def _read_heartbeats(self, session: _Session, ranks: Sequence[int]) -> None:
+    def _read_heartbeats(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if rank not in self._peers:  # multi_get waits for keys that are not there
-                self._ask(session, "compare_set", _key(rank), "", _NOTHING)
+                self._ask("compare_set", _key(rank), "", _NOTHING)
                 self._peers[rank] = Peer()
         if len(ranks) > 1:
-            found = self._ask(session, "multi_get", [*map(_key, ranks)])
+            found = self._ask("multi_get", [*map(_key, ranks)])
         else:  # one round trip instead of two
-            found = [self._peek(session, _key(rank)) for rank in ranks]
-        for rank, content in zip(ranks, found, strict=True):
-            if content != _NOTHING:
-                self._peers[rank].note(Heartbeat.decoded(content), self._clock_s)
+            found = [self._peek(_key(rank)) for rank in ranks]
+        with self._lock:
+            for rank, content in zip(ranks, found, strict=True):
+                if content != _NOTHING:
+                    self._peers[rank].note(Heartbeat.decoded(content), self._clock_s)
 
-    def _peek(self, session: _Session, key: str) -> str:
+    def _close(self, closing: threading.Event, thread: threading.Thread) -> None:
+        closing.set()
+        until_s = time.monotonic() + FAREWELL_S
+        with contextlib.suppress(*_STORE_ERRORS):  # the store is gone; the other ranks will have noticed
+            for group in self._groups.values() if not self._news.broken else ():
+                while group.unread and time.monotonic() < until_s:
+                    self._read_heartbeats(group.unread)
+                    last = group.name, group.number - 1
+                    group.unread = [rank for rank in group.unread if self._peers[rank].seen_in(*last)]
+                    time.sleep(5 * POLL_S)
+                while group.read_keys:
+                    self._connected().submit("delete_key", group.read_keys.pop())
+            if not self._news.broken:
+                self._send_heartbeat()
+        thread.join(2 * self._beat_s if self._news.broken else self.limits.gone_s)
+
+    # -- the store -----------------------------------------------------------------------------------------------------
+
+    def _connected(self) -> _Client:
+        self._client = self._client or _Client(self._open_client)
+        return self._client
+
+    def _peek(self, key: str) -> str:
         """Return the value of a key, or _NOTHING. `get` would wait for it."""
-        return str(self._ask(session, "compare_set", key, _NOTHING, _NOTHING))
+        return str(self._ask("compare_set", key, _NOTHING, _NOTHING))
 
-    def _ask(self, session: _Session, call: str, *arguments: Any) -> Any:
-        asked_s = time.monotonic()
-        answer = getattr(session.store, call)(*arguments)
-        with self._changed:
-            session.watch.answered_s = time.monotonic()
-            session.round_trip_s = session.watch.answered_s - asked_s
-            if session.broken or session is not self._session:
-                raise _RetiredError
-        return [each.decode() for each in answer] if isinstance(answer, list) else answer.decode()
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        answer = self._answer(self._connected().submit(call, *arguments))
+        return [each.decode() for each in answer] if isinstance(answer, list) else answer and answer.decode()
+
+    def _answer(self, asked: Future[Any]) -> Any:
+        for _ in range(max(NUM_LOOKS, math.ceil(self.limits.gone_s / self._beat_s))):
+            if wait([asked], self._beat_s).done:
+                return asked.result()
+        asked.cancel()
+        raise TimeoutError(f"has not answered for {self.limits.gone_s:g} s ({GONE})")
 
 
 def _key(rank: int) -> str:
     return f"rank/{rank}"
+
+
+def _of_lost(rank: int, why: str) -> str:
+    return json.dumps([[], *Verdict("", [(rank, why)])])

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 MAX_FAILURES = 1_000_000
-"""Characters of all messages of a verdict together, which every rank reads again and again."""
-
-T = TypeVar("T", bound="Stored")
+"""Characters of all messages of a verdict together, which every rank reads."""
 
 
-class Stored:
-    """A dataclass that lies in the store as JSON."""
-
-    __slots__ = ()
-
-    def encoded(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
-
-    @classmethod
-    def decoded(cls: type[T], content: bytes | str) -> T:
-        """Return the object that `encoded` was called on; its sequences are lists."""
-        return cls(**json.loads(content))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry(Stored):
-    """What one rank brings to a step."""
+class Entry(NamedTuple):
+    """What one rank brings to a step. JSON data, as a verdict is."""
 
     title: str  # equal on all ranks that are at the same step
     name: str = ""  # what the step is about, for messages; it may differ between ranks
     error: str | None = None  # of this rank
     is_stopped: bool = False  # whether this rank only stopped because another one failed
-    digest: Mapping[str, str] = field(default_factory=dict)  # values that must be equal on all ranks, by topic
-    payload: Any = None  # for the other ranks, JSON data
+    digest: Mapping[str, str] = {}  # values that must be equal on all ranks, by topic
+    payload: Any = None  # for the other ranks
 
     @property
     def full_title(self) -> str:
@@ -47,20 +27,17 @@ class Entry(Stored):
         return f"{self.name}: {self.title}" if self.name else self.title
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict(Stored):
+class Verdict(NamedTuple):
     """The outcome of a step."""
 
     title: str = ""  # of the step that failed, for messages
     failures: Sequence[tuple[int, str]] = ()  # ranks of the world that failed, each with its message
     is_alike: bool = False  # whether all ranks failed with the same message
     is_complete: bool = (
-        True  # whether the entries of all ranks were there; else `failures` are the ranks that were lost
+        False  # whether the entries of all ranks were there; else `failures` are the ranks that were lost
     )
     may_be_skipped: bool = False  # whether a lost rank goes on as if there had been no such step: `Limits.is_prompt`
-    number: int = -1  # of the step in its group
     payloads: Sequence[Any] = ()  # of all ranks, if the step succeeded and a rank brought one
-    num_parts: int = 0  # keys with the payloads. They are read once, the verdict again and again
 
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
@@ -80,9 +57,10 @@ def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
         is_alike = len(errors) == len(entries) and len(set(map(_comparable, errors.values()))) == 1
         title = next(entry for rank, entry in entries.items() if rank in failures).full_title
         limit = max(200, MAX_FAILURES // len(failures))
-        return Verdict(title, [(rank, text[:limit]) for rank, text in failures.items()], is_alike=is_alike)
+        return Verdict(title, [(rank, text[:limit]) for rank, text in failures.items()], is_alike, is_complete=True)
     payloads = [entry.payload for entry in entries.values()]
-    return Verdict(payloads=payloads if any(payload is not None for payload in payloads) else ())
+    has_payloads = any(payload is not None for payload in payloads)
+    return Verdict(is_complete=True, payloads=payloads if has_payloads else ())
 
 
 _OF_ONE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|(?<=[a-z]:)[0-9]+")

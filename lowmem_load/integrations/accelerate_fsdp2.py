@@ -26,7 +26,8 @@ from torch import nn
 
 from lowmem_load.api.load_into import load_into
 from lowmem_load.api.request import Options, stage_3
-from lowmem_load.distributed.group import RankGroup, has_group
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.live_group import has_group
 from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatter_into
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, plain_name
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -17,7 +16,6 @@ from lowmem_load.distributed.heartbeat import (
     Heartbeat,
     Limits,
     Peer,
-    StoreWatch,
     computing,
 )
 from lowmem_load.distributed.nodes import machine, pid_space, start_time
@@ -25,12 +23,12 @@ from lowmem_load.distributed.verdict import Entry
 from lowmem_load.errors import ConfigError
 
 HERE = Heartbeat(
-    *(1, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", 4, None, [], ""),
+    *(1, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", 4, None, []),
     *(pid_space(), os.getpid(), start_time(os.getpid()) or "", "node1"),
 )
-ELSEWHERE = dataclasses.replace(HERE, pid_space="another machine")
+ELSEWHERE = HERE._replace(pid_space="another machine")
 ENTRY = Entry("model: reading", payload=[1])
-LIMITS = Limits(silence_s=300, gone_s=15, absence_s=1800)
+LIMITS = Limits(silence_s=300, gone_s=11, absence_s=1800)
 
 
 def seen(*heartbeats: tuple[float, Heartbeat]) -> Peer:
@@ -42,33 +40,34 @@ def seen(*heartbeats: tuple[float, Heartbeat]) -> Peer:
     return peer
 
 
-def why(peer: Peer, now: float, waited_s: float | None = None, group: str = "world", number: int = 4) -> str:
-    return peer.why_lost(LIMITS, group, number, now, waited_s)
+def why(peer: Peer, now: float, waited_s: float | None = None) -> str:
+    return peer.why_lost(LIMITS, "world", now, waited_s)
 
 
 def changed(heartbeat: Heartbeat, **changes: Any) -> Heartbeat:
-    return dataclasses.replace(heartbeat, **changes)
+    return heartbeat._replace(**changes)
 
 
 def test_a_heartbeat_survives_the_store() -> None:
-    assert Heartbeat.decoded(HERE.encoded().encode()) == HERE
-    assert json.loads(HERE.encoded())["pid"] == os.getpid()
+    assert Heartbeat.decoded(json.dumps(HERE)) == HERE
     waiting = changed(HERE, entry=ENTRY)
-    assert Heartbeat.decoded(waiting.encoded()) == waiting
+    assert Heartbeat.decoded(json.dumps(waiting)) == waiting
 
 
 def test_a_heartbeat_that_comes_late_is_old_news() -> None:
-    peer = seen((0.0, changed(HERE, count=7)), (1.0, changed(HERE, count=6, entry=ENTRY)))
-    assert peer.entry_in("world", 4) is None
+    peer = seen((0.0, changed(HERE, num_beats=7)), (1.0, changed(HERE, num_beats=6, entry=ENTRY)))
+    found = peer.seen_in("world", 4)
+    assert found is not None
+    assert found.entry is None
 
 
 def test_a_rank_that_makes_progress_is_waited_for_however_long_it_takes() -> None:
-    peer = seen(*((at, changed(HERE, count=at, amount=at)) for at in range(0, 100_000, 250)))
+    peer = seen(*((at, changed(HERE, num_beats=at, amount=at)) for at in range(0, 100_000, 250)))
     assert why(peer, 100_000.0, waited_s=99_000.0) == ""
 
 
 def test_a_rank_that_makes_no_progress_is_named_with_what_it_did() -> None:
-    peer = seen((0.0, HERE), *((float(at), changed(HERE, count=at)) for at in range(1, 301)))
+    peer = seen((0.0, HERE), *((float(at), changed(HERE, num_beats=at)) for at in range(1, 301)))
     assert why(peer, 300.0) == ""
     words = why(peer, 300.5)
     for word in ("no progress for more than 300 s", "LOWMEM_LOAD_SILENCE_S", "model: reading", "a.safetensors", "pid"):
@@ -76,7 +75,7 @@ def test_a_rank_that_makes_no_progress_is_named_with_what_it_did() -> None:
 
 
 def test_a_rank_that_waits_need_not_make_progress() -> None:
-    waiting = [(float(at), changed(HERE, count=at, entry=ENTRY)) for at in range(2000)]
+    waiting = [(float(at), changed(HERE, num_beats=at, entry=ENTRY)) for at in range(2000)]
     assert why(seen(*waiting), 2000.0) == ""
 
 
@@ -88,11 +87,11 @@ def test_a_process_here_that_lives_is_silent_and_never_gone() -> None:
 
 
 def test_a_process_elsewhere_is_gone_when_its_heartbeats_stop_and_later_if_it_was_busy() -> None:
-    assert why(seen((0.0, ELSEWHERE)), 22.0) == ""
-    assert "no heartbeat for more than 22.5 s (LOWMEM_LOAD_GONE_S)" in why(seen((0.0, ELSEWHERE)), 23.0)
+    assert why(seen((0.0, ELSEWHERE)), 16.0) == ""
+    assert "no heartbeat for more than 16.5 s (LOWMEM_LOAD_GONE_S)" in why(seen((0.0, ELSEWHERE)), 17.0)
     waiting = seen((0.0, changed(ELSEWHERE, entry=ENTRY)))
-    assert why(waiting, 15.0) == ""
-    assert "no heartbeat for more than 15 s" in why(waiting, 15.5)
+    assert why(waiting, 11.0) == ""
+    assert "no heartbeat for more than 11 s" in why(waiting, 11.5)
 
 
 def ended_process() -> tuple[Heartbeat, Any]:
@@ -120,7 +119,7 @@ def test_a_look_is_trusted_only_after_it_found_that_process() -> None:
     """Clones of one virtual machine have equal boot ids, and each other's process numbers are others or none there."""
     of_a_clone = changed(HERE, started="1")
     assert why(seen((0.0, of_a_clone)), 0.5) == ""
-    assert "no heartbeat" in why(seen((0.0, of_a_clone)), 23.0)
+    assert "no heartbeat" in why(seen((0.0, of_a_clone)), 17.0)
     heartbeat, process = ended_process()
     process.kill()
     process.join()
@@ -144,17 +143,8 @@ def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(heartb
     assert "has not come to this point in 1800 s" in why(peer, 1e6, waited_s=1801.0)
 
 
-def test_a_rank_that_aborts_a_step_is_named_to_those_who_wait_in_it() -> None:
-    left = changed(HERE, title="", left="left streaming(): ValueError: no")
-    assert why(seen((0.0, left)), 1.0) == ""
-    assert why(seen((0.0, left)), 1.0, 0.5) == "left streaming(): ValueError: no"
-    assert why(seen((0.0, left)), 1.0, 0.5, number=5) == "", "of the steps before"
-    assert why(seen((0.0, left)), 1.0, 0.5, group="other") == ""
-    assert why(seen((0.0, changed(left, title="reading"))), 1.0, 0.5) == "", "it came after all"
-
-
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Limits.from_environment(7.0) == Limits(300.0, 15.0, 7.0)
+    assert Limits.from_environment(7.0) == Limits(300.0, 11.0, 7.0)
     monkeypatch.setenv("LOWMEM_LOAD_SILENCE_S", "60")
     monkeypatch.setenv("LOWMEM_LOAD_GONE_S", "2.5")
     assert Limits.from_environment(7.0) == Limits(60.0, 2.5, 7.0)
@@ -168,9 +158,9 @@ def test_limits_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, text:
 
 
 def test_of_a_step_that_says_nothing_the_groups_timeout_counts() -> None:
-    beats = [(float(at), changed(HERE, count=at, amount=None)) for at in range(1801)]
+    beats = [(float(at), changed(HERE, num_beats=at, amount=None)) for at in range(1801)]
     assert why(seen(*beats), 1800.0) == ""
-    beats.append((1801.0, changed(HERE, count=1801, amount=None)))
+    beats.append((1801.0, changed(HERE, num_beats=1801, amount=None)))
     assert "more than 1800 s (the timeout of the process group)" in why(seen(*beats), 1801.5)
     stopped = seen((0.0, changed(HERE, amount=None)))
     assert why(stopped, 300.0) == ""
@@ -178,7 +168,7 @@ def test_of_a_step_that_says_nothing_the_groups_timeout_counts() -> None:
 
 
 def test_a_rank_that_waits_in_another_group_is_not_waited_for_for_ever() -> None:
-    elsewhere = [(float(at), changed(HERE, count=at, entry=ENTRY, group="other")) for at in range(2000)]
+    elsewhere = [(float(at), changed(HERE, num_beats=at, entry=ENTRY, group="other")) for at in range(2000)]
     assert why(seen(*elsewhere), 2000.0, waited_s=1800.0) == ""
     assert "has not come to this point" in why(seen(*elsewhere), 2000.0, waited_s=1801.0)
 
@@ -192,12 +182,3 @@ def test_computing_counts_as_progress_and_sleeping_does_not() -> None:
     while time.thread_time() < until:
         pass
     assert progress().amount > before
-
-
-def test_a_store_is_silent_only_if_several_looks_in_a_row_see_no_answer() -> None:
-    watch = StoreWatch(0.0)
-    assert not any(watch.is_silent(now, 15, 1) for now in (1.0, 2.0, 3.0, 4.0, 5.0, 14.0))
-    assert watch.is_silent(15.5, 15, 1)
-    watch.answered_s = 16.0
-    assert not watch.is_silent(100.0, 15, 1), "the thread that asks may have waited, as this one did"
-    assert [watch.is_silent(100.0 + look, 15, 1) for look in range(1, 6)] == [False] * 4 + [True]

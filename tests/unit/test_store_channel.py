@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowmem_load.distributed.heartbeat import Limits, Progress
+from lowmem_load.distributed.heartbeat import Heartbeat, Limits, Progress
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict
 from tests.steps import CountingClient
@@ -66,6 +66,12 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def has_come(store: Any) -> bool:
+    """Whether rank 1 waits for the others."""
+    content = store.compare_set("rank/1", "-", "-").decode()
+    return content != "-" and Heartbeat.decoded(content).entry is not None
+
+
 def stopped(channel: StoreChannel) -> bool:
     try:
         channel.check()
@@ -115,10 +121,18 @@ def test_the_store_does_not_grow(store: Any) -> None:
     )
 
 
-def test_no_thread_stays() -> None:
-    before = set(threading.enumerate())
-    Ranks(3).step()
-    assert not {thread.name for thread in set(threading.enumerate()) - before if "lowmem_load" in thread.name}
+def test_one_idle_thread_stays_until_the_group_ends() -> None:
+    before, ranks = set(threading.enumerate()), Ranks(3)
+
+    def names() -> list[str]:
+        found = set(threading.enumerate()) - before
+        return [thread.name for thread in found if thread.name.startswith("lowmem_load")]
+
+    ranks.step()
+    assert names() == ["lowmem_load-store"] * 3
+    for channel in ranks.channels:
+        channel.end()
+    wait_for(lambda: not names())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -144,7 +158,7 @@ def test_ten_steps_take_at_most_25_round_trips(world_size: int) -> None:
             count.clear()
         with ThreadPoolExecutor(world_size) as pool:
             list(pool.map(load, range(world_size)))
-        limits = [25 if world_size == 2 else 40] + [25] * (world_size - 1)
+        limits = [25 if world_size == 2 else 34] + [25] * (world_size - 1)
         assert all(0 < count.total() <= limit for count, limit in zip(counts, limits, strict=True)), counts
 
 
@@ -242,7 +256,7 @@ def test_ranks_that_left_together_are_in_line_again() -> None:
     found = ranks.all(
         lambda channel, group, rank: step(channel, group) if rank == 2 else channel.abort(group, f"left: {rank}")
     )
-    assert 0 in failed(found[2])
+    assert list(failed(found[2])) in ([0], [1])
     assert all(not failed(verdict) for verdict in ranks.step())
 
 
@@ -388,7 +402,7 @@ def test_a_rank_that_left_a_step_is_not_waited_for() -> None:
         with channels[0].doing(groups[0], "reading", busy()):
             channels[0].limits = limits
             waiting = pool.submit(step, channels[1], groups[1], limits=limits)
-            wait_for(lambda: b'"entry":{' in store.compare_set("rank/1", "-", "-"))
+            wait_for(lambda: has_come(store))
             is_stuck.set()
             assert "has not answered" in failed(waiting.result(10))[0]
             end.set()
@@ -408,7 +422,7 @@ def test_a_leader_that_stood_still_asks_for_another_heartbeat(stuck: Any) -> Non
     with ThreadPoolExecutor(1) as pool, channels[0].doing(groups[0], "reading", busy()):
         channels[0].limits = Limits(gone_s=2.0)
         waiting = pool.submit(step, channels[1], groups[1], limits=Limits(gone_s=0.3))
-        wait_for(lambda: b'"entry":{' in open_client().compare_set("rank/1", "-", "-"))
+        wait_for(lambda: has_come(open_client()))
         time.sleep(3 * BEAT_S)  # the leader reads it
         is_stuck.set()
         assert "has not answered" in failed(waiting.result(10))[0]

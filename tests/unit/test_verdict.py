@@ -28,14 +28,6 @@ def test_payloads_come_back_by_rank() -> None:
     assert verdict(*(entry(payload=rank // 4) for rank in range(512))).payloads == [rank // 4 for rank in range(512)]
 
 
-def test_entries_and_verdicts_survive_the_store() -> None:
-    sent = entry(digest={"files": "d"}, payload=[1, {"a": "b"}])
-    assert Entry.decoded(sent.encoded().encode()) == sent
-    for found in (verdict(sent, sent), verdict(sent, entry(error="no"))):
-        again = Verdict.decoded(found.encoded().encode())
-        assert (dict(again.failures), [*again.payloads]) == (dict(found.failures), [*found.payloads])
-
-
 def test_each_rank_that_failed_is_named() -> None:
     found = verdict(entry(), entry(error="no"), entry(error="not"), entry(payload=1))
     assert (found.title, dict(found.failures)) == ("model: planning", {1: "no", 2: "not"})

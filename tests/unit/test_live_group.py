@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowmem_load.distributed.group import new_client
+from lowmem_load.distributed.live_group import new_client
 
 
 class StoreBeforeTorch28:

@@ -1,0 +1,86 @@
+"""torch's live process group, clients of its store, and a fake group."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lowmem_load.errors import ConfigError
+
+_NEVER = timedelta(days=7)
+"""Timeout of the store's clients: who uses them finds out for itself that the store is silent."""
+
+
+def has_group() -> bool:
+    """Return whether there is a default group."""
+    return dist.is_initialized()
+
+
+def require_live() -> None:
+    """Raise ConfigError if there is no default group."""
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
+        )
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the default group, which must be live."""
+    group = dist.group.WORLD
+    assert group is not None  # as `require_live` has seen
+    return group
+
+
+def default_store() -> Any:
+    """Return the store of the default group.
+
+    Source: torch 2.13 distributed_c10d.py.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+    if store is None:
+        raise ConfigError(f"the process group (backend {dist.get_backend()}) has no store; use gloo or nccl")
+    return store
+
+
+def new_client(store: Any) -> Any:
+    """Return another client of a store, for another thread.
+
+    Before torch 2.8 stores have no `clone`. There the client connects anew, without the prefixes of the store, which
+    tell a group from an earlier one; the ranks agree on a new prefix.
+    """
+    if hasattr(store, "clone"):
+        client = store.clone()
+    else:
+        prefix = store.compare_set("lowmem_load", "", secrets.token_hex(8)).decode()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        is_file = isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
+        client = dist.FileStore(store.path) if is_file else dist.TCPStore(store.host, store.port, is_master=False)  # type: ignore[attr-defined]
+        client = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+    client.set_timeout(_NEVER)
+    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose other ranks do not exist. Collectives do nothing.
+
+    Source: torch 2.13 `testing/_internal/distributed/fake_pg.py`.
+    """
+    if dist.is_initialized():
+        raise ConfigError("plan: this process has a process group; plan in a process of its own")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
