@@ -12,12 +12,12 @@ from lowmem_load.api.request import Options, Request, agree_on_request, spelled
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import intercept, names
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
-from lowmem_load.targets.make_target import target_maker
 
 
 def load_model(

@@ -17,6 +17,7 @@ from lowmem_load.api.request import Checked, Request, spelled, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import fake_group
 from lowmem_load.ds import zero_init
+from lowmem_load.ds.zero3_target import TargetMaker, target_maker
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -34,7 +35,6 @@ from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.pipeline.share_reads import shares_reads
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.symbolic.initialise import INITIALISED
-from lowmem_load.targets.make_target import TargetMaker, target_maker
 
 T = TypeVar("T")
 

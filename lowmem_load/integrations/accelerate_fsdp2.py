@@ -27,6 +27,7 @@ from torch import nn
 from lowmem_load.api.load_into import load_into
 from lowmem_load.api.request import Options, stage_3
 from lowmem_load.distributed.group import RankGroup, has_group
+from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatter_into
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, plain_name
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
@@ -37,7 +38,6 @@ from lowmem_load.hf.skeleton import allocate
 from lowmem_load.integrations.startup_hook import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
-from lowmem_load.targets.make_target import TargetMaker
 
 _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""

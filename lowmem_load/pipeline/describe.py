@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
+from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.ds.zero_init import refuse_partitioned
 from lowmem_load.errors import ConfigError
 from lowmem_load.formats.format import CheckpointFile
@@ -23,8 +24,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, bounding_range
 from lowmem_load.symbolic.context import Context, Keeps, Once, by_itself
 from lowmem_load.symbolic.initialise import Initialiser
-from lowmem_load.targets.make_target import TargetMaker
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.target import Layout, Target
 
 
 @dataclass(slots=True)

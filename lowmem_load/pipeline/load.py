@@ -21,6 +21,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.ds import zero_init
+from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level, spelled
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
@@ -46,7 +47,6 @@ from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, smal
 from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
 from lowmem_load.quantities import share
 from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad, Overlap
-from lowmem_load.targets.make_target import TargetMaker
 
 if TYPE_CHECKING:
     from lowmem_load.io.shared_reads import SharedReads

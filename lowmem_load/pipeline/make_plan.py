@@ -21,7 +21,7 @@ from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.sharing import shared_reads
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
-from lowmem_load.targets.target import Layout
+from lowmem_load.target import Layout
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters or buffers."""

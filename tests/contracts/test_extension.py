@@ -15,6 +15,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface, load_report
 from lowmem_load.config.settings import read_settings
+from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.hf import intercept, loader
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import ByteSource, LocalFile
@@ -24,8 +25,7 @@ from lowmem_load.pipeline.load import Load
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
-from lowmem_load.targets.make_target import target_maker
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.target import Layout, Target
 from tests import builders
 from tests.kits.source import SourceContract
 from tests.kits.target import TargetContract

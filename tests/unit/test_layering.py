@@ -15,11 +15,11 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 LADDER = """
 errors fingerprint phases
 contract planning quantities config
-io
+io target
 formats
 symbolic
 ds hf
-distributed targets
+distributed
 dtensor
 report
 report_files

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.errors import ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
@@ -21,8 +22,7 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, uninitialised
-from lowmem_load.targets.target import Replicated, Target
-from lowmem_load.targets.zero3 import Zero3
+from lowmem_load.target import Replicated, Target
 from tests.described import CPU, Build, Call, X, described, module, write_file
 
 

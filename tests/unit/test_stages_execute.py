@@ -20,7 +20,7 @@ from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import uninitialised
-from lowmem_load.targets.target import Layout, Replicated, Target
+from lowmem_load.target import Layout, Replicated, Target
 from tests.described import CPU, Build, X, Y, described, module, write_file
 
 META = torch.device("meta")

@@ -19,7 +19,7 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import uninitialised
-from lowmem_load.targets.target import Replicated, Target
+from lowmem_load.target import Replicated, Target
 from tests.described import CPU, X, Y, described, module, of_rank, planned, write_file
 
 

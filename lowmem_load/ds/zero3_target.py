@@ -1,4 +1,7 @@
-"""The target of ZeRO-3 partitions. The layout is arithmetic; DeepSpeed is imported only when memory is made."""
+"""The target that a ds_config chooses: ZeRO-3 partitions, or for other stages every parameter in full.
+
+The layout is arithmetic; DeepSpeed is imported only when memory is made.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
+from lowmem_load.ds.partition_choice import check_ties, choose, is_below, mark
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
-from lowmem_load.targets.partition_choice import check_ties, is_below, mark
-from lowmem_load.targets.target import Layout, Replicated, Target
+from lowmem_load.target import Layout, Replicated, Target
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
 
 KIND = "zero3"
 """`Layout.kind` of partitioned parameters."""
+
+TargetMaker = Callable[[Settings, nn.Module], Target]
+"""Makes the target of a model under resolved settings. The model's parameters need only names and shapes."""
 
 _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
@@ -126,6 +132,23 @@ class Zero3(Target):
         """Write the swapper's buffers to its files."""
         if self._partitioner is not None and self._partitioner.swapping is not None:
             self._partitioner.swapping.finish()
+
+
+def target_maker(rank: int, device: torch.device, group: Any = None) -> TargetMaker:
+    """Return a function that makes targets for a rank of the partition group; for planning the device needs no index.
+
+    `group` of torch.distributed has the ranks among which parameters are partitioned; None means all.
+    """
+
+    def make(settings: Settings, model: nn.Module) -> Target:
+        if settings.stage < 3:
+            return Replicated(torch.device("cpu"))
+        if settings.partition is None:
+            return Zero3(settings, rank, device, group)
+        chosen = tuple(choose(model, settings.partition, must_match=settings.must_match))
+        return Zero3(settings, rank, device, group, chosen)
+
+    return make
 
 
 def _names_fp32(module: nn.Module) -> bool:
