@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +12,7 @@ from lowmem_load.errors import listed
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
-from lowmem_load.quantities import count, duration, size
+from lowmem_load.quantities import count, size
 
 REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
 """Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
@@ -33,29 +32,6 @@ def device_memory() -> DeviceMemory:
         if getattr(device_module, "is_initialized", bool)():  # torch.mps has no such figures
             return DeviceMemory(int(device_module.memory_allocated()), int(device_module.max_memory_allocated()))
     return DeviceMemory(0, 0)
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Seconds in which a load read for its device, copied to it, and did both at once."""
-
-    read_s: float
-    copy_s: float
-    both_s: float
-
-    @classmethod
-    def of(cls, reads: Sequence[tuple[float, float]], copies: Sequence[tuple[float, float]]) -> Overlap:
-        """Return the overlap of reads and copies, each a (begin, end) in seconds; they may overlap among themselves."""
-        read_s, copy_s = _union_s(reads), _union_s(copies)
-        return cls(read_s, copy_s, read_s + copy_s - _union_s([*reads, *copies]))
-
-
-def _union_s(spans: Iterable[tuple[float, float]]) -> float:
-    total, last = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, last))
-        last = max(last, end)
-    return total
 
 
 @dataclass(slots=True)
@@ -82,7 +58,6 @@ class LoadReport(Phases):
         seconds, peak_memory: see `Phases`; the phases are describe, plan, compare, verify and read.
         peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
             Exact where the peak is a new one of the process, else the most seen after a parameter was made.
-        overlap: of reads and copies, where the load filled memory of a device.
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
             them.
         slow_paths: parameters and buffers that took a slower path.
@@ -106,7 +81,6 @@ class LoadReport(Phases):
     num_reads: int = 0
     shared: Shared | None = None
     peak_device_bytes: int = 0
-    overlap: Overlap | None = None
     loading_info: dict[str, list[Any]] = field(default_factory=dict)
     slow_paths: list[SlowPath] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -160,13 +134,14 @@ class LoadReport(Phases):
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
+        on_device = f"{size(self.peak_device_bytes)} above the start at the peak" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
             "read": from_files,
             "shared reads": self._sharing_text(),
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
-            "device memory": self._device_text(),
+            "device memory": on_device,
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
             **{label.replace("_", " "): listed(list(map(str, values))) for label, values in lists.items()},
             "notes": "; ".join(self.notes),
@@ -178,13 +153,6 @@ class LoadReport(Phases):
             return ""
         node, alone, here = map(size, (self.shared.node_bytes, self.shared.wanted_bytes, self.shared.read_bytes))
         return f"{node} by {self.shared.num_ranks} ranks together instead of {alone}, {here} of it by this rank"
-
-    def _device_text(self) -> str:
-        if self.overlap is None:
-            return ""
-        read, copy, both = map(duration, (self.overlap.read_s, self.overlap.copy_s, self.overlap.both_s))
-        peak = size(self.peak_device_bytes)
-        return f"{peak} above the start at the peak; read {read}, copied {copy}, both at once {both}"
 
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]

@@ -46,7 +46,7 @@ from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
 from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
 from lowmem_load.quantities import share
-from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad, Overlap
+from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad
 
 if TYPE_CHECKING:
     from lowmem_load.io.shared_reads import SharedReads
@@ -137,8 +137,6 @@ class Load:
         report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
         if why_alone:
             report.notes.append(f"no reads were shared with other ranks: {why_alone}")
-        if executor.spans is not None:
-            report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):

@@ -18,7 +18,7 @@ from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, S
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.sharing import Shared
-from lowmem_load.report import DeviceMemory, LoadReport, Overlap, device_memory
+from lowmem_load.report import DeviceMemory, LoadReport, device_memory
 
 MIB = 1 << 20
 
@@ -171,12 +171,6 @@ def test_device_memory_is_that_of_tensors(
     assert device_memory() == DeviceMemory(*expected)
 
 
-def test_spans_of_time_overlap_once() -> None:
-    reads, copies = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)], [(2.5, 5.5), (2.75, 3.0)]
-    assert Overlap.of(reads, copies) == Overlap(4.0, 3.0, 1.0)
-    assert Overlap.of(reads, []) == Overlap(4.0, 0.0, 0.0)
-
-
 # -- as text ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +230,7 @@ def test_a_load_into_shards_has_no_ds_config() -> None:
 def test_what_only_some_loads_have_is_said_of_those() -> None:
     report = LoadReport("model", whole_bytes=MIB, num_quantized=14, notes=["stock rounds", "3 reads again"])
     report.shared = Shared(2, 3 * MIB, 2 * MIB, MIB)
-    report.overlap, report.peak_device_bytes = Overlap(4.0, 3.0, 1.0), 5 * MIB
+    report.peak_device_bytes = 5 * MIB
     report.loading_info = {"missing_keys": ["a", "b"], "unexpected_keys": list("rstuvwxyz"), "mismatched_keys": []}
     report.slow_paths = [SlowPath("slow.weight", "why", 7)]
     assert str(report).splitlines() == [
@@ -246,7 +240,7 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
         "  read: nothing: built from its configuration",
         "  shared reads: 2.00 MiB by 2 ranks together instead of 3.00 MiB, 1.00 MiB of it by this rank",
         "  host memory: 0 B above the start at the peak",
-        "  device memory: 5.00 MiB above the start at the peak; read 4.00 s, copied 3.00 s, both at once 1.00 s",
+        "  device memory: 5.00 MiB above the start at the peak",
         "  missing keys: a, b",
         "  unexpected keys: r, s, t, u, v, w, x, y, ... (9 in all)",
         "  slow paths: slow.weight",
