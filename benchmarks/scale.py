@@ -144,10 +144,11 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     time.perf_counter = elapsed
     if is_loaded:
         plan = lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)
-    figures = {name: getattr(plan, name) for name in ("partition_bytes", "needed_bytes", "read_bytes", "num_reads")}
+    figures = {name: getattr(plan.costs, name) for name in ("needed_bytes", "read_bytes", "num_reads")}
     return {
         "seconds": {name: seconds.get(name) for name in ("describe", "plan", "read")},
         "over_bytes": sampler.peak_bytes - (plan.partition_bytes if is_loaded else 0),
+        "partition_bytes": plan.partition_bytes,
         **figures,
     }
 

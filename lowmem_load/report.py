@@ -97,7 +97,7 @@ class LoadReport(Phases):
         self.dtype = str(floating[-1]) if floating else ""
         self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes + plan.companion_bytes
         self.file_bytes = sum(file.nbytes for file in plan.files)
-        self.needed_bytes = plan.needed_bytes
+        self.needed_bytes = plan.costs.needed_bytes
         self.loading_info = {
             key: list(getattr(plan, key)) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
         }

@@ -56,7 +56,7 @@ def load_model(
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Collective: all ranks. They exchange small messages through the process group's store, and no weights.
-    Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.staging_bytes` a reading thread.
+    Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` a reading thread.
 
     Raises:
         ConfigError: ds_config, dtype or auto_class cannot be used.

@@ -145,7 +145,7 @@ def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job
     _, passing = load_bytes(plan, is_host=False)
     needs = [
         Need("shards", plan.partition_bytes),
-        Need(f"read in {plan.num_reads:,} reads", plan.read_bytes),
+        Need(f"read in {plan.costs.num_reads:,} reads", plan.costs.read_bytes),
         Need("device memory of a GPU while loading", plan.partition_bytes + passing, 0, job.device_bytes),
         Need("device memory of a GPU in training", training, 0, job.device_bytes),
     ]
@@ -157,7 +157,7 @@ def _forecast(
 ) -> Forecast:
     """Return a forecast. `node` are the plans of the ranks of a node that may read together, or that of rank 0."""
     plan, together = node[0], read_together(node)
-    node_bytes, reading = job.node_size * plan.read_bytes, {}
+    node_bytes, reading = job.node_size * plan.costs.read_bytes, {}
     if together is not None:
         num_ranks, wanted_bytes, alone_bytes, shared_bytes = together
         node_bytes -= wanted_bytes - shared_bytes
@@ -250,9 +250,9 @@ def load_bytes(plan: LoadPlan, *, is_host: bool) -> tuple[int, int]:
     """Return the peaks of host and device memory of a load without partitions, with a core for every thread."""
     steps = [step for target in plan.targets for fill in target.fills for step in fill.steps]
     host = plan.planning_bytes + OVERHEAD_BYTES
-    host += plan.largest_temporary_bytes * (MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1)
+    host += plan.costs.largest_temporary_bytes * (MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1)
     if is_host:
-        return host + MAX_THREADS * plan.staging_bytes + whole_bytes(plan), 0
+        return host + MAX_THREADS * plan.costs.staging_bytes + whole_bytes(plan), 0
     slot_bytes = ReadLimits().staging_bytes
     return host + SLOTS_PER_THREAD * MAX_THREADS * slot_bytes, NUM_STREAMS * slot_bytes + whole_bytes(plan)
 
@@ -265,7 +265,7 @@ def load_needs(plan: LoadPlan, model: Model, job: Job) -> Iterator[Need]:
     of_stock = file_bytes + on_host + (whole if job.is_host else 0)  # rank 0 maps all files
     yield Need("partition", plan.partition_bytes)
     yield Need("whole on every rank", whole, max(sizes, default=0))
-    yield Need(f"read in {plan.num_reads:,} reads", plan.read_bytes, file_bytes)
+    yield Need(f"read in {plan.costs.num_reads:,} reads", plan.costs.read_bytes, file_bytes)
     if job.world_size > 1:
         yield Need("through collectives", 0, COLLECTIVE_FACTOR * sum(sizes))
     yield Need("peak of host memory", model.host_bytes + on_host, of_stock)

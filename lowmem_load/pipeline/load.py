@@ -258,7 +258,7 @@ class Load:
         together: SharedReads | None,
         report: LoadReport,
     ) -> None:
-        needed_bytes = planned.plan.needed_bytes
+        needed_bytes = planned.plan.costs.needed_bytes
         num_made, next_sample_s = 0, 0.0
 
         def progress() -> Progress:

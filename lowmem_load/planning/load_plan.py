@@ -183,7 +183,7 @@ class LoadPlan:
         missing_keys, unexpected_keys, mismatched_keys: as in transformers' `output_loading_info`.
         costs: of executing the plan.
         read_cost: cost of a read that the plan was optimised for.
-        shareable_bytes: the part of `read_bytes` that this rank would rather read together with its node; see
+        shareable_bytes: the part of `costs.read_bytes` that this rank would rather read together with its node; see
             [Note: shared reads] in `sharing.py`. Each rank that does so holds two chunks of `CHUNK_BYTES` for it.
         seconds: time that describing and planning took on this machine. Not compared.
         planning_bytes: anonymous host memory that describing and planning took, and that stays in use while the model
@@ -206,31 +206,6 @@ class LoadPlan:
     shareable_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     planning_bytes: int = field(default=0, compare=False)
-
-    @property
-    def needed_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.needed_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.read_bytes
-
-    @property
-    def num_reads(self) -> int:
-        """See `Costs`."""
-        return self.costs.num_reads
-
-    @property
-    def staging_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.staging_bytes
-
-    @property
-    def largest_temporary_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.largest_temporary_bytes
 
     @property
     def partition_bytes(self) -> int:

@@ -89,8 +89,8 @@ def test_the_figures_of_a_plan() -> None:
     plan = made()
     assert plan.partition_bytes == 250 * 4  # padding included
     assert plan.replicated_bytes == 5 * 4
-    assert (plan.read_bytes, plan.needed_bytes, plan.num_reads) == (2880, 2880, 1)
-    assert (plan.largest_temporary_bytes, plan.staging_bytes) == (2 * 2880, 0)
+    assert (plan.costs.read_bytes, plan.costs.needed_bytes, plan.costs.num_reads) == (2880, 2880, 1)
+    assert (plan.costs.largest_temporary_bytes, plan.costs.staging_bytes) == (2 * 2880, 0)
     assert [path.name for path in plan.slow_paths] == ["zero3.weight", "replicated.weight"]
 
 

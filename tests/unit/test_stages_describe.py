@@ -51,7 +51,7 @@ def test_what_is_read_while_describing_is_named_and_the_values_are_those_of_torc
     assert result.plan.read_to_describe == ((name, nbytes),)
     with Executor() as executor:
         execute(result, found.target, executor)
-        assert executor.stats.read_bytes == result.plan.read_bytes
+        assert executor.stats.read_bytes == result.plan.costs.read_bytes
     torch.manual_seed(0)
     assert torch.equal(found.model.get_parameter("weight"), operation(X))
 

@@ -269,7 +269,7 @@ def test_what_two_pieces_hold_is_read_once(
     target = TwoPieces(CPU)
     found = described(file, lambda tensors, _: module(weight=tensors["x"]), lambda *_: target)
     result = make_plan(found, 0)
-    assert result.plan.read_bytes == result.plan.needed_bytes == 4 * read_numel
+    assert result.plan.costs.read_bytes == result.plan.costs.needed_bytes == 4 * read_numel
     with Executor() as executor:
         execute(result, found.target, executor)
         assert executor.stats.read_bytes == 4 * read_numel

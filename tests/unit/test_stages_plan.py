@@ -99,7 +99,7 @@ def test_a_tied_parameter_is_planned_once_under_all_its_names(file: Path) -> Non
     found = described(file, build)
     result = make_plan(found, 0)
     assert [target.names for target in result.plan.targets] == [("head.weight", "body.tied"), ("body.weight",)]
-    assert result.plan.read_bytes == X.nbytes + Y.nbytes
+    assert result.plan.costs.read_bytes == X.nbytes + Y.nbytes
     with Executor() as executor:
         execute(result, found.target, executor)
     assert found.model["body"].tied is found.model["head"].weight
@@ -190,7 +190,7 @@ def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
     mean, count = result.plan.buffers
     assert (mean.names, mean.dtype, mean.shape) == (("norm.mean", "norm.also_mean"), dtype, (6,))
     assert (count.names, count.dtype, count.fill) == (("norm.count",), torch.int64, None)
-    assert result.plan.needed_bytes == 6 * 4
+    assert result.plan.costs.needed_bytes == 6 * 4
     with Executor() as executor:
         execute(result, found.target, executor)
     norm = found.model["norm"]
