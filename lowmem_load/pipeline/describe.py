@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,6 @@ class Described:
         files: of the checkpoint that were opened.
         descriptions: of these files, by path.
         read_to_describe: see `LoadPlan`.
-        seconds: that it took.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Described:
     files: tuple[PlannedFile, ...]
     descriptions: Mapping[str, CheckpointFile]
     read_to_describe: tuple[tuple[str, int], ...]
-    seconds: float
 
 
 def describe(
@@ -66,7 +63,6 @@ def describe(
     Missing parameters are initialised with `holds_values`, else only noted. `once` finds out what all ranks of a node
     need.
     """
-    start = time.perf_counter()
     reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
 
@@ -88,10 +84,7 @@ def describe(
     model, info = call.describe(context, is_partitioned=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)
-    seconds = time.perf_counter() - start
-    return Described(
-        call.name, model, info, resolved, target, files, context.files, tuple(reads.nbytes.items()), seconds
-    )
+    return Described(call.name, model, info, resolved, target, files, context.files, tuple(reads.nbytes.items()))
 
 
 class _Reads:

@@ -29,7 +29,7 @@ def plan() -> LoadPlan:
     weight = ex.Source("file", "w", 0, (5,), torch.bfloat16)
     count = ex.held(torch.arange(3))
     parameters = (
-        (weight, "zero3", FlatRange(3, 5), 3, True, False, (SlowPath("w", "why", 7),)),
+        (weight, "zero3", FlatRange(3, 5), 3, True, False, (SlowPath("w", "why"),)),
         (count, "replicated", FlatRange(0, 3), 3, False, True, ()),
     )
     targets = tuple(
@@ -78,7 +78,7 @@ def test_a_plan_is_taken() -> None:
         "mismatched_keys": [("c", (1,), (2,))],
     }
     assert report.notes == ["stored in torch.bfloat16, where an ordinary load keeps another dtype: zero3.weight"]
-    assert report.slow_paths == [SlowPath("w", "why", 7)]
+    assert report.slow_paths == [SlowPath("w", "why")]
     assert (report.read_bytes, report.num_reads) == (0, 0)  # of what was read, not of what was planned
 
 
@@ -232,7 +232,7 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
     report.shared = Shared(2, 3 * MIB, 2 * MIB, MIB)
     report.peak_device_bytes = 5 * MIB
     report.loading_info = {"missing_keys": ["a", "b"], "unexpected_keys": list("rstuvwxyz"), "mismatched_keys": []}
-    report.slow_paths = [SlowPath("slow.weight", "why", 7)]
+    report.slow_paths = [SlowPath("slow.weight", "why")]
     assert str(report).splitlines() == [
         "model: rank 0 of 1",
         "  model: 0 parameters, 0 elements; 14 parameters are quantized",

@@ -28,7 +28,7 @@ def report(rank: int, *, read_s: float = 1.0, world_size: int = 3) -> LoadReport
         num_reads=3,
         seconds={"describe": 0.5, "read": read_s},
         peak_memory=Memory(13 * MIB, MIB),
-        slow_paths=[SlowPath("w", "why", 7)],
+        slow_paths=[SlowPath("w", "why")],
     )
 
 
