@@ -15,7 +15,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
 from lowmem_load.hf.hub import adapter_sought_alike, commit_of
 from lowmem_load.hf.quantizers import refuse_quantized
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.replaced import replaced
 from lowmem_load.report import OnLoad
 
 

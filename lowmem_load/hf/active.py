@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from transformers.utils import logging as hf_logging
 
-from lowmem_load.hf.replaced import Replacement, replaced
+from lowmem_load.replaced import Replacement, replaced
 
 _REFERENCE = "_hf_deepspeed_config_weak_ref"
 

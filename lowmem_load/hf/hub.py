@@ -15,7 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.hf.replaced import Replacement
+from lowmem_load.replaced import Replacement
 from lowmem_load.symbolic.context import Once
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")

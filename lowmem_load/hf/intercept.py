@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.loader import Call, constructors
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.replaced import holding, replaced
 
 Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
 
@@ -52,23 +52,14 @@ def load_lock() -> Iterator[None]:
         _LOCK.release()
 
 
-@contextlib.contextmanager
-def _loading(is_loading: bool) -> Iterator[None]:
-    token = _IS_LOADING.set(is_loading)
-    try:
-        yield
-    finally:
-        _IS_LOADING.reset(token)
-
-
 def outermost() -> contextlib.AbstractContextManager[None]:
     """Inside, a `from_pretrained` is no part of the load in progress: it is handed to a handler like any other."""
-    return _loading(False)
+    return holding(_IS_LOADING, False)
 
 
 def handled(handler: Handler, call: Call) -> tuple[Any, dict[str, Any]]:
     """Have a handler do a load in this thread. Loads that the model's own code makes are part of it."""
-    with load_lock(), _loading(True):
+    with load_lock(), holding(_IS_LOADING, True):
         return handler(call)
 
 

@@ -28,7 +28,7 @@ from lowmem_load.hf.collecting import described_collecting, symbolic_files
 from lowmem_load.hf.hub import asked_once
 from lowmem_load.hf.names import MAX_QUOTED, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
-from lowmem_load.hf.replaced import Replacement, replaced
+from lowmem_load.replaced import Replacement, replaced
 from lowmem_load.symbolic.context import Context, Once
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitialised

@@ -33,11 +33,11 @@ from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, 
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
 from lowmem_load.hf import intercept, loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
-from lowmem_load.hf.replaced import Handler, Replacement, replaced
 from lowmem_load.hf.skeleton import allocate
 from lowmem_load.integrations.startup_hook import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
+from lowmem_load.replaced import Handler, Replacement, replaced
 
 _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""

@@ -17,7 +17,7 @@ from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.engine_states import is_plain_zero3, wants_universal
 from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
 from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.errors import ConfigError, LoadOrderWarning
+from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.resume.load_checkpoint import load_checkpoint
@@ -79,7 +79,7 @@ def _check_load_order(model: nn.Module) -> None:
                 "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
                 "then call from_pretrained",
                 LoadOrderWarning,
-                stacklevel=4,  # the caller of deepspeed.initialize
+                stacklevel=outside_level(),
             )
 
 

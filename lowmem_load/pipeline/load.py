@@ -46,7 +46,7 @@ from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
 from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
 from lowmem_load.quantities import share
-from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad
+from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad, write_report
 
 if TYPE_CHECKING:
     from lowmem_load.io.shared_reads import SharedReads
@@ -146,8 +146,6 @@ class Load:
         setattr(described.model, REPORT_ATTRIBUTE, report)
         logger.info("%s", report.summary())
         if os.environ.get(REPORT_DIR):
-            from lowmem_load.report_files import write_report
-
             write_report(report)
         if self.on_load is not None:
             self.on_load(report)
