@@ -22,7 +22,7 @@ from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import intercept, loader, names
-from lowmem_load.hf.active import ordinary_path
+from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.intercept import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.io.executor import Executor
@@ -30,9 +30,9 @@ from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
-from lowmem_load.pipeline.describe import Described, describe, on_host
+from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.pipeline.share_reads import shares_reads
+from lowmem_load.pipeline.shared_reads import shares_reads
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.symbolic.initialise import INITIALISED
 
@@ -233,17 +233,21 @@ class _Done(BaseException):
         self.result = result
 
 
+def device_named(accelerator: str) -> torch.device:
+    """Return a device that DS_ACCELERATOR or an option names."""
+    try:
+        return torch.device(accelerator)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"accelerator {accelerator!r} (DS_ACCELERATOR): this torch knows no such device; correct it, or import "
+            "the package that adds it (torch_npu, say) first"
+        ) from error
+
+
 def _accelerator() -> torch.device:
     """Return the device that DeepSpeed would choose, without importing DeepSpeed."""
     # Source: deepspeed 0.19.8 accelerator/real_accelerator.py, get_accelerator.
-    chosen = os.environ.get("DS_ACCELERATOR")
-    if chosen:
-        try:
-            return torch.device(chosen)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"DS_ACCELERATOR is {chosen!r}, and this torch knows no such device: import the package that adds it "
-                "(torch_npu, say) first, or correct the variable"
-            ) from error
+    if chosen := os.environ.get("DS_ACCELERATOR"):
+        return device_named(chosen)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if found is None else found

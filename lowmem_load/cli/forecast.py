@@ -6,15 +6,16 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed, so that host_memory() here includes it
-from lowmem_load.api.plan_model import plan_ranks, plan_sharded
+from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
 from lowmem_load.cli.job_memory import Job, Model, Need, held_bytes, memory_needs, world_sizes
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import distributed_config, model_config
 from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.io.hub_checkpoint import OpenCheckpoint
@@ -24,7 +25,7 @@ from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
 from lowmem_load.planning.sharing import byte_ranges, node_schedule, shared_reads, touched_bytes
-from lowmem_load.quantities import count, duration, size
+from lowmem_load.quantities import count, size
 
 OVERHEAD_BYTES = 16 << 20
 """Bytes of a load beside its plan: threads, page tables, objects of DeepSpeed and the model. `make bench` measured 14
@@ -84,7 +85,7 @@ def forecast_zero3(
     checkpoint: OpenCheckpoint, ds_config: Any, job: Job, *, accelerator: str, dequantize: bool, **keywords: Any
 ) -> Forecast:
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
-    process, is_host = host_memory(), _device(accelerator).type == "cpu"
+    process, is_host = host_memory(), device_named(accelerator).type == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
     settings = settings.for_model(model_config(checkpoint.folder, keywords))
     if settings.stage != 3 or settings.shard_size != settings.world_size:
@@ -111,13 +112,6 @@ def forecast_zero3(
         world_size=next((size for size in world_sizes(job) if fits(world_size=size)), None),
         offloads=next((pair for pair in OFFLOADS if fits(offload_optimizer=pair[0], offload_param=pair[1])), None),
     )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"accelerator: expected cuda, cpu or another device of torch, got {name!r}") from error
 
 
 def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job, **keywords: Any) -> Forecast:
@@ -163,7 +157,7 @@ def _forecast(
         node_bytes -= wanted_bytes - shared_bytes
         reading["read together"] = f"{size(shared_bytes)} by {num_ranks} ranks, instead of {size(alone_bytes)}"
     seconds = None if job.read_rate is None else node_bytes / job.read_rate
-    took = "; --read-rate gives the time" if seconds is None else f" in {duration(seconds)}"
+    took = "; --read-rate gives the time" if seconds is None else f" in {timedelta(seconds=math.ceil(seconds))}"
     return Forecast(
         name=checkpoint.name,
         about={

@@ -25,8 +25,7 @@ from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import described_collecting, symbolic_files
-from lowmem_load.hf.hub import asked_once
-from lowmem_load.hf.names import MAX_QUOTED, refuse_foreign
+from lowmem_load.hf.names import MAX_QUOTED, asked_once, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.replaced import Replacement, replaced
 from lowmem_load.symbolic.context import Context, Once

@@ -38,6 +38,7 @@ from lowmem_load.integrations.startup_hook import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.replaced import Handler, Replacement, replaced
+from lowmem_load.symbolic.initialise import with_random_state
 
 _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""
@@ -65,9 +66,7 @@ class _PendingLoad:
 
     def again(self, run: Callable[[loader.Call], Any]) -> nn.Module:
         """Return the model of the call, run once more, with the same random numbers."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random_state)
-            model: nn.Module = intercept.handled(run, self.call)[0]
+        model: nn.Module = with_random_state(self.random_state, lambda: intercept.handled(run, self.call)[0])
         return model
 
 

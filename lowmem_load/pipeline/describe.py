@@ -117,26 +117,11 @@ def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
 
 
 @contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """Make tensors that name no device in host memory, whatever default device the caller has set."""
-    try:
-        default = torch.get_default_device().type
-    except AttributeError:  # torch 2.6 after `set_default_device(None)`
-        default = "cpu"
-    # A context of torch's slows each of its calls.
-    with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
-        yield
-
-
-@contextlib.contextmanager
 def random_state_of(common: bytes) -> Iterator[None]:
     """Give this rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
-    before = torch.get_rng_state()
-    if not common or before.numpy().tobytes() == common:
+    if not common or torch.get_rng_state().numpy().tobytes() == common:
         yield
         return
-    torch.set_rng_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
         yield
-    finally:
-        torch.set_rng_state(before)

@@ -18,7 +18,7 @@ from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 from lowmem_load.target import Target
 
 if TYPE_CHECKING:
-    from lowmem_load.io.shared_reads import SharedReads
+    from lowmem_load.pipeline.shared_reads import SharedReads
 
 
 def execute(

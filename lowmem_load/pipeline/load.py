@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,8 @@ from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level, spelled
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
-from lowmem_load.hf.hub import commit_in
+from lowmem_load.hf.active import on_host
+from lowmem_load.hf.names import commit_in
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.source import LocalFile, Opener
@@ -40,16 +41,13 @@ from lowmem_load.pipeline.checks import (
     may_work_in_stock,
     refuse_device_map,
 )
-from lowmem_load.pipeline.describe import Described, describe, on_host, random_state_of
+from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
-from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
+from lowmem_load.pipeline.shared_reads import Place, ReadSharing, SharedReads, shares_reads
 from lowmem_load.quantities import share
-from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad, write_report
-
-if TYPE_CHECKING:
-    from lowmem_load.io.shared_reads import SharedReads
+from lowmem_load.report import LoadReport, OnLoad, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +143,7 @@ class Load:
                 warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         setattr(described.model, REPORT_ATTRIBUTE, report)
         logger.info("%s", report.summary())
-        if os.environ.get(REPORT_DIR):
-            write_report(report)
+        write_report(report)
         if self.on_load is not None:
             self.on_load(report)
 

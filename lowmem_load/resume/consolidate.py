@@ -195,7 +195,6 @@ def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], execut
             memory = buffer.view(source.dtype)[: elements.numel]
             executor.fill(fill, memory, planner.values, planner.constants)
             executor.finish()
-            for part in (part for write in mine for part in write.within(elements)):
-                writer.write(part, memory, start)
+            writer.write_held(mine, memory, start)
     executor.sources.check_unchanged()
     writer.sync()

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from lowmem_load import LoadPlan, plan
+from lowmem_load import plan
+from lowmem_load.planning.load_plan import LoadPlan
 from tests import builders
 from tests.multi_rank.test_formats import with_fp8
 from tests.parity import BF16, FP32

@@ -91,7 +91,7 @@ NEEDED_BY_SOME = (
         "hf.merging",
         "hf.saver",
     ),
-    *("dtensor", "io.checksums", "io.sample", "io.shared_reads"),
+    *("dtensor", "io.checksums"),
     *(
         "pipeline.verify_checkpoint",
         "resume",
