@@ -24,9 +24,9 @@ from lowmem_load.errors import (
     UnsupportedError,
     outside_level,
 )
-from lowmem_load.hf import intercept, loader, names
+from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
@@ -98,7 +98,7 @@ def load_as_asked(asked: Callable[[], tuple[Request, Settings]], ranks: RankGrou
     """Do what `load_model` does with the request and settings that `asked` returns. Collective, under `load_lock`."""
     with ranks.session("the load"):
         checked = agree_on_request(ranks, asked)
-        with intercept.intercepted(load_on(ranks, checked.settings, options)):
+        with loader.intercepted(load_on(ranks, checked.settings, options)):
             return checked.from_pretrained()
 
 
@@ -180,7 +180,7 @@ def streaming(
             step.digest = {"ds_config": settings.fingerprint}
     with (
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-        intercept.intercepted(load_on(ranks, settings, options)),
+        loader.intercepted(load_on(ranks, settings, options)),
         _sharded_calls(options),
     ):
         try:
@@ -205,7 +205,7 @@ def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
         return load_on(ranks, settings, options)(call)
 
     with (
-        intercept.intercepted(load, _zero3_is_active, everywhere=everywhere),
+        loader.intercepted(load, _zero3_is_active, everywhere=everywhere),
         _sharded_calls(options, everywhere=everywhere),
     ):
         yield
@@ -230,7 +230,7 @@ def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.
     def is_sharded(kwargs: Mapping[str, Any]) -> bool:
         return any(kwargs.get(keyword) is not None for keyword in SHARDS)
 
-    return intercept.intercepted(load, is_sharded, everywhere=everywhere)
+    return loader.intercepted(load, is_sharded, everywhere=everywhere)
 
 
 def _zero3_is_active(_: Mapping[str, Any]) -> bool:

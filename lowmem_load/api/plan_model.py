@@ -21,9 +21,9 @@ from lowmem_load.ds.zero3_target import TargetMaker, target_maker
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import intercept, loader, names
+from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host, ordinary_path
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
@@ -173,7 +173,7 @@ def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
     def handler(call: loader.Call) -> NoReturn:
         raise _Done(act(call))
 
-    with load_lock(), intercept.intercepted(handler):
+    with load_lock(), loader.intercepted(handler):
         result: T = _result(checked.cls, checked.from_pretrained)
     return result
 

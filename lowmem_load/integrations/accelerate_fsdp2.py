@@ -31,7 +31,7 @@ from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatter_into
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, plain_name
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
-from lowmem_load.hf import intercept, loader
+from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
 from lowmem_load.hf.skeleton import allocate
 from lowmem_load.integrations.startup_hook import once_imported
@@ -66,7 +66,7 @@ class _PendingLoad:
 
     def again(self, run: Callable[[loader.Call], Any]) -> nn.Module:
         """Return the model of the call, run once more, with the same random numbers."""
-        model: nn.Module = with_random_state(self.random_state, lambda: intercept.handled(run, self.call)[0])
+        model: nn.Module = with_random_state(self.random_state, lambda: loader.handled(run, self.call)[0])
         return model
 
 
@@ -89,7 +89,7 @@ def pending_loads(options: Options) -> Iterator[None]:
                 _mark_pending(model, _PendingLoad(call, state, options._replace(is_lenient=False)))
             return model, info
 
-        hooks.enter_context(intercept.intercepted(begin, _is_fsdp2, everywhere=True))
+        hooks.enter_context(loader.intercepted(begin, _is_fsdp2, everywhere=True))
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lowmem_load.api.load_model import why_left_to_stock
-from lowmem_load.config.precision import Precision
+from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.engine_states import is_plain_zero3
 from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell

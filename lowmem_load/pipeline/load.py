@@ -127,14 +127,11 @@ class Load:
             self._check_files(described, executor, seen, report)
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
-            self._note_reads(executor, sharing.why_alone if together is None else together.why_alone, report)
+            report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
+            if why_alone := sharing.why_alone if together is None else together.why_alone:
+                report.notes.append(f"no reads were shared with other ranks: {why_alone}")
         self._report(described, planned, report)
         return described.model, described.info
-
-    def _note_reads(self, executor: Executor, why_alone: str, report: LoadReport) -> None:
-        report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
-        if why_alone:
-            report.notes.append(f"no reads were shared with other ranks: {why_alone}")
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):

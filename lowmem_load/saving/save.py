@@ -22,7 +22,7 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.merging import Merge
 from lowmem_load.io.elements import trim_heap
 from lowmem_load.phases import progress_bar

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_load.ds.engine import entry_modules
-from lowmem_load.ds.partition_choice import (
+from lowmem_load.ds.zero3_target import (
     MARK,
     check_ties,
     choose,

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_load import DistributedInterface, ModelEngine, load_model, load_report, plan, streaming
 from lowmem_load.config import auto, ds_config, precision
-from lowmem_load.config.precision import Precision
+from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Partition, Settings, choices_of, read_settings
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.active import deepspeed_config
