@@ -53,7 +53,7 @@ def failures(results: Sequence[CheckResult]) -> list[str]:
 
 def table(results: Sequence[CheckResult]) -> list[list[str]]:
     """Return the cells of the timed loads, header first; seconds and bytes of the slowest rank, rates of all."""
-    head = ["load", "ranks", "seconds", "GB/s of all", "of min(storage, copies)", "read, copy, both s"]
+    head = ["load", "ranks", "seconds", "GB/s of all", "of min(storage, copies)"]
     cells = [[*head, "read / needed", "HBM beside partitions"]]
     pinned = sum(result.gbps["pinned"] for result in results)
     storage = sum(result.gbps["storage"] for result in results)
@@ -62,11 +62,10 @@ def table(results: Sequence[CheckResult]) -> list[list[str]]:
         read_s = max(load["read_seconds"] for load in loads)
         rate = sum(load["read_bytes"] for load in loads) / read_s / 1e9
         limit = pinned if "cached" in name else min(storage, pinned)
-        spans = [f"{max(load.get(key, 0.0) for load in loads):.2f}" for key in ("read_s", "copy_s", "both_s")]
         over = max(load["read_bytes"] / load["needed_bytes"] for load in loads)
         above = max(load["bytes_above_held"] for load in loads) / (1 << 20)
         total_s = max(load["seconds"] for load in loads)
-        line = [name, str(len(results)), f"{total_s:.2f}", f"{rate:.2f}", f"{rate / limit:.0%}", ", ".join(spans)]
+        line = [name, str(len(results)), f"{total_s:.2f}", f"{rate:.2f}", f"{rate / limit:.0%}"]
         cells.append([*line, f"{over:.4f}", f"{above:.1f} MiB"])
     return cells
 

@@ -233,7 +233,6 @@ class Checks:
         held = [parameter.ds_tensor for parameter in model.parameters()] + list(model.buffers())
         held_bytes = sum(-(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for tensor in held)
         above = report.peak_device_bytes - held_bytes
-        spans = report.overlap
         self.result.loads[name] = {
             "seconds": sum(report.seconds.values()),
             "read_seconds": report.seconds["read"],
@@ -241,7 +240,6 @@ class Checks:
             "needed_bytes": report.needed_bytes,
             "held_bytes": held_bytes,
             "bytes_above_held": above,
-            **({} if spans is None else asdict(spans)),
         }
         limit = NUM_STREAMS * SLOT_BYTES if "cast" in name else 0
         return (

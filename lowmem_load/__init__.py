@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.api.load_into import load_into as load_into
     from lowmem_load.api.load_model import load_model as load_model
     from lowmem_load.api.load_model import load_report as load_report
+    from lowmem_load.api.load_model import streaming as streaming
     from lowmem_load.api.plan_model import plan as plan
-    from lowmem_load.api.streaming import streaming as streaming
     from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
     from lowmem_load.errors import CheckpointError as CheckpointError
     from lowmem_load.errors import ConfigError as ConfigError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint as verify_checkpoint
-    from lowmem_load.planning.load_plan import LoadPlan as LoadPlan
     from lowmem_load.report import LoadReport as LoadReport
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
@@ -44,14 +43,12 @@ _HOMES = {
     "pipeline.verify_checkpoint": ("verify_checkpoint",),
     "saving.model_digest": ("model_digest",),
     "api.load_into": ("load_into",),
-    "api.load_model": ("load_model", "load_report"),
+    "api.load_model": ("load_model", "load_report", "streaming"),
     "api.plan_model": ("plan",),
-    "api.streaming": ("streaming",),
     "partial.initialize": ("initialize", "partial_zero3"),
     "integrations.arguments": ("DistConfig", "ModelArguments"),
     "integrations.install": ("install",),
     "integrations.model_engine": ("ModelEngine",),
-    "planning.load_plan": ("LoadPlan",),
     "distributed.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),

@@ -1,4 +1,4 @@
-"""Sizes, counts and seconds as text, and back. Imports nothing heavy, because the command line starts with it."""
+"""Sizes and counts as text, and back. Imports nothing heavy, because the command line starts with it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,3 @@ def count(number: float) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}"
     return f"{number:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text: "0.42 s", "12 s", "3 min 20 s", "2 h 5 min"."""
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds) // 60
-    return f"{minutes} min {round(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

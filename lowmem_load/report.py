@@ -1,19 +1,27 @@
-"""What a load did: bytes, reads, seconds, memory, keys."""
+"""What a load did: bytes, reads, seconds, memory, keys. As text, and as JSON files, of which `join` makes one table."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lowmem_load.errors import listed
+from lowmem_load.errors import ConfigError, listed
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
-from lowmem_load.quantities import count, duration, size
+from lowmem_load.quantities import count, size
+
+logger = logging.getLogger(__name__)
 
 REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
 """Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
@@ -33,29 +41,6 @@ def device_memory() -> DeviceMemory:
         if getattr(device_module, "is_initialized", bool)():  # torch.mps has no such figures
             return DeviceMemory(int(device_module.memory_allocated()), int(device_module.max_memory_allocated()))
     return DeviceMemory(0, 0)
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Seconds in which a load read for its device, copied to it, and did both at once."""
-
-    read_s: float
-    copy_s: float
-    both_s: float
-
-    @classmethod
-    def of(cls, reads: Sequence[tuple[float, float]], copies: Sequence[tuple[float, float]]) -> Overlap:
-        """Return the overlap of reads and copies, each a (begin, end) in seconds; they may overlap among themselves."""
-        read_s, copy_s = _union_s(reads), _union_s(copies)
-        return cls(read_s, copy_s, read_s + copy_s - _union_s([*reads, *copies]))
-
-
-def _union_s(spans: Iterable[tuple[float, float]]) -> float:
-    total, last = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, last))
-        last = max(last, end)
-    return total
 
 
 @dataclass(slots=True)
@@ -82,7 +67,6 @@ class LoadReport(Phases):
         seconds, peak_memory: see `Phases`; the phases are describe, plan, compare, verify and read.
         peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
             Exact where the peak is a new one of the process, else the most seen after a parameter was made.
-        overlap: of reads and copies, where the load filled memory of a device.
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
             them.
         slow_paths: parameters and buffers that took a slower path.
@@ -106,7 +90,6 @@ class LoadReport(Phases):
     num_reads: int = 0
     shared: Shared | None = None
     peak_device_bytes: int = 0
-    overlap: Overlap | None = None
     loading_info: dict[str, list[Any]] = field(default_factory=dict)
     slow_paths: list[SlowPath] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -123,7 +106,7 @@ class LoadReport(Phases):
         self.dtype = str(floating[-1]) if floating else ""
         self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes + plan.companion_bytes
         self.file_bytes = sum(file.nbytes for file in plan.files)
-        self.needed_bytes = plan.needed_bytes
+        self.needed_bytes = plan.costs.needed_bytes
         self.loading_info = {
             key: list(getattr(plan, key)) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
         }
@@ -160,13 +143,14 @@ class LoadReport(Phases):
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
+        on_device = f"{size(self.peak_device_bytes)} above the start at the peak" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
             "read": from_files,
             "shared reads": self._sharing_text(),
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
-            "device memory": self._device_text(),
+            "device memory": on_device,
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
             **{label.replace("_", " "): listed(list(map(str, values))) for label, values in lists.items()},
             "notes": "; ".join(self.notes),
@@ -179,13 +163,114 @@ class LoadReport(Phases):
         node, alone, here = map(size, (self.shared.node_bytes, self.shared.wanted_bytes, self.shared.read_bytes))
         return f"{node} by {self.shared.num_ranks} ranks together instead of {alone}, {here} of it by this rank"
 
-    def _device_text(self) -> str:
-        if self.overlap is None:
-            return ""
-        read, copy, both = map(duration, (self.overlap.read_s, self.overlap.copy_s, self.overlap.both_s))
-        peak = size(self.peak_device_bytes)
-        return f"{peak} above the start at the peak; read {read}, copied {copy}, both at once {both}"
-
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]
 """Called with the report when a load has ended."""
+
+
+# -- files: each rank writes its own where the environment says --------------------------------------------------------
+
+FORMAT = 2
+"""Version of the files; raised when their meaning changes."""
+
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("load", "rank", "world_size", "read_bytes", "num_reads"), int),
+    **dict.fromkeys(("name", "host"), str),
+    **dict.fromkeys(("seconds", "peak_memory"), dict),
+}
+"""What `join` reads of a report."""
+
+_numbers = itertools.count(1)
+
+
+def write_report(report: LoadReport) -> Path | None:
+    """Write a report where the environment says; return the file. One that cannot be written is only logged."""
+    folder, number = os.environ.get(REPORT_DIR), next(_numbers)
+    if not folder:
+        return None
+    model = re.sub(r"[^\w.-]+", "-", os.path.basename(report.name.rstrip("/"))).strip("-.") or "model"
+    path = Path(folder) / f"load{number:03}-{model}-rank{report.rank:05}.json"
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        part.write_text(json.dumps(as_dict(report, number), default=str) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        logger.warning("%s: the report of the load of %s cannot be written: %s", path, report.name, error)
+        return None
+    return path
+
+
+def as_dict(report: LoadReport, number: int) -> dict[str, Any]:
+    """Return a report as a dict, with the number of the load in its process and the host."""
+    fields = {name: value for name, value in asdict(report).items() if not name.startswith("_")}
+    return {"format": FORMAT, "load": number, "host": platform.node(), **fields}
+
+
+def read_reports(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the reports in files and folders; raise ConfigError where there are none, or one cannot be read."""
+    files = [file for each in paths for file in (sorted(each.glob("*.json")) if each.is_dir() else [each])]
+    if not files:
+        raise ConfigError(f"no reports: set {REPORT_DIR} for a job, and name that folder")
+    return [_read(path) for path in files]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a report: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path}: is no report of a load, or one of another release (format {FORMAT} is expected)")
+    for key, kind in _KINDS.items():
+        if not isinstance(found.get(key), kind):
+            raise ConfigError(f"{path}: is no whole report: {key} is {found.get(key)!r:.80}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The figures of one rank, as in `LoadReport`; `peak_bytes` of host memory, above the start."""
+
+    rank: int
+    host: str
+    seconds: Mapping[str, float]
+    read_bytes: int
+    num_reads: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Load number `load` of the processes: ranks whose reports are there, slowest reader first (others wait for it)."""
+
+    name: str
+    load: int
+    world_size: int
+    ranks: list[Rank]
+    missing_ranks: list[int]
+
+
+def join(reports: Iterable[Mapping[str, Any]]) -> list[Joined]:
+    """Return the loads that reports are of, in order; raise ConfigError for two of the same rank and load."""
+    loads: dict[tuple[int, str, int], dict[int, Rank]] = {}
+    for report in reports:
+        which = report["load"], report["name"], report["world_size"]
+        ranks, rank = loads.setdefault(which, {}), report["rank"]
+        if rank in ranks:
+            raise ConfigError(
+                f"two reports of rank {rank} of load {which[0]} of {which[1]}, {which[2]} ranks: name the reports of "
+                "one job only"
+            )
+        peak_bytes = sum(report["peak_memory"].values())
+        ranks[rank] = Rank(
+            rank, report["host"], report["seconds"], report["read_bytes"], report["num_reads"], peak_bytes
+        )
+    return [
+        Joined(
+            *(name, load, world_size),
+            ranks=sorted(ranks.values(), key=lambda each: (-each.seconds.get("read", 0.0), each.rank)),
+            missing_ranks=sorted(set(range(world_size)) - set(ranks)),
+        )
+        for (load, name, world_size), ranks in sorted(loads.items())
+    ]

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lowmem_load.config.settings import read_settings
+from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.describe import Described, describe
@@ -19,8 +20,7 @@ from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
-from lowmem_load.targets.target import Replicated, Target
-from lowmem_load.targets.zero3 import Zero3
+from lowmem_load.target import Replicated, Target
 
 CPU = torch.device("cpu")
 X = torch.arange(24.0).reshape(4, 6) / 10

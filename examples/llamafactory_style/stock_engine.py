@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
 from lowmem_load.config.auto import hidden_size_of, resolve_auto
-from lowmem_load.config.ds_config import read_ds_config
-from lowmem_load.config.precision import precision_of
+from lowmem_load.config.ds_config import precision_of, read_ds_config
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.hf.names import enable_checkpointing, model_config
 from lowmem_load.integrations.arguments import read_arguments

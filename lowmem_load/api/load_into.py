@@ -19,9 +19,9 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_class
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import intercept, names
+from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
@@ -78,7 +78,7 @@ def load_into(
         )
         checked = agree_on_request(ranks, asked, has_ds_config=False)
         load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), progress, verify)
-        with intercept.intercepted(load):
+        with loader.intercepted(load):
             loaded = checked.from_pretrained()
         with ranks.step("filling buffers"), torch.no_grad():
             sharded.fill_buffers(loaded)
@@ -169,7 +169,7 @@ def filling(
         shard(model)
         on_host = is_offloaded or names.offloads(model)
         allocate(model, torch.device("cpu") if on_host else mesh_device(model))
-        with intercept.outermost():
+        with loader.outermost():
             report = load_into(model, name, dtype=dtype, **how)
         if options.on_load is not None:
             options.on_load(report)

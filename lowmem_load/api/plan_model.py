@@ -17,24 +17,24 @@ from lowmem_load.api.request import Checked, Request, spelled, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
 from lowmem_load.ds import zero_init
+from lowmem_load.ds.zero3_target import TargetMaker, target_maker
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import intercept, loader, names
-from lowmem_load.hf.active import ordinary_path
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf import loader, names
+from lowmem_load.hf.active import on_host, ordinary_path
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
-from lowmem_load.pipeline.describe import Described, describe, on_host
+from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.pipeline.share_reads import shares_reads
+from lowmem_load.pipeline.shared_reads import shares_reads
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.symbolic.initialise import INITIALISED
-from lowmem_load.targets.make_target import TargetMaker, target_maker
 
 T = TypeVar("T")
 
@@ -173,7 +173,7 @@ def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
     def handler(call: loader.Call) -> NoReturn:
         raise _Done(act(call))
 
-    with load_lock(), intercept.intercepted(handler):
+    with load_lock(), loader.intercepted(handler):
         result: T = _result(checked.cls, checked.from_pretrained)
     return result
 
@@ -233,17 +233,21 @@ class _Done(BaseException):
         self.result = result
 
 
+def device_named(accelerator: str) -> torch.device:
+    """Return a device that DS_ACCELERATOR or an option names."""
+    try:
+        return torch.device(accelerator)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"accelerator {accelerator!r} (DS_ACCELERATOR): this torch knows no such device; correct it, or import "
+            "the package that adds it (torch_npu, say) first"
+        ) from error
+
+
 def _accelerator() -> torch.device:
     """Return the device that DeepSpeed would choose, without importing DeepSpeed."""
     # Source: deepspeed 0.19.8 accelerator/real_accelerator.py, get_accelerator.
-    chosen = os.environ.get("DS_ACCELERATOR")
-    if chosen:
-        try:
-            return torch.device(chosen)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"DS_ACCELERATOR is {chosen!r}, and this torch knows no such device: import the package that adds it "
-                "(torch_npu, say) first, or correct the variable"
-            ) from error
+    if chosen := os.environ.get("DS_ACCELERATOR"):
+        return device_named(chosen)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if found is None else found

@@ -13,9 +13,9 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
-from lowmem_load.hf.hub import adapter_sought_alike, commit_of
+from lowmem_load.hf.names import adapter_sought_alike, commit_of
 from lowmem_load.hf.quantizers import refuse_quantized
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.replaced import replaced
 from lowmem_load.report import OnLoad
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lowmem_load.cli.checkpoint_contents import Inspection
     from lowmem_load.cli.forecast import Forecast
-    from lowmem_load.report_files import Joined, Rank
+    from lowmem_load.report import Joined, Rank
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -255,7 +255,7 @@ def report(
     lowmem-load report reports
     """
     with working():
-        from lowmem_load.report_files import join, read_reports
+        from lowmem_load.report import join, read_reports
 
         loads = join(read_reports(files))
     answer(as_json, [asdict(load) for load in loads], lambda: list(map(_load_table, loads)))

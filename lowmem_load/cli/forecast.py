@@ -6,15 +6,16 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed, so that host_memory() here includes it
-from lowmem_load.api.plan_model import plan_ranks, plan_sharded
+from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
 from lowmem_load.cli.job_memory import Job, Model, Need, held_bytes, memory_needs, world_sizes
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import distributed_config, model_config
 from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.io.hub_checkpoint import OpenCheckpoint
@@ -24,7 +25,7 @@ from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
 from lowmem_load.planning.sharing import byte_ranges, node_schedule, shared_reads, touched_bytes
-from lowmem_load.quantities import count, duration, size
+from lowmem_load.quantities import count, size
 
 OVERHEAD_BYTES = 16 << 20
 """Bytes of a load beside its plan: threads, page tables, objects of DeepSpeed and the model. `make bench` measured 14
@@ -84,7 +85,7 @@ def forecast_zero3(
     checkpoint: OpenCheckpoint, ds_config: Any, job: Job, *, accelerator: str, dequantize: bool, **keywords: Any
 ) -> Forecast:
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
-    process, is_host = host_memory(), _device(accelerator).type == "cpu"
+    process, is_host = host_memory(), device_named(accelerator).type == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
     settings = settings.for_model(model_config(checkpoint.folder, keywords))
     if settings.stage != 3 or settings.shard_size != settings.world_size:
@@ -113,13 +114,6 @@ def forecast_zero3(
     )
 
 
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"accelerator: expected cuda, cpu or another device of torch, got {name!r}") from error
-
-
 def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job, **keywords: Any) -> Forecast:
     """Return what a job under FSDP2 will need on its first rank: uneven shards make it the largest.
 
@@ -145,7 +139,7 @@ def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job
     _, passing = load_bytes(plan, is_host=False)
     needs = [
         Need("shards", plan.partition_bytes),
-        Need(f"read in {plan.num_reads:,} reads", plan.read_bytes),
+        Need(f"read in {plan.costs.num_reads:,} reads", plan.costs.read_bytes),
         Need("device memory of a GPU while loading", plan.partition_bytes + passing, 0, job.device_bytes),
         Need("device memory of a GPU in training", training, 0, job.device_bytes),
     ]
@@ -157,13 +151,13 @@ def _forecast(
 ) -> Forecast:
     """Return a forecast. `node` are the plans of the ranks of a node that may read together, or that of rank 0."""
     plan, together = node[0], read_together(node)
-    node_bytes, reading = job.node_size * plan.read_bytes, {}
+    node_bytes, reading = job.node_size * plan.costs.read_bytes, {}
     if together is not None:
         num_ranks, wanted_bytes, alone_bytes, shared_bytes = together
         node_bytes -= wanted_bytes - shared_bytes
         reading["read together"] = f"{size(shared_bytes)} by {num_ranks} ranks, instead of {size(alone_bytes)}"
     seconds = None if job.read_rate is None else node_bytes / job.read_rate
-    took = "; --read-rate gives the time" if seconds is None else f" in {duration(seconds)}"
+    took = "; --read-rate gives the time" if seconds is None else f" in {timedelta(seconds=math.ceil(seconds))}"
     return Forecast(
         name=checkpoint.name,
         about={
@@ -250,9 +244,9 @@ def load_bytes(plan: LoadPlan, *, is_host: bool) -> tuple[int, int]:
     """Return the peaks of host and device memory of a load without partitions, with a core for every thread."""
     steps = [step for target in plan.targets for fill in target.fills for step in fill.steps]
     host = plan.planning_bytes + OVERHEAD_BYTES
-    host += plan.largest_temporary_bytes * (MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1)
+    host += plan.costs.largest_temporary_bytes * (MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1)
     if is_host:
-        return host + MAX_THREADS * plan.staging_bytes + whole_bytes(plan), 0
+        return host + MAX_THREADS * plan.costs.staging_bytes + whole_bytes(plan), 0
     slot_bytes = ReadLimits().staging_bytes
     return host + SLOTS_PER_THREAD * MAX_THREADS * slot_bytes, NUM_STREAMS * slot_bytes + whole_bytes(plan)
 
@@ -265,7 +259,7 @@ def load_needs(plan: LoadPlan, model: Model, job: Job) -> Iterator[Need]:
     of_stock = file_bytes + on_host + (whole if job.is_host else 0)  # rank 0 maps all files
     yield Need("partition", plan.partition_bytes)
     yield Need("whole on every rank", whole, max(sizes, default=0))
-    yield Need(f"read in {plan.num_reads:,} reads", plan.read_bytes, file_bytes)
+    yield Need(f"read in {plan.costs.num_reads:,} reads", plan.costs.read_bytes, file_bytes)
     if job.world_size > 1:
         yield Need("through collectives", 0, COLLECTIVE_FACTOR * sum(sizes))
     yield Need("peak of host memory", model.host_bytes + on_host, of_stock)

@@ -10,8 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lowmem_load.config.ds_config import AUTO, is_int, plain_copy
-from lowmem_load.config.precision import Precision, with_precision
+from lowmem_load.config.ds_config import AUTO, Precision, is_int, plain_copy, with_precision
 from lowmem_load.errors import ConfigError
 
 _TRAIN = "train_batch_size"

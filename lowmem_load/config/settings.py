@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
-from lowmem_load.config.ds_config import check_kinds, comparable, read_ds_config, zero_stage
-from lowmem_load.config.precision import Precision, precision_of
+from lowmem_load.config.ds_config import Precision, check_kinds, comparable, precision_of, read_ds_config, zero_stage
 from lowmem_load.errors import ConfigError
 from lowmem_load.fingerprint import fingerprint
 

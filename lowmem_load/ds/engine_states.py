@@ -208,11 +208,6 @@ def is_plain_zero3(engine: Any) -> bool:
     return type(getattr(engine, "optimizer", None)) is DeepSpeedZeroOptimizer_Stage3
 
 
-def wants_universal(engine: Any) -> bool:
-    """Return whether the ds_config asks for universal checkpoints."""
-    return bool(engine.load_universal_checkpoint())
-
-
 def mark_unusable(engine: nn.Module) -> None:
     """Make an engine's forward raise, since it is about to hold half of a checkpoint."""
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -14,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require
+from lowmem_load.replaced import replaced
 
 _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit_weights_on_model_save"
 
@@ -33,47 +33,21 @@ _SIGNATURES = {
 }
 
 
-@contextlib.contextmanager
-def hooked(handler: Handler, owner: Any = deepspeed, name: str = "initialize") -> Iterator[None]:
+def hooked(handler: Handler, owner: Any = deepspeed, name: str = "initialize") -> AbstractContextManager[None]:
     """Inside, every call goes to `handler` first; of several blocks, to the innermost. They may end in any order."""
-    found: Any = getattr(owner, name)
-    dispatcher = found if isinstance(found, _Dispatcher) else _Dispatcher(found, _SIGNATURES[name])
-    setattr(owner, name, dispatcher)
-    dispatcher.handlers.append(handler)
-    try:
-        yield
-    finally:
-        dispatcher.handlers.remove(handler)
-        if not dispatcher.handlers and getattr(owner, name) is dispatcher:  # else it passes calls on
-            setattr(owner, name, dispatcher.__wrapped__)
 
-
-class _Dispatcher:
-    """Replaces a function or method: asks the handlers of all open blocks, then calls the original."""
-
-    __wrapped__: Callable[..., Any]
-
-    def __init__(self, ordinary: Callable[..., Any], signature: inspect.Signature) -> None:
-        functools.update_wrapper(self, ordinary)
-        self.signature = signature
-        self.handlers: list[Handler] = []
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            given = self.signature.bind(*args, **kwargs).arguments
+            given = _SIGNATURES[name].bind(*args, **kwargs).arguments
         except TypeError:
-            return self.__wrapped__(*args, **kwargs)  # DeepSpeed's own error
-        for handler in reversed(self.handlers):
-            made = handler(given)
-            if made is not None:
-                return made
-        return self.__wrapped__(*args, **kwargs)
+            return ordinary(*args, **kwargs)  # DeepSpeed's own error
+        made = handler(given)
+        return ordinary(*args, **kwargs) if made is None else made
+
+    return replaced((owner, name, call), everywhere=True)
 
 
-def engine_hooked(name: str, handler: Callable[[Any, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
+def engine_hooked(name: str, handler: Callable[[Any, dict[str, Any]], Any]) -> AbstractContextManager[None]:
     """Inside, every call of this method of any engine goes to `handler` first, with all its arguments."""
     defaults = {each.name: each.default for each in _SIGNATURES[name].parameters.values()}
 

@@ -40,12 +40,6 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return bool(is_zero_param(parameter))
 
 
-def is_sliced(parameter: torch.Tensor) -> bool:
-    """Return whether this rank holds a slice of `parameter` under DeepSpeed's tensor parallelism (AutoTP)."""
-    # Source: deepspeed 0.19.8 module_inject/layers.py:501.
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
 def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of `parameter`, partitioned or not."""
     return parameter.ds_numel if is_zero_param(parameter) else parameter.numel()

@@ -13,7 +13,7 @@ from lowmem_load.dtensor.shards import local_shard
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.target import Layout, Target
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
 """What torch.compile, activation checkpointing and PEFT put around a module: no part of a checkpoint's names."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from transformers.utils import logging as hf_logging
 
-from lowmem_load.hf.replaced import Replacement, replaced
+from lowmem_load.replaced import Replacement, replaced
 
 _REFERENCE = "_hf_deepspeed_config_weak_ref"
 
@@ -65,6 +65,18 @@ def _no_config() -> None:
 
 
 @contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Make tensors that name no device in host memory, whatever default device the caller has set."""
+    try:
+        default = torch.get_default_device().type
+    except AttributeError:  # torch 2.6 after `set_default_device(None)`
+        default = "cpu"
+    # A context of torch's slows each of its calls.
+    with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
+        yield
+
+
+@contextlib.contextmanager
 def ordinary_path() -> Iterator[None]:
     """Inside, transformers loads as without ZeRO-3, FSDP and a default device."""
     # Each module has its own name for these functions, and frameworks replace some (axolotl 0.19 by `lambda: True`).
@@ -75,9 +87,7 @@ def ordinary_path() -> Iterator[None]:
         for question in ("is_deepspeed_zero3_enabled", "is_fsdp_enabled")
         if callable(getattr(module, "__dict__", {}).get(question))  # getattr(module, question) may import modules
     ]
-    with deepspeed_config(None), replaced(*answered_with_no), contextlib.ExitStack() as stack:
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))  # ZeRO-3 ignores a default device; the ordinary path would use it
+    with deepspeed_config(None), replaced(*answered_with_no), on_host():  # ZeRO-3 ignores a default device
         yield
 
 

@@ -17,7 +17,7 @@ import transformers.modeling_utils as modeling_utils
 
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import CODES, Safetensors
-from lowmem_load.hf.replaced import Handler, Replacement
+from lowmem_load.replaced import Handler, Replacement
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor

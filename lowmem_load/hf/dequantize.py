@@ -15,8 +15,8 @@ import torch
 
 from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.hf.replaced import Replacement
 from lowmem_load.planning.expression import Elementwise, Expression, Instance, Slot, expand, held, permute, reshape
+from lowmem_load.replaced import Replacement
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
 

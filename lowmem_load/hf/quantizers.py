@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf.names import model_config
-from lowmem_load.hf.replaced import Replacement, replaced
+from lowmem_load.replaced import Replacement, replaced
 
 _CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """transformers' class of configuration for each method that can be loaded dequantized."""

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.hub import HUB_KEYWORDS, hub_keywords
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.names import HUB_KEYWORDS, hub_keywords
+from lowmem_load.replaced import replaced
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 """Fills a skeleton, given the dtype of the load; returns the loading info."""

@@ -28,17 +28,18 @@ from lowmem_load.api.load_into import load_into
 from lowmem_load.api.request import Options, stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
+from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatter_into
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, plain_name
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
-from lowmem_load.hf import intercept, loader
+from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
-from lowmem_load.hf.replaced import Handler, Replacement, replaced
 from lowmem_load.hf.skeleton import allocate
 from lowmem_load.integrations.startup_hook import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
-from lowmem_load.targets.make_target import TargetMaker
+from lowmem_load.replaced import Handler, Replacement, replaced
+from lowmem_load.symbolic.initialise import with_random_state
 
 _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""
@@ -66,9 +67,7 @@ class _PendingLoad:
 
     def again(self, run: Callable[[loader.Call], Any]) -> nn.Module:
         """Return the model of the call, run once more, with the same random numbers."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random_state)
-            model: nn.Module = intercept.handled(run, self.call)[0]
+        model: nn.Module = with_random_state(self.random_state, lambda: loader.handled(run, self.call)[0])
         return model
 
 
@@ -91,7 +90,7 @@ def pending_loads(options: Options) -> Iterator[None]:
                 _mark_pending(model, _PendingLoad(call, state, options._replace(is_lenient=False)))
             return model, info
 
-        hooks.enter_context(intercept.intercepted(begin, _is_fsdp2, everywhere=True))
+        hooks.enter_context(loader.intercepted(begin, _is_fsdp2, everywhere=True))
         yield
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from lowmem_load.api.load_model import why_left_to_stock
-from lowmem_load.config.precision import Precision
+from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.engine_states import is_plain_zero3, wants_universal
+from lowmem_load.ds.engine_states import is_plain_zero3
 from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
 from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.errors import ConfigError, LoadOrderWarning
+from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.resume.load_checkpoint import load_checkpoint
@@ -79,13 +79,13 @@ def _check_load_order(model: nn.Module) -> None:
                 "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
                 "then call from_pretrained",
                 LoadOrderWarning,
-                stacklevel=4,  # the caller of deepspeed.initialize
+                stacklevel=outside_level(),
             )
 
 
 def _load_checkpoint(engine: Any, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
     """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None."""
-    if not is_plain_zero3(engine) or wants_universal(engine) or given["custom_load_fn"] is not None:
+    if not is_plain_zero3(engine) or engine.load_universal_checkpoint() or given["custom_load_fn"] is not None:
         return None
     ranks = ranks_of(unwrapped(engine))
     # Ranks may see only the files of their own node. All must take the same way.

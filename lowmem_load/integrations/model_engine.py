@@ -16,13 +16,13 @@ import torch
 
 from lowmem_load.api.load_model import load_as_asked, load_model
 from lowmem_load.api.request import Options, Request
-from lowmem_load.config.precision import Precision
+from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.integrations.arguments import PRECISIONS, read_arguments
 
 

@@ -17,31 +17,32 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lowmem_load.ds.hooks import consolidates_to, engine_hooked, hooked, may_gather
 from lowmem_load.ds.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.merging import Merge
-from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
-from lowmem_load.hf.saves import (
+from lowmem_load.hf.saver import (
     SAVING_CLASSES,
     LookedIntoError,
     NotGathered,
+    SavedFile,
     WantedSave,
     accelerate_saves,
     default_shard_size,
-    describe_save,
+    describe_accelerate_save,
     is_saved_by_itself,
     plain_saves,
+    recorded,
     saves_adapters_only,
+    symbolic_state,
     trainer_saves,
 )
 from lowmem_load.planning.expression import Source
+from lowmem_load.replaced import holding
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.save import ranks_of, save_described, save_model
-
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -70,20 +71,11 @@ _NOTED: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted_save
 """The calls of `save_pretrained` in the `Trainer.save_model` that is running."""
 
 
-@contextlib.contextmanager
-def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     """Do what `Trainer.save_model` does. See [Note: saved afterwards]. Collective: all ranks, as that is."""
     model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
     if engine is None or not any(map(is_partitioned, model.parameters())) or not _is_plain(trainer, model):
-        with _set(_IN_STOCK, True):
+        with holding(_IN_STOCK, True):
             run()
         return
     ranks = ranks_of(model)
@@ -92,7 +84,7 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     with ranks.step("Trainer.save_model") as step:
         state = NotGathered() if ranks.rank == 0 else None
         try:
-            with consolidates_to(engine, state), _set(_NOTED, wanted):
+            with consolidates_to(engine, state), holding(_NOTED, wanted):
                 run()
         except LookedIntoError as error:
             reason = str(error)
@@ -109,7 +101,7 @@ def save_of_trainer(trainer: Any, run: Callable[[], None]) -> None:
     if reason:
         if ranks.rank == 0:
             warnings.warn(f"Trainer.save_model is left to stock ZeRO-3: {reason}", stacklevel=4)
-        with _set(_IN_STOCK, True):
+        with holding(_IN_STOCK, True):
             run()
         return
     for folder, kwargs in saves:
@@ -151,7 +143,7 @@ def save_of_accelerator(accelerator: Any, ordinary: Callable[..., None], given: 
         return False
 
     def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
-        return describe_save(ordinary, accelerator, {**given, "model": model}, scratch, sources), []
+        return describe_accelerate_save(ordinary, accelerator, {**given, "model": model}, scratch, sources), []
 
     options = {key: value for key, value in given.items() if key not in ("model", "save_directory")}
     save_described(model, folder, describe, options)

@@ -23,7 +23,7 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io.elements import Take, Temporaries, compute_into, scatter_elements
 from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.source import LocalFile, Opener
-from lowmem_load.io.uploads import Put, Spans, Uploads, move_tasks
+from lowmem_load.io.uploads import Put, Uploads, move_tasks
 from lowmem_load.planning.expression import Expression, Source, numel
 from lowmem_load.planning.load_plan import ComputedValue, Value
 from lowmem_load.planning.nest import Axis, Nest
@@ -216,11 +216,6 @@ class Executor:
         self.tasks.finish()
         if self._uploads is not None:
             self._uploads.finish()
-
-    @property
-    def spans(self) -> Spans | None:
-        """When values were read for a device, and copied to it; None if there was no device memory to fill."""
-        return None if self._uploads is None else self._uploads.spans
 
     def _value(self, number: int, values: Sequence[Value], constants: Constants) -> torch.Tensor:
         # The calling thread computes it: a task must not wait for other tasks.

@@ -17,9 +17,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -37,47 +35,30 @@ SLOTS_PER_THREAD = 2
 NUM_STREAMS = 2
 """Copy streams: while one casts or rearranges values, the other copies. For that each needs device memory of a slot."""
 
-Span = tuple[float, float]
-"""Begin and end, in seconds of time.perf_counter."""
-
 Put = Callable[[Nest, int, torch.dtype, Callable[[torch.Tensor], object]], None]
 """`put(nest, numel, dtype, write)` calls `write` with flat host memory for `numel` values of `dtype`, then moves
 them to their destination as `nest` says. They are at most `SLOT_BYTES`."""
 
 
 class CopyStream:
-    """A stream with a lock, and an event at a known time, from which times of copies are measured."""
+    """A stream with a lock."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.lock = torch.Stream(device=device), threading.Lock()
-        self.start, self.start_s = torch.Event(device=device, enable_timing=True), time.perf_counter()
-        self.start.record(self.stream)
 
 
 class Slot:
-    """Pinned memory, and the events before and after the latest copy out of it."""
+    """Pinned memory, and the event behind the latest copy out of it."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self.memory = memory
-        self.begin, self.end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
-        self.copied_on: CopyStream | None = None
+        self.memory, self.copied = memory, torch.Event(device=device)
+        self.is_copied = False  # a copy out of it may still be queued
 
-    def copied(self) -> Span | None:
-        """Wait for the latest copy. Return when it ran; None if there was none since the last call."""
-        copier, self.copied_on = self.copied_on, None
-        if copier is None:
-            return None
-        self.end.synchronize()
-        begin, end = (copier.start_s + copier.start.elapsed_time(event) / 1e3 for event in (self.begin, self.end))
-        return begin, end
-
-
-@dataclass(slots=True)
-class Spans:
-    """When values were read or computed for the device, and when they were copied to it."""
-
-    reads: list[Span] = field(default_factory=list)
-    copies: list[Span] = field(default_factory=list)
+    def wait(self) -> None:
+        """Wait until it may be written again."""
+        if self.is_copied:
+            self.copied.synchronize()
+            self.is_copied = False
 
 
 class Uploads:
@@ -89,7 +70,6 @@ class Uploads:
     """
 
     def __init__(self, device: torch.device, num_threads: int) -> None:
-        self.spans = Spans()
         self._streams = [CopyStream(device) for _ in range(NUM_STREAMS)]
         self._next_stream = itertools.count()
         self._local = threading.local()
@@ -122,32 +102,29 @@ class Uploads:
     ) -> None:
         copier, slot = self._copier(), self._slots.get()
         try:
-            if (copied := slot.copied()) is not None:
-                self.spans.copies.append(copied)
+            slot.wait()
             staged = slot.memory[: numel * dtype.itemsize].view(dtype)
             assert staged.numel() == numel, f"a read of {numel} elements of {dtype} for a slot of {SLOT_BYTES} bytes"
-            begin = time.perf_counter()
             write(staged)
-            self.spans.reads.append((begin, time.perf_counter()))
             with copier.lock:  # so that the stream needs one buffer on the device
                 copier.stream.wait_event(ready)
-                slot.begin.record(copier.stream)
-                slot.copied_on = copier
+                slot.is_copied = True
                 try:
                     _copy(nest, staged, destination)
                 finally:
-                    slot.end.record(copier.stream)
+                    slot.copied.record(copier.stream)
         finally:
             self._slots.put(slot)
 
     def finish(self) -> None:
         """Wait until all copies are done. No thread may fill a slot meanwhile."""
-        if any(slot.copied_on is not None for slot in self._all_slots):
+        if any(slot.is_copied for slot in self._all_slots):
             first, *others = (each.stream for each in self._streams)
             for other in others:
                 first.wait_stream(other)
             first.synchronize()  # once, and not for each copy
-        self.spans.copies += [copied for slot in self._all_slots if (copied := slot.copied()) is not None]
+        for slot in self._all_slots:
+            slot.is_copied = False
 
     def _copier(self) -> CopyStream:
         copier: CopyStream | None = getattr(self._local, "copier", None)

@@ -15,6 +15,7 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class
+from lowmem_load.ds.zero3_target import mark
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.partial_checkpoint import find_checkpoint, load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
@@ -25,7 +26,6 @@ from lowmem_load.partial.replicated import (
     follow,
     options_of,
 )
-from lowmem_load.targets.partition_choice import mark
 
 
 class PartialEngine(nn.Module):

@@ -18,8 +18,8 @@ from deepspeed import comm
 from torch import nn
 
 from lowmem_load.ds.engine import PartitionedPart
+from lowmem_load.ds.zero3_target import chosen_parameters
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.targets.partition_choice import chosen_parameters
 
 Average: TypeAlias = Literal["all", "used"]
 

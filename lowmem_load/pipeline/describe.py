@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
+from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.ds.zero_init import refuse_partitioned
 from lowmem_load.errors import ConfigError
 from lowmem_load.formats.format import CheckpointFile
@@ -23,8 +23,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, bounding_range
 from lowmem_load.symbolic.context import Context, Keeps, Once, by_itself
 from lowmem_load.symbolic.initialise import Initialiser
-from lowmem_load.targets.make_target import TargetMaker
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.target import Layout, Target
 
 
 @dataclass(slots=True)
@@ -38,7 +37,6 @@ class Described:
         files: of the checkpoint that were opened.
         descriptions: of these files, by path.
         read_to_describe: see `LoadPlan`.
-        seconds: that it took.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Described:
     files: tuple[PlannedFile, ...]
     descriptions: Mapping[str, CheckpointFile]
     read_to_describe: tuple[tuple[str, int], ...]
-    seconds: float
 
 
 def describe(
@@ -66,7 +63,6 @@ def describe(
     Missing parameters are initialised with `holds_values`, else only noted. `once` finds out what all ranks of a node
     need.
     """
-    start = time.perf_counter()
     reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
 
@@ -88,10 +84,7 @@ def describe(
     model, info = call.describe(context, is_partitioned=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = settled(model)
-    seconds = time.perf_counter() - start
-    return Described(
-        call.name, model, info, resolved, target, files, context.files, tuple(reads.nbytes.items()), seconds
-    )
+    return Described(call.name, model, info, resolved, target, files, context.files, tuple(reads.nbytes.items()))
 
 
 class _Reads:
@@ -124,26 +117,11 @@ def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
 
 
 @contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """Make tensors that name no device in host memory, whatever default device the caller has set."""
-    try:
-        default = torch.get_default_device().type
-    except AttributeError:  # torch 2.6 after `set_default_device(None)`
-        default = "cpu"
-    # A context of torch's slows each of its calls.
-    with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
-        yield
-
-
-@contextlib.contextmanager
 def random_state_of(common: bytes) -> Iterator[None]:
     """Give this rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
-    before = torch.get_rng_state()
-    if not common or before.numpy().tobytes() == common:
+    if not common or torch.get_rng_state().numpy().tobytes() == common:
         yield
         return
-    torch.set_rng_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
         yield
-    finally:
-        torch.set_rng_state(before)

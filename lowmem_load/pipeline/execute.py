@@ -15,10 +15,10 @@ from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
 from lowmem_load.planning.sharing import Shared
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
-from lowmem_load.targets.target import Target
+from lowmem_load.target import Target
 
 if TYPE_CHECKING:
-    from lowmem_load.io.shared_reads import SharedReads
+    from lowmem_load.pipeline.shared_reads import SharedReads
 
 
 def execute(

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +21,12 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.ds import zero_init
+from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level, spelled
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
-from lowmem_load.hf.hub import commit_in
+from lowmem_load.hf.active import on_host
+from lowmem_load.hf.names import commit_in
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.source import LocalFile, Opener
@@ -39,17 +41,13 @@ from lowmem_load.pipeline.checks import (
     may_work_in_stock,
     refuse_device_map,
 )
-from lowmem_load.pipeline.describe import Described, describe, on_host, random_state_of
+from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
-from lowmem_load.pipeline.share_reads import Place, ReadSharing, shares_reads
+from lowmem_load.pipeline.shared_reads import Place, ReadSharing, SharedReads, shares_reads
 from lowmem_load.quantities import share
-from lowmem_load.report import REPORT_DIR, LoadReport, OnLoad, Overlap
-from lowmem_load.targets.make_target import TargetMaker
-
-if TYPE_CHECKING:
-    from lowmem_load.io.shared_reads import SharedReads
+from lowmem_load.report import LoadReport, OnLoad, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -129,16 +127,11 @@ class Load:
             self._check_files(described, executor, seen, report)
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
-            self._note_reads(executor, sharing.why_alone if together is None else together.why_alone, report)
+            report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
+            if why_alone := sharing.why_alone if together is None else together.why_alone:
+                report.notes.append(f"no reads were shared with other ranks: {why_alone}")
         self._report(described, planned, report)
         return described.model, described.info
-
-    def _note_reads(self, executor: Executor, why_alone: str, report: LoadReport) -> None:
-        report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
-        if why_alone:
-            report.notes.append(f"no reads were shared with other ranks: {why_alone}")
-        if executor.spans is not None:
-            report.overlap = Overlap.of(executor.spans.reads, executor.spans.copies)
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
@@ -147,10 +140,7 @@ class Load:
                 warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         setattr(described.model, REPORT_ATTRIBUTE, report)
         logger.info("%s", report.summary())
-        if os.environ.get(REPORT_DIR):
-            from lowmem_load.report_files import write_report
-
-            write_report(report)
+        write_report(report)
         if self.on_load is not None:
             self.on_load(report)
 
@@ -260,7 +250,7 @@ class Load:
         together: SharedReads | None,
         report: LoadReport,
     ) -> None:
-        needed_bytes = planned.plan.needed_bytes
+        needed_bytes = planned.plan.costs.needed_bytes
         num_made, next_sample_s = 0, 0.0
 
         def progress() -> Progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,7 @@ from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.sharing import shared_reads
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
-from lowmem_load.targets.target import Layout
+from lowmem_load.target import Layout
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters or buffers."""
@@ -47,7 +46,7 @@ class Planned:
 
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None, shares_reads: bool = True) -> Planned:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
-    start, cost = time.perf_counter(), cost or ReadCost()
+    cost = cost or ReadCost()
     planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
     model, target = described.model, described.target
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -80,7 +79,6 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None, sha
         mismatched_keys=tuple(described.info["mismatched_keys"]),
         costs=costs,
         read_cost=cost,
-        seconds={"describe": described.seconds, "plan": time.perf_counter() - start},
     )
     shared = shared_reads(load_plan) if shares_reads else ()
     load_plan = replace(load_plan, shareable_bytes=sum(read.read_bytes for read in shared))
@@ -114,7 +112,7 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
     stored = ex.cast(expression, layout.dtype)
     destinations = tuple(_destinations(planner, name, stored, layout))
     fills = [destination.fill for destination in destinations if destination.fill is not None]
-    slow_paths = tuple(_slow_paths(name, parameter, found, fills))
+    slow_paths = tuple(_slow_paths(name, found, fills))
     return TargetPlan(
         names=tuple(names_),
         shape=tuple(parameter.shape),
@@ -190,33 +188,29 @@ def _plan_buffer(
         fill = planner.plan_fill(names_[0], ex.cast(expression, dtype), whole_range, on_host=on_host)
     fills = [] if fill is None else [fill]
     found = ex.leaves(whole)
-    slow_paths = tuple(_slow_paths(names_[0], buffer, found, fills))
+    slow_paths = tuple(_slow_paths(names_[0], found, fills))
     return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, found)]))
 
 
-def _slow_paths(name: str, parameter: torch.Tensor, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
-    """Yield why, and at what cost, a parameter is not read straight into its partition."""
+def _slow_paths(name: str, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
+    """Yield why a parameter is not read straight into its partition."""
     for leaf in found:
         if isinstance(leaf, ex.Held) and leaf.origin == INITIALISED:
-            nbytes = parameter.numel() * parameter.dtype.itemsize
-            yield SlowPath(name, "initialised on this rank: not in the checkpoint", nbytes)
+            yield SlowPath(name, "initialised on this rank: not in the checkpoint")
         elif isinstance(leaf, ex.Held) and leaf.origin != ex.IN_MEMORY:
-            yield SlowPath(name, f"made of {leaf.origin}", leaf.flat.numel() * leaf.dtype.itemsize)
+            yield SlowPath(name, f"made of {leaf.origin}")
         elif isinstance(leaf, ex.Computed) and leaf.operation != UNINITIALISED:
-            nbytes = sum(ex.numel(part) * part.dtype.itemsize for part in leaf.inputs)
-            yield SlowPath(name, f"{leaf.operation} ran on whole tensors", nbytes)
-    gathered = [over for fill in fills for step in fill.steps if (over := _gathered_bytes(step)) is not None]
-    if gathered:
-        yield SlowPath(name, "gathered from scattered bytes", sum(gathered))
+            yield SlowPath(name, f"{leaf.operation} ran on whole tensors")
+    if any(_is_scattered(step) for fill in fills for step in fill.steps):
+        yield SlowPath(name, "gathered from scattered bytes")
 
 
-def _gathered_bytes(step: object) -> int | None:
-    """Return the bytes that a read of scattered elements reads beyond those needed; None for one of whole runs."""
+def _is_scattered(step: object) -> bool:
+    """Return whether a step reads elements that do not lie side by side, or gaps between them."""
     if not isinstance(step, Read) or step.is_direct:
-        return None
-    over = step.read_bytes - step.needed_bytes_each * step.num_reads
+        return False
     has_runs = any(axis.source == axis.destination == 1 for axis in (*step.outer, *step.nest.axes))
-    return over if over > 0 or not has_runs else None
+    return not has_runs or step.read_bytes > step.needed_bytes_each * step.num_reads
 
 
 def _line(tensor: torch.Tensor, found: Sequence[ex.Leaf]) -> str:

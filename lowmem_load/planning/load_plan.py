@@ -8,7 +8,7 @@ refers to them by number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,7 +72,6 @@ class SlowPath:
 
     name: str
     reason: str
-    extra_bytes: int  # that are held or read beyond the partition
 
 
 class Destination(NamedTuple):
@@ -183,9 +182,8 @@ class LoadPlan:
         missing_keys, unexpected_keys, mismatched_keys: as in transformers' `output_loading_info`.
         costs: of executing the plan.
         read_cost: cost of a read that the plan was optimised for.
-        shareable_bytes: the part of `read_bytes` that this rank would rather read together with its node; see
+        shareable_bytes: the part of `costs.read_bytes` that this rank would rather read together with its node; see
             [Note: shared reads] in `sharing.py`. Each rank that does so holds two chunks of `CHUNK_BYTES` for it.
-        seconds: time that describing and planning took on this machine. Not compared.
         planning_bytes: anonymous host memory that describing and planning took, and that stays in use while the model
             is described; 0 for a plan that is part of a load. Not compared.
     """
@@ -204,33 +202,7 @@ class LoadPlan:
     costs: Costs
     read_cost: ReadCost = field(default_factory=ReadCost)
     shareable_bytes: int = 0
-    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     planning_bytes: int = field(default=0, compare=False)
-
-    @property
-    def needed_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.needed_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.read_bytes
-
-    @property
-    def num_reads(self) -> int:
-        """See `Costs`."""
-        return self.costs.num_reads
-
-    @property
-    def staging_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.staging_bytes
-
-    @property
-    def largest_temporary_bytes(self) -> int:
-        """See `Costs`."""
-        return self.costs.largest_temporary_bytes
 
     @property
     def partition_bytes(self) -> int:

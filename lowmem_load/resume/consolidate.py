@@ -14,7 +14,7 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, PlanError
 from lowmem_load.hf import saver
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
@@ -195,7 +195,6 @@ def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], execut
             memory = buffer.view(source.dtype)[: elements.numel]
             executor.fill(fill, memory, planner.values, planner.constants)
             executor.finish()
-            for part in (part for write in mine for part in write.within(elements)):
-                writer.write(part, memory, start)
+            writer.write_held(mine, memory, start)
     executor.sources.check_unchanged()
     writer.sync()

@@ -3,27 +3,60 @@
 Under stage 3 each rank saves model states and optimizer states. Under stages 1 and 2 there is one file of model states
 for all ranks, with the full 16-bit weights.
 
-Source: deepspeed 0.19.8 `runtime/engine.py`, `_save_checkpoint` and `_save_zero_checkpoint`.
+[Note: swapped states] DeepSpeed copies the swapper's folder of each rank into the checkpoint. In the rank's file of
+optimizer states the tensors of a swapped sub-group are empty, and their attribute `ds_id` names the file that has the
+elements, in fp32, with padding at its end. Sub-groups of less than 1 MiB are not swapped, and saved as usual.
+
+Source: deepspeed 0.16.4 to 0.19.8 `runtime/engine.py`, `_save_checkpoint`, `_save_zero_checkpoint` and
+`save_checkpoint`; `runtime/swap_tensor/optimizer_utils.py`, `SwapTensorContext` and `_get_state_tensors`;
+`runtime/zero/stage3.py`, `_rigid_state_dict`; `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py`,
+`state_dict`; `utils/zero_to_fp32.py`, `_zero2_merge_trainable_params`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.formats.inert_pickle import Tensor, shown
-from lowmem_load.formats.torch_zip import TorchObjects
-from lowmem_load.io.executor import Executor
+from lowmem_load.formats.inert_pickle import Tensor, member, shown
+from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
-from lowmem_load.planning.expression import Shape
-from lowmem_load.resume.zero_checkpoint import COUNTERS, Checkpoint, SavedParameter, at, find_folder
-from lowmem_load.resume.zero_files import Files, trained_parameters, zero_state
+from lowmem_load.planning.expression import Shape, Source, numel
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.ranges import partition_numel
+from lowmem_load.resume.zero_checkpoint import (
+    COUNTERS,
+    FP32,
+    Checkpoint,
+    SavedParameter,
+    at,
+    base_optimizer,
+    find_folder,
+    group_numels,
+    place_fragments,
+    place_groups,
+)
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt|mp_rank_00_model_states\.pt")
 _STATES_FOR_ALL = "mp_rank_00_model_states.pt"
+
+_MASTERS = {3: "fp32_flat_groups", 2: "single_partition_of_fp32_groups"}
+"""Entry with the fp32 values, by stage."""
+
+_STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
+"""Stage by name of DeepSpeed's `ZeroStageEnum`."""
+
+_SWAPPED = "offloaded_tensors"
+"""Folder of the swapper's files, in the folder of the tag."""
+
+_SWAPPED_DTYPE = torch.float32
 
 
 def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
@@ -172,3 +205,168 @@ def _checked(file: TorchObjects, shapes: Any) -> dict[str, Shape]:
     if not is_right:
         raise CheckpointError(f"{file.path}: its parameters' shapes are malformed")
     return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+# -- tensors in the files ----------------------------------------------------------------------------------------------
+
+
+class Files:
+    """The files of one checkpoint, in the folder of the tag; `opened` has those that were opened, in order."""
+
+    def __init__(self, folder: str, executor: Executor) -> None:
+        self.folder, self._executor = folder, executor
+        self.opened: list[PlannedFile] = []
+
+    def open(self, name: str) -> TorchObjects:
+        """Return the contents of a torch file, without weights."""
+        path = os.path.join(self.folder, name)
+        with self._executor.sources.reading(path) as source:
+            file = describe_objects(source)
+        self.opened.append(PlannedFile(path, file.nbytes, file.digest, file.version))
+        return file
+
+    def flat(self, file: TorchObjects, tensor: Any, what: str, size: int | None) -> Source:
+        """Return where the elements of a tensor lie: `size` of them, or any number if that is None."""
+        if not isinstance(tensor, Tensor) or (size is not None and math.prod(tensor.size) != size):
+            held = f"is of shape {tensor.size}" if isinstance(tensor, Tensor) else "is absent"
+            expected = "a tensor" if size is None else f"{size} elements"
+            raise CheckpointError(f"{file.path}: {what} {held}, expected {expected}, as the model states say")
+        expression = file.expression(tensor, what)
+        if not isinstance(expression, Source):
+            raise CheckpointError(f"{file.path}: {what} is not contiguous")
+        return Source(expression.path, what, expression.start, (numel(expression),), expression.dtype)
+
+    def flat_or_swapped(self, file: TorchObjects, tensor: Any, what: str, size: int, rank: int, ranks: int) -> Source:
+        """Return where the elements of a rank's tensor lie. See [Note: swapped states]."""
+        is_swapped = isinstance(tensor, Tensor) and not math.prod(tensor.size) and "ds_id" in tensor.attributes
+        if not is_swapped or not size:
+            return self.flat(file, tensor, what, size)
+        path = self._swap_file(rank, ranks, tensor, what)
+        if not os.path.exists(path):
+            raise CheckpointError(f"{path}: is missing, with {what} of an optimizer that was on nvme")
+        with self._executor.sources.reading(path) as source:
+            nbytes, version = source.nbytes, source.version
+        if nbytes < size * _SWAPPED_DTYPE.itemsize:
+            raise CheckpointError(f"{path}: has {nbytes} bytes, expected {size} elements of {_SWAPPED_DTYPE}: {what}")
+        self.opened.append(PlannedFile(path, nbytes, "", version))
+        return Source(path, what, 0, (size,), _SWAPPED_DTYPE)
+
+    def scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
+        """Return a number, text or tensor of the optimizer; a tensor is read."""
+        if isinstance(value, Tensor):
+            return read_whole(self._executor, file.expression(value, key))
+        if not isinstance(value, int | float | str | None):
+            raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is no number, text or tensor")
+        return value
+
+    def fragments(self, models: Sequence[TorchObjects], name: str, shape: Shape) -> SavedParameter:
+        """Return a frozen parameter of which each rank saved its partition."""
+        size, what = partition_numel(math.prod(shape), len(models)), f"fragment of {name}"
+        held = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
+        saved = place_fragments(name, shape, [self.flat(file, each, what, size) for file, each in held])
+        whole = at(models[0].tree, "module", dict, models[0].path).get(name)
+        if isinstance(whole, Tensor) and whole.dtype.is_floating_point != saved.dtype.is_floating_point:
+            raise UnsupportedError(
+                f"{models[0].path}: {name} is {whole.dtype}, and was saved as {saved.dtype} without the scales: "
+                "zero_quantized_nontrainable_weights has quantized it"
+            )
+        return saved
+
+    def replicated(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
+        """Return a tensor that was saved in full."""
+        shape = tensor.size if isinstance(tensor, Tensor) else ()
+        return place_fragments(name, shape, [self.flat(file, tensor, name, math.prod(shape))])
+
+    def _swap_file(self, rank: int, ranks: int, tensor: Tensor, what: str) -> str:
+        name = tensor.attributes["ds_id"]
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,200}", name):
+            raise CheckpointError(
+                f"{self.folder}: {what} was on nvme under the name {shown(name)}, which is none of DeepSpeed's"
+            )
+        own = os.path.join(self.folder, _SWAPPED, f"rank{rank:02d}")
+        if not os.path.isdir(own):
+            if ranks > 1:
+                raise CheckpointError(
+                    f"{own}: is missing, with the states of an optimizer that was on nvme: ranks of deepspeed 0.17 and "
+                    "older overwrite each other's copies, and with use_node_local_storage each node has its own"
+                )
+            own = os.path.join(self.folder, _SWAPPED)
+        return os.path.join(own, f"{name}.tensor.swp")
+
+
+# -- trained parameters ----------------------------------------------------------------------------------------------
+
+
+def zero_state(file: TorchObjects, stage: int) -> dict[str, Any]:
+    """Return the saved state of a ZeRO optimizer of a stage: 3, or 2 for 1 and 2, which are saved alike."""
+    state: dict[str, Any] = at(file.tree, "optimizer_state_dict", dict, file.path)
+    found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
+    if found not in ((3,) if stage == 3 else (1, 2)):
+        expected = "3" if stage == 3 else "1 or 2"
+        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
+    if state.get("ds_zero_partition_groups") is not None:
+        raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
+    return state
+
+
+def trained_parameters(
+    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects], stage: int
+) -> dict[str, SavedParameter]:
+    """Return the trained parameters by name, of stage 3, or 2 for 1 and 2."""
+    paddings = None if stage == 3 else _paddings(optims, groups)
+    flats: list[list[dict[str, Source]]] = []
+    scalars: list[list[dict[str, Any]]] = []
+    for rank, file in enumerate(optims):
+        mine, others = _states_of(files, file, groups, rank, len(optims), stage)
+        flats.append(mine)
+        scalars.append(others)
+        if any(one.keys() != flats[0][0].keys() for one in mine):
+            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
+        if [one.get("step") for one in others] != [one.get("step") for one in scalars[0]]:
+            raise CheckpointError(
+                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                "earlier one did not end; take another checkpoint"
+            )
+    return place_groups(groups, flats, scalars[0], paddings)
+
+
+def _states_of(
+    files: Files, file: TorchObjects, groups: Sequence[Mapping[str, Shape]], rank: int, num_ranks: int, stage: int
+) -> tuple[list[dict[str, Source]], list[dict[str, Any]]]:
+    """Return the flat tensors and the other values that a rank saved for each group."""
+    zero = zero_state(file, stage)
+    base = base_optimizer(zero, file.path)
+    masters = at(zero, _MASTERS[stage], list, file.path)
+    states = at(base, "state", dict, file.path)
+    numbers = [
+        number for group in at(base, "param_groups", list, file.path) for number in at(group, "params", list, file.path)
+    ]
+    if len(masters) != len(groups) or numbers != list(range(len(groups))):
+        raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {len(groups)}")
+    flats: list[dict[str, Source]] = [{} for _ in groups]
+    others: list[dict[str, Any]] = [{} for _ in groups]
+    for number, size in enumerate(group_numels(groups, num_ranks)):
+        state = at(states, number, dict, file.path) if number in states else {}
+        for key, value in {FP32: masters[number], **state}.items():
+            what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
+            if key != FP32 and not (isinstance(value, Tensor) and value.size):
+                others[number][key] = files.scalar(file, value, key)
+            elif stage == 3:
+                flats[number][key] = files.flat_or_swapped(file, value, what, size, rank, num_ranks)
+            else:
+                flats[number][key] = files.flat(file, value, what, None)
+    return flats, others
+
+
+def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shape]]) -> list[list[int]]:
+    """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
+    none = [[0] * len(group) for group in groups]
+    read = [zero_state(file, 2).get("param_alignment_paddings", none) for file in optims]
+    found: list[Any] = read[0] if isinstance(read[0], list) else []
+    is_right = [len(each) if isinstance(each, list) else -1 for each in found] == [len(group) for group in groups]
+    if not is_right or any(type(each) is not int or not 0 <= each < 1 << 20 for group in found for each in group):
+        raise CheckpointError(f"{optims[0].path}: its 'param_alignment_paddings' are malformed")
+    for file, other in zip(optims, read, strict=True):
+        if other != found:
+            raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
+    return found

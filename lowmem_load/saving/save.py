@@ -22,12 +22,11 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
-from lowmem_load.hf.intercept import load_lock
+from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.merging import Merge
 from lowmem_load.io.elements import trim_heap
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards
@@ -235,9 +234,7 @@ class _Save:
                     for name, writes in todo.items():
                         with planned.shards[name].memory() as pieces:
                             for memory, first in pieces:
-                                held = FlatRange(first, first + memory.numel())
-                                for part in (part for write in writes for part in write.within(held)):
-                                    writer.write(part, memory, first)
+                                writer.write_held(writes, memory, first)
                         report.sample_memory()
                 with report.phase("sync"):
                     writer.sync()

@@ -239,6 +239,12 @@ class Writer:
             with contextlib.suppress(OSError):  # `sync` has raised if anything was lost
                 os.close(self._opened[1])
 
+    def write_held(self, writes: Iterable[Write], memory: torch.Tensor, first: int) -> None:
+        """Write the parts of some writes that lie in `memory`. See `write`."""
+        held = FlatRange(first, first + memory.numel())
+        for part in (part for write in writes for part in write.within(held)):
+            self.write(part, memory, first)
+
     def write(self, write: Write, memory: torch.Tensor, first: int) -> None:
         """Write elements of a parameter. `memory` is flat; its first element is element `first` of the parameter."""
         nest, itemsize = write.copy.nest.shifted(source=-first), write.dtype.itemsize

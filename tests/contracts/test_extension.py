@@ -15,7 +15,8 @@ from torch import nn
 
 from lowmem_load import DistributedInterface, load_report
 from lowmem_load.config.settings import read_settings
-from lowmem_load.hf import intercept, loader
+from lowmem_load.ds.zero3_target import target_maker
+from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import ByteSource, LocalFile
 from lowmem_load.pipeline.describe import describe
@@ -24,8 +25,7 @@ from lowmem_load.pipeline.load import Load
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
-from lowmem_load.targets.make_target import target_maker
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.target import Layout, Target
 from tests import builders
 from tests.kits.source import SourceContract
 from tests.kits.target import TargetContract
@@ -93,7 +93,7 @@ def test_a_model_is_loaded_through_another_source(
     config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
     settings = read_settings(config, world_size=1)
     load = Load(settings, distributed, target_maker(0, CPU), open_source=Encoded)
-    with intercept.intercepted(load):
+    with loader.intercepted(load):
         model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ordinary = transformers.LlamaForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
     expected = dict(ordinary.named_parameters())
@@ -166,7 +166,7 @@ def bands_of(cls: Any, path: Path, rank: int, world_size: int) -> tuple[nn.Modul
         return described.model, described.info
 
     torch.manual_seed(0)
-    with intercept.intercepted(handler):
+    with loader.intercepted(handler):
         return cls.from_pretrained(path, dtype=torch.float32), plans[0]
 
 

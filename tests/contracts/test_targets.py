@@ -10,8 +10,8 @@ import torch
 
 from lowmem_load import DistributedInterface
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.targets.target import Replicated, Target
-from lowmem_load.targets.zero3 import Zero3
+from lowmem_load.ds.zero3_target import Zero3
+from lowmem_load.target import Replicated, Target
 from tests.kits.target import TargetContract
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import dequantize
-from lowmem_load.hf.replaced import replaced
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings
 

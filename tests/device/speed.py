@@ -8,9 +8,11 @@ package did before it had the ring.
 from __future__ import annotations
 
 import gc
+import math
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ import torch
 
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
-from lowmem_load.report import Overlap
 from tests import builders
 from tests.parity import BF16, FP32
 from tests.ranks import SIMULATED, run_ranks
@@ -64,7 +65,6 @@ class Result:
         seconds: of its read phase.
         limit_s: the larger of what storage and copy engine need at least for what the files hold.
         copy_busy: share of the seconds in which the copy engine was busy, by the engine's own timeline.
-        overlap: as the load reports it.
         pageable_copies, waits: how often.
         staging_bytes: device memory at the peak, beside parameters and buffers.
         is_right: whether the parameters are.
@@ -73,7 +73,6 @@ class Result:
     seconds: float
     limit_s: float
     copy_busy: float
-    overlap: Overlap | None
     pageable_copies: int
     waits: int
     staging_bytes: int
@@ -146,8 +145,7 @@ def load(path: str, machine: Machine, has_ring: bool, num_threads: int) -> Resul
     return Result(
         seconds=seconds,
         limit_s=limit_s,
-        copy_busy=Overlap.of([], [(copy.begin, copy.end) for copy in copies]).copy_s / seconds,
-        overlap=report.overlap,
+        copy_busy=_busy_s((copy.begin, copy.end) for copy in copies) / seconds,
         pageable_copies=sum(times for kind, (times, _) in counted.items() if "pageable" in kind),
         waits=counted.get("stream synchronised", (0, 0))[0],
         staging_bytes=report.peak_device_bytes - held_bytes,
@@ -158,24 +156,30 @@ def load(path: str, machine: Machine, has_ring: bool, num_threads: int) -> Resul
     )
 
 
+def _busy_s(spans: Iterable[tuple[float, float]]) -> float:
+    total, last = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total
+
+
 def measure(path: Path, machine: Machine, *, has_ring: bool, num_threads: int = 4) -> Result:
     """Returns what a fresh process measured."""
     return run_ranks(load, str(path), machine, has_ring, num_threads, world_size=1, timeout_s=180, env=SIMULATED)[0]
 
 
-COLUMNS = "{:>7} {:>5} {:>8} {:>4} {:>5} {:>8} {:>7} {:>9} {:>18} {:>8} {:>5} {:>11}"
+COLUMNS = "{:>7} {:>5} {:>8} {:>4} {:>5} {:>8} {:>7} {:>9} {:>8} {:>5} {:>11}"
 HEADS = (
     *("storage", "copy", "pageable", "cast", "ring", "seconds", "/ limit", "copy busy"),
-    *("read, copy, both s", "pageable", "waits", "staging MiB"),
+    *("pageable", "waits", "staging MiB"),
 )
 
 
 def _line(machine: Machine, found: Result, has_ring: bool) -> str:
-    spans = found.overlap
     return COLUMNS.format(
         *(machine.storage, machine.copy, machine.pageable, "yes" if machine.casts else "", "yes" if has_ring else ""),
         *(f"{found.seconds:.2f}", f"{found.seconds / found.limit_s:.2f}", f"{found.copy_busy:.0%}"),
-        f"{spans.read_s:.2f} {spans.copy_s:.2f} {spans.both_s:.2f}" if spans else "",
         *(found.pageable_copies, found.waits, f"{found.staging_bytes / (1 << 20):.1f}"),
     )
 

@@ -217,7 +217,7 @@ CASES = {case.__name__: case for case in (slow_copies, reused_memory, dropped_me
 
 
 def no_wait_for_a_slot(patches: pytest.MonkeyPatch) -> None:
-    patches.setattr(uploads.Slot, "copied", lambda _: None)
+    patches.setattr(uploads.Slot, "wait", lambda _: None)
 
 
 def no_event_between_streams(patches: pytest.MonkeyPatch) -> None:

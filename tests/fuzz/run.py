@@ -18,7 +18,7 @@ import time
 import zlib
 from pathlib import Path
 
-INSTRUMENTED = ("lowmem_load.formats", "lowmem_load.config", "lowmem_load.hf.names", "lowmem_load.targets.zero3")
+INSTRUMENTED = ("lowmem_load.formats", "lowmem_load.config", "lowmem_load.hf.names", "lowmem_load.ds.zero3_target")
 HOME = Path(__file__).resolve().parents[2] / ".cache" / "fuzz"
 
 

@@ -33,13 +33,13 @@ import torch
 from torch._weights_only_unpickler import Unpickler
 
 from lowmem_load.config.settings import read_settings
+from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
 from lowmem_load.formats import inert_pickle
 from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.formats.safetensors import PREFIX_NBYTES, Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Source, leaves
-from lowmem_load.targets.zero3 import Zero3
 
 SECONDS, MAX_WAIT_S = 1.0, 10.0
 """That an input may take of a processor, and in all; most take a tenth of a millisecond."""

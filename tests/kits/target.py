@@ -16,7 +16,7 @@ from lowmem_load.planning.expression import cast, held
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Region
-from lowmem_load.targets.target import Layout, Target
+from lowmem_load.target import Layout, Target
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "odd": (5, 7),

@@ -60,7 +60,11 @@ def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, wo
         for path, sizes, *cost in costs:
             config = transformers.distributed.DistributedConfig(**sizes)
             planned = plan(path, config, rank=rank, world_size=world_size, dtype=torch.bfloat16)
-            assert [planned.needed_bytes, planned.read_bytes, planned.num_reads] == cost, (path, sizes, rank)
+            assert [planned.costs.needed_bytes, planned.costs.read_bytes, planned.costs.num_reads] == cost, (
+                path,
+                sizes,
+                rank,
+            )
 
 
 def train(path: str, kind: str) -> None:
@@ -172,4 +176,4 @@ def test_an_fp8_checkpoint_is_dequantized_into_shards(checkpoints: Path, tmp_pat
     for rank, cost in enumerate(run_ranks(load_dequantized, str(folder), options, world_size=2)):
         config = transformers.distributed.DistributedConfig(fsdp_size=2)
         planned = plan(folder, config, rank=rank, world_size=2, dtype=torch.bfloat16, **options)
-        assert [planned.read_bytes, planned.num_reads] == cost
+        assert [planned.costs.read_bytes, planned.costs.num_reads] == cost

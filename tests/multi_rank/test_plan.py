@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from lowmem_load import LoadPlan, plan
+from lowmem_load import plan
+from lowmem_load.planning.load_plan import LoadPlan
 from tests import builders
 from tests.multi_rank.test_formats import with_fp8
 from tests.parity import BF16, FP32
@@ -131,9 +132,9 @@ def executed_plans(loads: dict[str, Case]) -> dict[str, LoadPlan]:
             executed.clear()
             of_plan = found[name]
             described = sum(nbytes for _, nbytes in of_plan.read_to_describe)
-            assert report.read_bytes == of_plan.read_bytes + described, name
-            assert described or report.num_reads == of_plan.num_reads, name
-            assert report.needed_bytes == of_plan.needed_bytes, name
+            assert report.read_bytes == of_plan.costs.read_bytes + described, name
+            assert described or report.num_reads == of_plan.costs.num_reads, name
+            assert report.needed_bytes == of_plan.costs.needed_bytes, name
             assert report.partition_bytes == of_plan.partition_bytes, name
             assert report.whole_bytes == of_plan.replicated_bytes + of_plan.companion_bytes, name
             assert report.slow_paths == of_plan.slow_paths, name
@@ -174,7 +175,7 @@ PROGRAM = """
 import sys
 import lowmem_load
 found = lowmem_load.plan(sys.argv[1], {"zero_optimization": {"stage": 3}}, rank=511, world_size=512)
-assert found.read_bytes == found.needed_bytes < 1000
+assert found.costs.read_bytes == found.costs.needed_bytes < 1000
 assert "deepspeed" not in sys.modules, "deepspeed was imported"
 import torch.distributed
 assert not torch.distributed.is_initialized()

@@ -75,7 +75,7 @@ def compare(path: str, packed: str) -> None:
         assert load_report(model).num_quantized == 14, kind
         planned = plan(folder, BF16, rank=group.rank, world_size=group.world_size, **kwargs)
         assert planned.replicated_bytes + planned.companion_bytes == load_report(model).whole_bytes, kind
-        assert planned.read_bytes == load_report(model).read_bytes, kind
+        assert planned.costs.read_bytes == load_report(model).read_bytes, kind
 
 
 def train(path: str, packed: str) -> dict[str, Any]:

@@ -18,16 +18,16 @@ from tests.ranks import run_ranks
 def load_own(folders: list[str], same: list[str], copied: list[str]) -> tuple[str, float]:
     """Rank function: loads what its node has; returns the error, and seconds until it came."""
     from lowmem_load import load_model, load_report
-    from lowmem_load.io import sample
+    from lowmem_load.pipeline import same_bytes
 
     sampled: list[int] = []
-    ordinary = sample.sample_digests
+    ordinary = same_bytes.sample_digests
 
     def counted(files, *args, **kwargs):
         sampled.append(len(files))
         return ordinary(files, *args, **kwargs)
 
-    sample.sample_digests = counted
+    same_bytes.sample_digests = counted
     rank = int(os.environ["RANK"])
     model = load_model(same[rank], BF16)
     assert not sampled, "files that are the very same need no sample"

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_load.ds.engine import entry_modules
-from lowmem_load.errors import ConfigError
-from lowmem_load.targets.partition_choice import (
+from lowmem_load.ds.zero3_target import (
     MARK,
     check_ties,
     choose,
@@ -18,6 +17,7 @@ from lowmem_load.targets.partition_choice import (
     mark,
     partitioned_modules,
 )
+from lowmem_load.errors import ConfigError
 
 
 class Tower(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_load.hf.collecting import described_collecting
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.replaced import replaced
 
 loading = pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 has no such loader")
 

@@ -61,8 +61,11 @@ def test_partitions_count_where_they_are_held(tmp_path: Path) -> None:
 def test_casts_need_temporary_memory(tmp_path: Path) -> None:
     plan, _ = planned(tiny_mixtral(tmp_path, torch.float32), "cpu")
     host, device = load_bytes(plan, is_host=True)
-    assert plan.read_bytes == 2 * plan.partition_bytes and plan.staging_bytes > 0
-    assert (host, device) == (plan.planning_bytes + OVERHEAD_BYTES + whole_bytes(plan) + 4 * plan.staging_bytes, 0)
+    assert plan.costs.read_bytes == 2 * plan.partition_bytes and plan.costs.staging_bytes > 0
+    assert (host, device) == (
+        plan.planning_bytes + OVERHEAD_BYTES + whole_bytes(plan) + 4 * plan.costs.staging_bytes,
+        0,
+    )
 
 
 def test_shared_reads_of_a_node_count_once() -> None:
@@ -85,7 +88,7 @@ def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:
     job = Job(2, 2, offload_param="cpu")
     needs = {need.what: need.stock_bytes for need in load_needs(plan, model_of(plan, settings, is_host=False), job)}
     files = sum(path.stat().st_size for path in tiny_llama(tmp_path).glob("*.safetensors"))
-    assert needs[f"read in {plan.num_reads} reads"] == files
+    assert needs[f"read in {plan.costs.num_reads} reads"] == files
     assert needs["peak of host memory"] == files + plan.partition_bytes
     assert needs["through collectives"] == 3 * 2 * sum(target.numel for target in plan.targets)
     assert needs["whole on every rank"] == 2 * max(target.numel for target in plan.targets)

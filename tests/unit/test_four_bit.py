@@ -68,12 +68,12 @@ def test_packing_at_load_is_planned(plain: Path) -> None:
         assert sizes[WEIGHT] == (24 * 30 // 2 // 2, 1)
         assert {path.name for path in each.slow_paths} == set(sizes)
         assert all("bitsandbytes nf4, blocks of 64 ran on whole tensors" in path.reason for path in each.slow_paths)
-        assert each.largest_temporary_bytes >= 74 * 30 * 2
+        assert each.costs.largest_temporary_bytes >= 74 * 30 * 2
     whole = sum(a * b * 2 for a, b in SHAPES)
     held = sum(3 * 2 * -(-(a * b // 4) // 3) for a, b in SHAPES)
     rest = sum(target.held_bytes for each in plans for target in each.targets if not target.companions)
     assert sum(each.partition_bytes for each in plans) == held + rest
-    assert all(whole < each.read_bytes < whole + rest for each in plans)
+    assert all(whole < each.costs.read_bytes < whole + rest for each in plans)
 
 
 def test_packed_files_are_read_in_part(packed: Path) -> None:
@@ -84,7 +84,7 @@ def test_packed_files_are_read_in_part(packed: Path) -> None:
         of_packed = sum(d.fill.numel for target in each.targets if target.companions for d in target.destinations)
         assert abs(of_packed - values / 3) <= len(SHAPES)
         held = sum(d.fill.numel * target.dtype.itemsize for target in each.targets for d in target.destinations)
-        assert each.read_bytes == each.needed_bytes == held + each.companion_bytes
+        assert each.costs.read_bytes == each.costs.needed_bytes == held + each.companion_bytes
         (target,) = [target for target in each.targets if target.name == WEIGHT]
         assert {c.name.rpartition(".")[2]: c.dtype for c in target.companions} == {
             "absmax": torch.uint8,

@@ -11,8 +11,8 @@ import pytest
 import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
 
-from lowmem_load.hf.hub import adapter_sought_alike, asked_once, commit_in, commit_of, pinned_commit
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.hf.names import adapter_sought_alike, asked_once, commit_in, commit_of, pinned_commit
+from lowmem_load.replaced import replaced
 from tests.hub import COMMIT, hub
 
 OTHER = "f" * 40

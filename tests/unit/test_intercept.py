@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 
 from lowmem_load import DistributedInterface, ModelEngine, install, load_model, load_report, streaming
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import intercept
+from lowmem_load.hf import loader
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 
@@ -46,7 +46,7 @@ def llama(checkpoints: Path) -> Iterator[str]:
     DistributedInterface().destroy()
 
 
-def handler(name: str, calls: list[str]) -> intercept.Handler:
+def handler(name: str, calls: list[str]) -> loader.Handler:
     def handle(call: Any) -> tuple[nn.Module, dict[str, Any]]:
         calls.append(name)
         return call.run()
@@ -88,7 +88,7 @@ def while_built(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> N
 
 def test_the_innermost_block_counts_and_blocks_end_in_any_order(llama: str) -> None:
     calls: list[str] = []
-    first, second = (intercept.intercepted(handler(name, calls)) for name in ("first", "second"))
+    first, second = (loader.intercepted(handler(name, calls)) for name in ("first", "second"))
     first.__enter__()
     AutoModelForCausalLM.from_pretrained(llama)
     second.__enter__()
@@ -102,11 +102,11 @@ def test_the_innermost_block_counts_and_blocks_end_in_any_order(llama: str) -> N
 
 def test_where_a_load_is_not_wanted_it_goes_as_if_the_block_were_not_there(llama: str) -> None:
     calls: list[str] = []
-    with intercept.intercepted(handler("never", calls), lambda _: False):
+    with loader.intercepted(handler("never", calls), lambda _: False):
         AutoModelForCausalLM.from_pretrained(llama)
         with (
-            intercept.intercepted(handler("always", calls)),
-            intercept.intercepted(handler("", calls), lambda _: False),
+            loader.intercepted(handler("always", calls)),
+            loader.intercepted(handler("", calls), lambda _: False),
         ):
             AutoModelForCausalLM.from_pretrained(llama)
     assert calls == ["always"]
@@ -116,7 +116,7 @@ def test_where_a_load_is_not_wanted_it_goes_as_if_the_block_were_not_there(llama
 def test_loads_of_other_threads_are_handled_where_all_are_meant(llama: str, everywhere: bool) -> None:
     calls: list[str] = []
     config = LlamaConfig.from_pretrained(llama)
-    with intercept.intercepted(handler("any", calls), everywhere=everywhere):
+    with loader.intercepted(handler("any", calls), everywhere=everywhere):
         assert in_threads(lambda: AutoModelForCausalLM.from_pretrained(llama)) == [None]
         assert in_threads(lambda: AutoModelForCausalLM.from_config(config)) == [None]
     assert calls == ["any", "any"] * everywhere
@@ -124,10 +124,10 @@ def test_loads_of_other_threads_are_handled_where_all_are_meant(llama: str, ever
 
 def test_a_function_that_was_looked_up_before_is_handled(llama: str) -> None:
     calls: list[str] = []
-    with intercept.intercepted(handler("", calls)):
+    with loader.intercepted(handler("", calls)):
         pass
     from_pretrained = LlamaForCausalLM.from_pretrained
-    with intercept.intercepted(handler("inside", calls)):
+    with loader.intercepted(handler("inside", calls)):
         from_pretrained(llama)
     from_pretrained(llama)
     assert calls == ["inside"]
@@ -136,7 +136,7 @@ def test_a_function_that_was_looked_up_before_is_handled(llama: str) -> None:
 def test_loads_of_a_models_own_code_are_part_of_its_load(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     while_built(monkeypatch, lambda: AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(llama)))
-    with intercept.intercepted(handler("one", calls)):
+    with loader.intercepted(handler("one", calls)):
         AutoModelForCausalLM.from_pretrained(llama)
     assert calls == ["one"]
 
@@ -145,7 +145,7 @@ def test_a_block_inside_an_ordinary_load_is_one_as_any_other(llama: str, monkeyp
     calls: list[str] = []
 
     def inner() -> None:
-        with intercept.intercepted(handler("inner", calls)):
+        with loader.intercepted(handler("inner", calls)):
             AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(llama))
 
     while_built(monkeypatch, inner)
@@ -196,7 +196,7 @@ def test_a_constructor_may_wait_for_a_thread_that_loads(
 
 
 def test_a_constructor_that_waits_for_a_thread_that_streams_ends(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intercept, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(loader, "PATIENCE_S", 0.1)
     found: list[BaseException | None] = []
     while_built(monkeypatch, lambda: found.extend(in_threads(lambda: AutoModelForCausalLM.from_pretrained(llama))))
     config = HfDeepSpeedConfig(STAGE_3)
@@ -240,7 +240,7 @@ def test_a_configuration_is_shown_to_the_thread_of_the_block_alone(llama: str) -
 def test_warnings_are_heard_after_loads_from_a_configuration(llama: str) -> None:
     calls: list[str] = []
     config = LlamaConfig.from_pretrained(llama)
-    with intercept.intercepted(handler("any", calls), everywhere=True):
+    with loader.intercepted(handler("any", calls), everywhere=True):
         assert in_threads(*[lambda: AutoModelForCausalLM.from_config(config)] * 4) == [None] * 4
     assert calls == ["any"] * 4
 

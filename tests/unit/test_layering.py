@@ -13,16 +13,15 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 
 # Folders, and modules in none, low to high. Each imports from the lines above its own only, inside functions too.
 LADDER = """
-errors fingerprint phases
+errors fingerprint phases replaced
 contract planning quantities config
-io
+io target
 formats
 symbolic
 ds hf
-distributed targets
+distributed
 dtensor
 report
-report_files
 pipeline
 api saving
 partial
@@ -31,7 +30,7 @@ integrations
 cli
 __init__ __main__
 """
-FILES = "cli ds formats hf partial phases integrations distributed io report_files resume saving config"
+FILES = "cli ds formats hf partial phases integrations distributed io report resume saving config"
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import intercept
-from lowmem_load.hf.intercept import load_lock
-from lowmem_load.hf.loader import constructors
+from lowmem_load.hf import loader
+from lowmem_load.hf.loader import constructors, load_lock
 
 
 @contextlib.contextmanager
@@ -37,7 +36,7 @@ def begin(found: list[BaseException | None]) -> threading.Thread:
 
 
 def test_a_thread_waits_until_the_other_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intercept, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(loader, "PATIENCE_S", 0.3)
     found: list[BaseException | None] = []
     with load_lock():
         with load_lock():
@@ -51,7 +50,7 @@ def test_a_thread_waits_until_the_other_is_done(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_thread_does_not_wait_for_a_constructor_that_may_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intercept, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(loader, "PATIENCE_S", 0.05)
     found: list[BaseException | None] = []
     with load_lock(), building():
         thread = begin(found)

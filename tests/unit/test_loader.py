@@ -90,9 +90,8 @@ NEEDED_BY_SOME = (
         "hf.four_bit",
         "hf.merging",
         "hf.saver",
-        "hf.saves",
     ),
-    *("dtensor", "io.checksums", "io.sample", "io.shared_reads", "report_files"),
+    *("dtensor", "io.checksums"),
     *(
         "pipeline.verify_checkpoint",
         "resume",

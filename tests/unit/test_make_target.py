@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.ds.zero3_target import KIND, Zero3, target_maker
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.expression import held
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.targets.make_target import target_maker
-from lowmem_load.targets.target import Layout, Replicated, Target
-from lowmem_load.targets.zero3 import KIND, Zero3
+from lowmem_load.target import Layout, Replicated, Target
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.config.precision import Precision, precision_of, with_precision
+from lowmem_load.config.ds_config import Precision, precision_of, with_precision
 from lowmem_load.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "precision.md"

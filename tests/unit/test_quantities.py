@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.quantities import count, duration, parse_size, size
+from lowmem_load.quantities import count, parse_size, size
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,3 @@ def test_sizes_are_written() -> None:
         *("0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.50 GiB", "5120.0 TiB"),
     ]
     assert [count(number) for number in (0, 1234, 8.03e9, 1.5e6, 2e12)] == ["0", "1,234", "8.03 B", "1.50 M", "2.00 T"]
-    assert [duration(seconds) for seconds in (0.421, 12.4, 200, 7500)] == ["0.42 s", "12 s", "3 min 20 s", "2 h 5 min"]

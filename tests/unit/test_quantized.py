@@ -84,7 +84,7 @@ def test_what_goes_with_it_is_planned_and_costs(file: Path) -> None:
         ("mean", (2,), torch.float16, 4),
     ]
     assert (plan.num_quantized, plan.companion_bytes) == (1, 28)
-    assert plan.read_bytes == X.nbytes + Y.nbytes + Z.nbytes
+    assert plan.costs.read_bytes == X.nbytes + Y.nbytes + Z.nbytes
     assert (plain.num_quantized, plain.companion_bytes) == (0, 0)
 
 

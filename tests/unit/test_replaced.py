@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.hf.replaced import replaced
+from lowmem_load.replaced import replaced
 
 
 def base() -> str:

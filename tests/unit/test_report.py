@@ -18,7 +18,7 @@ from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, S
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.sharing import Shared
-from lowmem_load.report import DeviceMemory, LoadReport, Overlap, device_memory
+from lowmem_load.report import DeviceMemory, LoadReport, device_memory
 
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ def plan() -> LoadPlan:
     weight = ex.Source("file", "w", 0, (5,), torch.bfloat16)
     count = ex.held(torch.arange(3))
     parameters = (
-        (weight, "zero3", FlatRange(3, 5), 3, True, False, (SlowPath("w", "why", 7),)),
+        (weight, "zero3", FlatRange(3, 5), 3, True, False, (SlowPath("w", "why"),)),
         (count, "replicated", FlatRange(0, 3), 3, False, True, ()),
     )
     targets = tuple(
@@ -78,7 +78,7 @@ def test_a_plan_is_taken() -> None:
         "mismatched_keys": [("c", (1,), (2,))],
     }
     assert report.notes == ["stored in torch.bfloat16, where an ordinary load keeps another dtype: zero3.weight"]
-    assert report.slow_paths == [SlowPath("w", "why", 7)]
+    assert report.slow_paths == [SlowPath("w", "why")]
     assert (report.read_bytes, report.num_reads) == (0, 0)  # of what was read, not of what was planned
 
 
@@ -171,12 +171,6 @@ def test_device_memory_is_that_of_tensors(
     assert device_memory() == DeviceMemory(*expected)
 
 
-def test_spans_of_time_overlap_once() -> None:
-    reads, copies = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)], [(2.5, 5.5), (2.75, 3.0)]
-    assert Overlap.of(reads, copies) == Overlap(4.0, 3.0, 1.0)
-    assert Overlap.of(reads, []) == Overlap(4.0, 0.0, 0.0)
-
-
 # -- as text ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,9 +230,9 @@ def test_a_load_into_shards_has_no_ds_config() -> None:
 def test_what_only_some_loads_have_is_said_of_those() -> None:
     report = LoadReport("model", whole_bytes=MIB, num_quantized=14, notes=["stock rounds", "3 reads again"])
     report.shared = Shared(2, 3 * MIB, 2 * MIB, MIB)
-    report.overlap, report.peak_device_bytes = Overlap(4.0, 3.0, 1.0), 5 * MIB
+    report.peak_device_bytes = 5 * MIB
     report.loading_info = {"missing_keys": ["a", "b"], "unexpected_keys": list("rstuvwxyz"), "mismatched_keys": []}
-    report.slow_paths = [SlowPath("slow.weight", "why", 7)]
+    report.slow_paths = [SlowPath("slow.weight", "why")]
     assert str(report).splitlines() == [
         "model: rank 0 of 1",
         "  model: 0 parameters, 0 elements; 14 parameters are quantized",
@@ -246,7 +240,7 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
         "  read: nothing: built from its configuration",
         "  shared reads: 2.00 MiB by 2 ranks together instead of 3.00 MiB, 1.00 MiB of it by this rank",
         "  host memory: 0 B above the start at the peak",
-        "  device memory: 5.00 MiB above the start at the peak; read 4.00 s, copied 3.00 s, both at once 1.00 s",
+        "  device memory: 5.00 MiB above the start at the peak",
         "  missing keys: a, b",
         "  unexpected keys: r, s, t, u, v, w, x, y, ... (9 in all)",
         "  slow paths: slow.weight",

@@ -13,8 +13,7 @@ from lowmem_load.cli.start import app
 from lowmem_load.errors import ConfigError
 from lowmem_load.phases import Memory
 from lowmem_load.planning.load_plan import SlowPath
-from lowmem_load.report import REPORT_DIR, LoadReport
-from lowmem_load.report_files import as_dict, join, read_reports, write_report
+from lowmem_load.report import REPORT_DIR, LoadReport, as_dict, join, read_reports, write_report
 
 MIB = 1 << 20
 
@@ -28,7 +27,7 @@ def report(rank: int, *, read_s: float = 1.0, world_size: int = 3) -> LoadReport
         num_reads=3,
         seconds={"describe": 0.5, "read": read_s},
         peak_memory=Memory(13 * MIB, MIB),
-        slow_paths=[SlowPath("w", "why", 7)],
+        slow_paths=[SlowPath("w", "why")],
     )
 
 

@@ -16,9 +16,17 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.io.checksums import name_of_blob
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.sample import SMALL_BYTES, sample_digests
 from lowmem_load.io.source import LocalFile, read_bytes
-from lowmem_load.pipeline.same_bytes import Opened, View, agree_on_bytes, compare, opened, small_tensors
+from lowmem_load.pipeline.same_bytes import (
+    SMALL_BYTES,
+    Opened,
+    View,
+    agree_on_bytes,
+    compare,
+    opened,
+    sample_digests,
+    small_tensors,
+)
 from lowmem_load.planning.load_plan import PlannedFile
 from tests.steps import ScriptedRanks
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.sample import (
+from lowmem_load.io.source import LocalFile
+from lowmem_load.pipeline.same_bytes import (
     BLOCK_BYTES,
     GAP_BYTES,
     MAX_BLOCKS,
@@ -26,7 +27,6 @@ from lowmem_load.io.sample import (
     sample_digests,
     sample_offsets,
 )
-from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.load_plan import PlannedFile
 
 

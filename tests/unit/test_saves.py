@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.saves import LookedIntoError, NotGathered, WantedSave, is_saved_by_itself, plain_saves
+from lowmem_load.hf.saver import LookedIntoError, NotGathered, WantedSave, is_saved_by_itself, plain_saves
 from tests import builders
 
 

@@ -12,9 +12,16 @@ import pytest
 from lowmem_load.distributed.nodes import Nodes, memory_of
 from lowmem_load.errors import ConfigError
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.shared_reads import SharedBuffer, SharedReads
 from lowmem_load.pipeline.make_plan import Planned
-from lowmem_load.pipeline.share_reads import ALONE, SHARE_READS, Place, ReadSharing, shares_reads
+from lowmem_load.pipeline.shared_reads import (
+    ALONE,
+    SHARE_READS,
+    Place,
+    ReadSharing,
+    SharedBuffer,
+    SharedReads,
+    shares_reads,
+)
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import ReadCost

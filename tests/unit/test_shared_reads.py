@@ -13,9 +13,9 @@ import torch
 
 from lowmem_load.distributed.nodes import make_memory, memory_of, new_name
 from lowmem_load.errors import LowMemLoadError, TruncatedFileError
-from lowmem_load.io import shared_reads
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.shared_reads import TOO_MANY_RANGES, SharedBuffer, SharedReads, decline
+from lowmem_load.pipeline import shared_reads
+from lowmem_load.pipeline.shared_reads import TOO_MANY_RANGES, SharedBuffer, SharedReads, decline
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import Fill, ReadLimits
 from lowmem_load.planning.sharing import Shared

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.errors import ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
@@ -21,8 +22,7 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, uninitialised
-from lowmem_load.targets.target import Replicated, Target
-from lowmem_load.targets.zero3 import Zero3
+from lowmem_load.target import Replicated, Target
 from tests.described import CPU, Build, Call, X, described, module, write_file
 
 
@@ -51,7 +51,7 @@ def test_what_is_read_while_describing_is_named_and_the_values_are_those_of_torc
     assert result.plan.read_to_describe == ((name, nbytes),)
     with Executor() as executor:
         execute(result, found.target, executor)
-        assert executor.stats.read_bytes == result.plan.read_bytes
+        assert executor.stats.read_bytes == result.plan.costs.read_bytes
     torch.manual_seed(0)
     assert torch.equal(found.model.get_parameter("weight"), operation(X))
 
@@ -116,7 +116,6 @@ def test_the_description_names_its_files_and_keeps_transformers_info(file: Path)
     source.close()
     assert (found.name, found.info["missing_keys"]) == ("model", {"m"})
     assert isinstance(found.model.get_parameter("weight"), SymbolicTensor)
-    assert found.seconds > 0
 
 
 # -- settings and targets --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import uninitialised
-from lowmem_load.targets.target import Layout, Replicated, Target
+from lowmem_load.target import Layout, Replicated, Target
 from tests.described import CPU, Build, X, Y, described, module, write_file
 
 META = torch.device("meta")
@@ -269,7 +269,7 @@ def test_what_two_pieces_hold_is_read_once(
     target = TwoPieces(CPU)
     found = described(file, lambda tensors, _: module(weight=tensors["x"]), lambda *_: target)
     result = make_plan(found, 0)
-    assert result.plan.read_bytes == result.plan.needed_bytes == 4 * read_numel
+    assert result.plan.costs.read_bytes == result.plan.costs.needed_bytes == 4 * read_numel
     with Executor() as executor:
         execute(result, found.target, executor)
         assert executor.stats.read_bytes == 4 * read_numel

@@ -19,7 +19,7 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import uninitialised
-from lowmem_load.targets.target import Replicated, Target
+from lowmem_load.target import Replicated, Target
 from tests.described import CPU, X, Y, described, module, of_rank, planned, write_file
 
 
@@ -41,25 +41,25 @@ NOW = "made of the result of aten.{}, which ran while the model was described"
 @pytest.mark.parametrize(
     ("operation", "expected"),
     [
-        (lambda x: x, {}),
-        (lambda x: x.reshape(3, 8)[1:].half(), {}),
-        (lambda x: x.exp(), {}),
-        (lambda x: x.flip(0), {"aten.flip.default ran on whole tensors": X.nbytes}),
-        (lambda x: x[::2, ::3], {"gathered from scattered bytes": 16 * 4 - 4 * 4}),  # elements 0, 3, 12, 15 in one read
-        (lambda x: x[x > 1], {NOW.format("index.Tensor"): 13 * 4}),
-        (lambda x: torch.bernoulli(x / 10), {NOW.format("bernoulli.default"): X.nbytes}),
-        (lambda x: torch.bernoulli(x / 10).t() + 1, {NOW.format("bernoulli.default"): X.nbytes}),
+        (lambda x: x, []),
+        (lambda x: x.reshape(3, 8)[1:].half(), []),
+        (lambda x: x.exp(), []),
+        (lambda x: x.flip(0), ["aten.flip.default ran on whole tensors"]),
+        (lambda x: x[::2, ::3], ["gathered from scattered bytes"]),  # elements 0, 3, 12, 15 in one read
+        (lambda x: x[x > 1], [NOW.format("index.Tensor")]),
+        (lambda x: torch.bernoulli(x / 10), [NOW.format("bernoulli.default")]),
+        (lambda x: torch.bernoulli(x / 10).t() + 1, [NOW.format("bernoulli.default")]),
         (
             lambda x: x[torch.nonzero(x[:, 0] > 1)[:, 0]],  # rows 2 and 3
-            {"aten.index.Tensor ran on whole tensors": X.nbytes + 2 * 8, NOW.format("nonzero.default"): 2 * 8},
+            ["aten.index.Tensor ran on whole tensors", NOW.format("nonzero.default")],
         ),
     ],
 )
 def test_a_slow_path_names_the_operation(
-    operation: Callable[[torch.Tensor], torch.Tensor], expected: dict[str, int], file: Path
+    operation: Callable[[torch.Tensor], torch.Tensor], expected: list[str], file: Path
 ) -> None:
     plan = planned(file, lambda tensors, _: module(weight=operation(tensors["x"]).detach()))
-    assert plan.slow_paths == [SlowPath("weight", reason, nbytes) for reason, nbytes in expected.items()]
+    assert plan.slow_paths == [SlowPath("weight", reason) for reason in expected]
 
 
 def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file
 
     found = described(file, build)
     result = make_plan(found, 0)
-    assert result.plan.slow_paths == [SlowPath("initialised", "initialised on this rank: not in the checkpoint", 60)]
+    assert result.plan.slow_paths == [SlowPath("initialised", "initialised on this rank: not in the checkpoint")]
     assert [target.name for target in result.plan.targets if target.is_uninitialised] == ["forgotten"]
     with Executor() as executor:
         execute(result, found.target, executor)
@@ -99,7 +99,7 @@ def test_a_tied_parameter_is_planned_once_under_all_its_names(file: Path) -> Non
     found = described(file, build)
     result = make_plan(found, 0)
     assert [target.names for target in result.plan.targets] == [("head.weight", "body.tied"), ("body.weight",)]
-    assert result.plan.read_bytes == X.nbytes + Y.nbytes
+    assert result.plan.costs.read_bytes == X.nbytes + Y.nbytes
     with Executor() as executor:
         execute(result, found.target, executor)
     assert found.model["body"].tied is found.model["head"].weight
@@ -190,7 +190,7 @@ def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
     mean, count = result.plan.buffers
     assert (mean.names, mean.dtype, mean.shape) == (("norm.mean", "norm.also_mean"), dtype, (6,))
     assert (count.names, count.dtype, count.fill) == (("norm.count",), torch.int64, None)
-    assert result.plan.needed_bytes == 6 * 4
+    assert result.plan.costs.needed_bytes == 6 * 4
     with Executor() as executor:
         execute(result, found.target, executor)
     norm = found.model["norm"]
@@ -224,5 +224,4 @@ def test_the_plan_says_what_was_loaded_and_what_it_was_made_against(file: Path) 
     assert (planned_file.path, planned_file.nbytes) == (str(file), file.stat().st_size)
     assert (plan.missing_keys, plan.unexpected_keys, plan.mismatched_keys) == (("m",), ("u",), ())
     assert plan.read_to_describe == ()
-    assert set(plan.seconds) == {"describe", "plan"}
     assert plan.costs.read_bytes == plan.costs.needed_bytes == X.nbytes

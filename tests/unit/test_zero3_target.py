@@ -12,13 +12,12 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.ds.zero3_target import MARK, Zero3
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.expression import held
 from lowmem_load.planning.load_plan import Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.targets.partition_choice import MARK
-from lowmem_load.targets.zero3 import Zero3
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """What a target is: it says what a rank holds of each parameter, and makes the memory for it.
 
-To add one, derive a class from `Target` in a module (or folder) of its own and choose it in `targets/make_target.py`.
+To add one, derive a class from `Target` beside what knows the engine (as `ds/zero3_target.py`).
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch.compiler import is_compiling
+
+T = TypeVar("T")
 
 Handler: TypeAlias = Callable[..., Any]
 """Called with the function that it replaces, followed by the arguments of the call."""
@@ -26,6 +28,16 @@ _MARK = "lowmem_load_dispatcher"
 _BLOCKS: ContextVar[tuple[_Block, ...]] = ContextVar("lowmem_load_blocks", default=())
 _EVERYWHERE: list[_Block] = []
 _PLACING = threading.Lock()
+
+
+@contextlib.contextmanager
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, a variable has a value in this thread or task."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager
@@ -56,7 +68,8 @@ def _dispatcher(owner: Any, name: str) -> Callable[..., Any]:
         held = vars(owner)[name]
         kind = type(held) if isinstance(held, classmethod | staticmethod) else None
         ordinary: Callable[..., Any] = held if kind is None else held.__func__
-        if getattr(ordinary, _MARK, None) is ordinary:
+        is_dispatcher = getattr(ordinary, _MARK, None) is ordinary
+        if is_dispatcher:
             return ordinary
 
         @functools.wraps(ordinary)

@@ -1,1 +1,0 @@
-"""Where parameters go: what a rank holds of each, and how memory for it is made."""
