@@ -171,6 +171,7 @@ class StoreChannel:
         try:
             if is_outermost:
                 self._news, self._beaten_s = _News(), time.monotonic()
+                self._client = self._client or _Client(self._open_client)
                 thread.start()
             yield
         finally:
@@ -276,8 +277,6 @@ class StoreChannel:
 
     def _catch_up(self, group: Group) -> None:
         """Tell the others that this rank went on, if it did; pass the steps that have ended without it."""
-        if self._news.broken:
-            raise ConnectionError(self._news.broken)
         if group.went_on:
             self._ask("compare_set", group.key("verdict"), "", _of_lost(self._rank, group.went_on))
             while self._peek(group.key("verdict")) != _NOTHING:
@@ -287,7 +286,7 @@ class StoreChannel:
     def _go_on(self, group: Group, error: Exception) -> str:
         """Leave a store that does not answer; return what is wrong with it."""
         broken = self._news.broken or self._broken(error)
-        self._news, group.went_on = _News(broken=broken), f"went on without the others: {broken}"
+        self._news, group.went_on = _News(failed=[0], broken=broken), f"went on without the others: {broken}"
         if self._client is not None:
             self._client.submit("compare_set", group.key("verdict"), "", _of_lost(self._rank, group.went_on))
             self._client.end()
@@ -317,7 +316,7 @@ class StoreChannel:
         state, since_s = self._state, self._clock_s
         try:
             self._send_heartbeat()
-            while not closing.wait(self._beat_s):
+            while not closing.wait(self._beat_s) and not self._news.broken:
                 now_s = time.monotonic()
                 self._clock_s += min(now_s - self._beaten_s, 2 * self._beat_s)
                 if now_s - self._beaten_s > NUM_MISSED * self._beat_s:
@@ -327,7 +326,7 @@ class StoreChannel:
                     state, since_s = self._state, self._clock_s
                 self._send_heartbeat()
                 if not state.group.went_on:
-                    news = self._watched(state, self._clock_s - since_s)
+                    news = self._watched(state, None if state.entry is None else self._clock_s - since_s)
                     tells = set(news.failed) - set(self._news.failed)
                     self._news = news
                     if tells:
@@ -336,23 +335,18 @@ class StoreChannel:
             if not closing.is_set() and not self._news.broken:
                 self._news = _News(failed=[0], broken=self._broken(error))
 
-    def _watched(self, state: _State, waited_s: float) -> _News:
+    def _watched(self, state: _State, waited_s: float | None) -> _News:
         """Return what the heartbeats of the others, and the verdict, say of this rank's step."""
-        group, is_waiting = state.group, state.entry is not None
-        is_leader = self._rank == group.members[0]
-        watched = group.members[1:] if is_leader else group.members[:1]
+        group = state.group
+        watched = group.members[1:] if self._rank == group.members[0] else group.members[:1]
         self._read_heartbeats(watched)
-        verdict, content = Verdict(), self._peek(f"{group.name}/{state.number}/verdict")
-        if content != _NOTHING:  # the others went on without this rank
-            verdict = Verdict(*json.loads(content)[1:])
+        content = self._peek(f"{group.name}/{state.number}/verdict")  # there if the others went on without this rank
+        verdict = Verdict() if content == _NOTHING else Verdict(*json.loads(content)[1:])
         failed = {rank for rank, _ in verdict.failures}
-        failed -= failed if verdict.may_be_skipped and self._rank in failed else set()
+        if verdict.may_be_skipped and self._rank in failed:
+            failed = set()
         peers = {rank: self._peers[rank] for rank in watched}
-        limits = self.limits
-        found = {
-            rank: peer.why_lost(limits, group.name, self._clock_s, waited_s if is_waiting else None)
-            for rank, peer in peers.items()
-        }
+        found = {rank: each.why_lost(self.limits, group.name, self._clock_s, waited_s) for rank, each in peers.items()}
         lost = [(rank, why) for rank, why in found.items() if why]
         beats = [peer.seen_in(group.name, state.number) for peer in peers.values()]
         failed |= {rank for beat in beats if beat is not None for rank in beat.failed} | dict(lost).keys()
@@ -373,7 +367,7 @@ class StoreChannel:
             beat = Heartbeat(
                 *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed], *self._process)
             )
-            sent = self._connected().submit("set", _key(self._rank), json.dumps(beat))
+            sent = self._submit("set", _key(self._rank), json.dumps(beat))
         self._answer(sent)
 
     def _read_heartbeats(self, ranks: Sequence[int]) -> None:
@@ -394,30 +388,30 @@ class StoreChannel:
         closing.set()
         until_s = time.monotonic() + FAREWELL_S
         with contextlib.suppress(*_STORE_ERRORS):  # the store is gone; the other ranks will have noticed
-            for group in self._groups.values() if not self._news.broken else ():
+            for group in self._groups.values():
                 while group.unread and time.monotonic() < until_s:
                     self._read_heartbeats(group.unread)
                     last = group.name, group.number - 1
                     group.unread = [rank for rank in group.unread if self._peers[rank].seen_in(*last)]
                     time.sleep(5 * POLL_S)
                 while group.read_keys:
-                    self._connected().submit("delete_key", group.read_keys.pop())
-            if not self._news.broken:
-                self._send_heartbeat()
+                    self._submit("delete_key", group.read_keys.pop())
+            self._send_heartbeat()
         thread.join(2 * self._beat_s if self._news.broken else self.limits.gone_s)
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _connected(self) -> _Client:
-        self._client = self._client or _Client(self._open_client)
-        return self._client
+    def _submit(self, call: str, *arguments: Any) -> Future[Any]:
+        if self._client is None or self._news.broken:
+            raise ConnectionError(self._news.broken)
+        return self._client.submit(call, *arguments)
 
     def _peek(self, key: str) -> str:
         """Return the value of a key, or _NOTHING. `get` would wait for it."""
         return str(self._ask("compare_set", key, _NOTHING, _NOTHING))
 
     def _ask(self, call: str, *arguments: Any) -> Any:
-        answer = self._answer(self._connected().submit(call, *arguments))
+        answer = self._answer(self._submit(call, *arguments))
         return [each.decode() for each in answer] if isinstance(answer, list) else answer and answer.decode()
 
     def _answer(self, asked: Future[Any]) -> Any:
