@@ -211,6 +211,6 @@ def offloads(model: Any) -> bool:
 
 
 def blocks(model: Any) -> list[Any]:
-    """Return the modules that a model does not want to be split: the layers that FSDP2 shards one by one."""
+    """Return the modules that a model does not want to be split, those inside others first, as FSDP2 shards them."""
     whole = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in whole]
+    return [module for module in model.modules() if type(module).__name__ in whole][::-1]
