@@ -17,7 +17,7 @@ Loaded = tuple[nn.Module, dict[str, Any]]
 
 
 class UnshardableError(Exception):
-    """torch or transformers cannot shard this model, whoever loads it."""
+    """torch or transformers cannot shard this model, whoever loads it, or lowmem_load refuses to."""
 
 
 def differences(model: nn.Module, reference: nn.Module) -> list[str]:
@@ -53,7 +53,7 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]], *, columns: bool = False
         from lowmem_load.hf.names import blocks
 
         sizes = shape(dist.get_world_size())
-        mesh = init_device_mesh("cpu", sizes)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
         def place(parameter: nn.Parameter) -> Shard:
             return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % sizes[-1] == 0 else Shard(0)
@@ -74,13 +74,16 @@ def _by_config(*, stock: bool = False, **sizes: int) -> Callable[..., Loaded]:
     """Returns a load by a `DistributedConfig`: ours, or transformers' own; fsdp_size makes up for the rest."""
 
     def load(cls: Any, path: str, reference: nn.Module, dtype: torch.dtype) -> Loaded:
-        from lowmem_load import load_model, load_report
+        from lowmem_load import UnsupportedError, load_model, load_report
 
         config = _config(reference, sizes)
         if stock:
             model, info = cls.from_pretrained(path, distributed_config=config, dtype=dtype, output_loading_info=True)
             return model, info
-        model = load_model(path, config, auto_class=cls, dtype=dtype)
+        try:
+            model = load_model(path, config, auto_class=cls, dtype=dtype)
+        except UnsupportedError as error:
+            raise UnshardableError(f"lowmem_load: {error}") from error
         return model, load_report(model).loading_info
 
     return load

@@ -31,7 +31,7 @@ from tests.zoo.configs import model_types  # noqa: E402
 SET_SIZE = 60
 """Types per set of ranks: each leaves its modelling code in memory."""
 
-MESH_SET_SIZE = 20
+MESH_SET_SIZE = 12
 """Where loads make device meshes: each leaves groups with threads, of which a process may have too many otherwise."""
 
 LIMIT_S = 90.0
