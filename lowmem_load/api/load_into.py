@@ -166,6 +166,7 @@ def filling(
     how: Any = {"progress": options.progress, "verify": options.verify, **file_keywords(kwargs)}
 
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
+        names.refuse_parted(model)
         shard(model)
         on_host = is_offloaded or names.offloads(model)
         allocate(model, torch.device("cpu") if on_host else mesh_device(model))

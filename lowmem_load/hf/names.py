@@ -222,10 +222,21 @@ def offloads(model: Any) -> bool:
     return bool(getattr(getattr(model.config, "distributed_config", None), "fsdp_cpu_offload", False))
 
 
+def refuse_parted(model: Any) -> None:
+    """Refuse a tensor-parallel plan by which some ranks would hold gates only, as transformers has for Inkling."""
+    config = getattr(model.config, "distributed_config", None)
+    for name, style in (model.tp_plan if (getattr(config, "tp_size", None) or 1) > 1 else {}).items():
+        if style == "colwise" and name.endswith(".gate_up_proj"):
+            raise UnsupportedError(
+                f"{name}: the plan of {type(model).__name__} shards it by 'colwise', which parts gates from what they "
+                f"gate; pass DistributedConfig(..., tp_plan={{{name!r}: 'packed_colwise'}})"
+            )
+
+
 def blocks(model: Any) -> list[Any]:
-    """Return the modules that a model does not want to be split: the layers that FSDP2 shards one by one."""
+    """Return the modules that a model does not want to be split, those inside others first, as FSDP2 shards them."""
     whole = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in whole]
+    return [module for module in model.modules() if type(module).__name__ in whole][::-1]
 
 
 # -- files on the Hub and in its cache: one rank of a node asks, the others take them from the cache -------------------

@@ -24,6 +24,7 @@ from lowmem_load.hf.names import (
     model_class,
     model_config,
     refuse_foreign,
+    refuse_parted,
 )
 from tests import builders
 
@@ -69,6 +70,21 @@ def test_formats_of_which_every_rank_holds_all_are_refused(keyword: str, value: 
     refuse_foreign("model", {keyword: None})
     with pytest.raises(UnsupportedError, match=text):
         refuse_foreign("model", {keyword: value})
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "style", "refused"), [(2, "colwise", True), (2, "packed_colwise", False), (1, "colwise", False)]
+)
+def test_a_plan_that_parts_gates_from_what_they_gate_is_refused(tp_size: int, style: str, refused: bool) -> None:
+    """As of Inkling 2 in transformers 5.24: its own load keeps them together, and then saves a mixture."""
+    config = SimpleNamespace(distributed_config=SimpleNamespace(tp_size=tp_size))
+    plan = {"model.layers.*.mlp.experts.gate_up_proj": style, "model.layers.*.q_proj": "colwise"}
+    model = SimpleNamespace(config=config, tp_plan=plan)
+    if not refused:
+        refuse_parted(model)
+        return
+    with pytest.raises(UnsupportedError, match=r"experts.gate_up_proj.*tp_plan=.*experts.gate_up_proj': 'packed_colw"):
+        refuse_parted(model)
 
 
 @pytest.mark.parametrize(

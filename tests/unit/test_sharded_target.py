@@ -15,9 +15,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowmem_load.dtensor import shards
+from lowmem_load.dtensor.mesh import shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.dtensor.shards import is_first_replica
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.hf.names import blocks
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 
 
@@ -74,6 +76,22 @@ def test_a_stride_that_does_not_divide_a_dim_is_refused_where_torch_cuts_otherwi
     else:
         with pytest.raises(UnsupportedError, match=r"w: torch .* cuts a dim of 4 elements by .*otherwise"):
             shards.local_shard("w", tensor, needs_memory=True)
+
+
+@pytest.mark.parametrize("rank", [0], indirect=True)
+def test_blocks_inside_others_are_sharded_before_those(rank: int) -> None:
+    class Nested(nn.Module):
+        _no_split_modules = ("TransformerEncoderLayer", "Linear")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 8), nn.TransformerEncoderLayer(8, 2, 8)])
+
+    with torch.device("meta"):
+        model = Nested()
+    mesh = init_device_mesh("cpu", (4,))
+    shard_fully(model, mesh, blocks(model), {})
+    assert {parameter.to_local().shape[0] / len(parameter) for parameter in model.parameters()} == {0.25}
 
 
 def _spec(mesh: object, size: int) -> DTensorSpec:

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from tests import parity
 from tests.zoo import meshes
@@ -109,6 +111,7 @@ def _build(model_type: str, path: Path) -> dict[str, Any]:
                 "classes": [cls] if other is None else [cls, other],
                 "profile": profile,
                 "numel": sum(parameter.numel() for parameter in model.parameters()),
+                "converters": sum(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model)),
                 "problems": problems,
             }
     return {"error": problems[0], "problems": problems}
@@ -218,7 +221,7 @@ def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> d
         try:
             model, keys = meshes.LOADS[method](cls, case.path, reference, dtype)
         except meshes.UnshardableError as error:
-            return {"unloadable": _where(error)}
+            return {"unshardable": _where(error)}
         found = meshes.differences(model, reference)
     else:
         ds_config = parity.BF16 if precision == "bf16" else parity.FP32

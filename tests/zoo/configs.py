@@ -157,7 +157,7 @@ OVERRIDES: dict[str, Override] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "hiera": {"decoder_hidden_size": 16, "decoder_depth": 1, "decoder_num_heads": 2},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
-    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": EXPERTS, "moe_topk": 2},
     "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
     "hunyuan_vl_text": {"head_dim": HEAD_DIM},
     "hy_v4_vl": {"text_config.qk_rope_head_dim": HEAD_DIM, "text_config.rope_parameters": _MROPE},

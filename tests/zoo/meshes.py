@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ Loaded = tuple[nn.Module, dict[str, Any]]
 
 
 class UnshardableError(Exception):
-    """torch or transformers cannot shard this model, whoever loads it."""
+    """torch or transformers cannot shard this model, whoever loads it, or lowmem_load refuses to."""
 
 
 def differences(model: nn.Module, reference: nn.Module) -> list[str]:
@@ -51,7 +53,7 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]], *, columns: bool = False
         from lowmem_load.hf.names import blocks
 
         sizes = shape(dist.get_world_size())
-        mesh = init_device_mesh("cpu", sizes)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
         def place(parameter: nn.Parameter) -> Shard:
             return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % sizes[-1] == 0 else Shard(0)
@@ -68,37 +70,46 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]], *, columns: bool = False
     return load
 
 
-def _by_config(**sizes: int) -> Callable[..., Loaded]:
-    """Returns a load by a `DistributedConfig`; fsdp_size makes up for the rest of the world."""
+def _by_config(*, stock: bool = False, **sizes: int) -> Callable[..., Loaded]:
+    """Returns a load by a `DistributedConfig`: ours, or transformers' own; fsdp_size makes up for the rest."""
 
     def load(cls: Any, path: str, reference: nn.Module, dtype: torch.dtype) -> Loaded:
-        from lowmem_load import load_model, load_report
+        from lowmem_load import UnsupportedError, load_model, load_report
 
-        model = load_model(path, _config(reference, sizes), auto_class=cls, dtype=dtype)
+        config = _config(reference, sizes)
+        if stock:
+            model, info = cls.from_pretrained(path, distributed_config=config, dtype=dtype, output_loading_info=True)
+            return model, info
+        try:
+            model = load_model(path, config, auto_class=cls, dtype=dtype)
+        except UnsupportedError as error:
+            raise UnshardableError(f"lowmem_load: {error}") from error
         return model, load_report(model).loading_info
 
     return load
 
 
-def _transformers(cls: Any, path: str, reference: nn.Module, dtype: torch.dtype) -> Loaded:
-    """Loads as transformers itself does with fsdp_size."""
-    model, info = cls.from_pretrained(
-        path, distributed_config=_config(reference, {}), dtype=dtype, output_loading_info=True
-    )
-    return model, info
-
-
 def _config(reference: Any, sizes: dict[str, int]) -> Any:
+    """Returns the configuration by which transformers can shard this model; it does so here, without values."""
     import torch.distributed as dist
     from transformers.distributed import DistributedConfig
 
-    rest = dist.get_world_size() // sizes.get("tp_size", 1)
+    rest = dist.get_world_size() // (sizes.get("tp_size", 1) * sizes.get("dp_replicate_size", 1))
     config = DistributedConfig(**sizes, fsdp_size=rest)
     try:
-        copy.deepcopy(reference)._resolve_parallel_plans(config)
+        trial = copy.deepcopy(reference).to("meta")
+        trial.maybe_distribute_model(trial, config, _meshes(config.to_json_string()))
     except Exception as error:
-        raise UnshardableError(f"transformers has no plan: {error}") from error
+        raise UnshardableError(f"transformers: {error}") from error
     return config
+
+
+@functools.lru_cache(maxsize=1)
+def _meshes(config: str) -> Any:
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    return initialize_distributed_mesh(DistributedConfig(**json.loads(config)))[1]
 
 
 LOADS: dict[str, Callable[..., Loaded]] = {
@@ -106,7 +117,10 @@ LOADS: dict[str, Callable[..., Loaded]] = {
     "columns": _over_mesh(lambda world_size: (world_size,), columns=True),
     "hsdp": _over_mesh(lambda world_size: (2, world_size // 2)),
     "tp": _by_config(tp_size=2),
-    "ep": _by_config(tp_size=2, ep_size=2),
-    "transformers": _transformers,
+    "ep": _by_config(ep_size=2),
+    "stock-fsdp": _by_config(stock=True),
+    "stock-hsdp": _by_config(stock=True, dp_replicate_size=2),
+    "stock-tp": _by_config(stock=True, tp_size=2),
+    "stock-ep": _by_config(stock=True, ep_size=2),
 }
-"""Ways to load a sharded model; the last is transformers' own."""
+"""Ways to load a sharded model; `stock` is transformers' own `from_pretrained`."""

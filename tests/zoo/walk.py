@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -30,10 +31,16 @@ from tests.zoo.configs import model_types  # noqa: E402
 SET_SIZE = 60
 """Types per set of ranks: each leaves its modelling code in memory."""
 
+MESH_SET_SIZE = 12
+"""Where loads make device meshes: each leaves groups with threads, of which a process may have too many otherwise."""
+
 LIMIT_S = 90.0
 """Seconds per type. Tiny ones need about one."""
 
 BUILD_LIMIT_S = 45.0
+
+STATUSES = ("exact", "unsteady", "unloadable", "unshardable", "differs", "raises")
+"""What comes of a load. Unloadable: the ordinary load raises; unshardable: torch or transformers cannot shard it."""
 
 CACHE = Path(tempfile.gettempdir()) / "lowmem-load-zoo"
 
@@ -67,11 +74,12 @@ class Outcome:
 
     @property
     def status(self) -> str:
-        """One of: exact, unsteady, unloadable, failed."""
-        if any("unloadable" in result for result in self.results):
-            return "unloadable"
+        """One of `STATUSES`."""
+        for status in ("unloadable", "unshardable"):
+            if any(status in result for result in self.results):
+                return status
         if self.error:
-            return "failed"
+            return "raises" if self.crash or any("error" in result for result in self.results) else "differs"
         return "unsteady" if any(result.get("unsteady") for result in self.results) else "exact"
 
     def total(self, key: str) -> int:
@@ -118,9 +126,8 @@ def compare(
     log: Callable[[str], None] = print,
 ) -> list[Outcome]:
     """Returns what came of each case; with `saves`, of saving it again as well."""
-    return run_sets(
-        checks.compare_all, cases, (method, precision, saves), world_size=world_size, limit_s=limit_s, log=log
-    )
+    args, set_size = (method, precision, saves), MESH_SET_SIZE if method in meshes.LOADS else SET_SIZE
+    return run_sets(checks.compare_all, cases, args, world_size=world_size, set_size=set_size, limit_s=limit_s, log=log)
 
 
 def run_sets(
@@ -129,6 +136,7 @@ def run_sets(
     args: tuple[Any, ...],
     *,
     world_size: int,
+    set_size: int = SET_SIZE,
     limit_s: float = LIMIT_S,
     log: Callable[[str], None] = print,
 ) -> list[Outcome]:
@@ -136,7 +144,7 @@ def run_sets(
     outcomes: list[Outcome] = []
     rest = list(items)
     while rest:
-        batch = rest[:SET_SIZE]
+        batch = rest[:set_size]
         folder = tempfile.mkdtemp(prefix="zoo-")
         failure = ""
         try:
@@ -183,12 +191,17 @@ def _essence(failure: str) -> str:
     return f"{kind}: {' < '.join(frames[:4])}"[:600]
 
 
+_NAMES = re.compile(r"`[A-Z]\w+`|\[\w+\.py:\d+\]$")
+"""What differs from type to type in a reason."""
+
+
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Returns counts and names."""
     counts = Counter(outcome.status for outcome in outcomes)
     return {
         "cases": len(outcomes),
-        **{status: counts[status] for status in ("exact", "unsteady", "unloadable", "failed")},
+        **{status: counts[status] for status in STATUSES},
+        "failed": counts["differs"] + counts["raises"],
         "types_exact": len({o.name.split("/")[0] for o in outcomes})
         - len({o.name.split("/")[0] for o in outcomes if o.status not in ("exact", "unsteady")}),
         "recast": sum(1 for outcome in outcomes if outcome.total("recast")),
@@ -196,7 +209,10 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "saved": sum(1 for outcome in outcomes if outcome.total("saved")),
         "saved_as_stock": {o.name: names for o in outcomes if (names := o.found("as_stock"))},
         "refused": {o.name: reason for o in outcomes if (reason := o.found("refused"))},
-        "failing": {outcome.name: outcome.error for outcome in outcomes if outcome.status == "failed"},
+        "failing": {o.name: f"{o.status}: {o.error}" for o in outcomes if o.status in ("differs", "raises")},
+        "unshardable_because": dict(
+            Counter(_NAMES.sub("...", reason) for o in outcomes if (reason := o.found("unshardable")))
+        ),
         "slow_paths": dict(
             Counter(reason for o in outcomes for reason in (o.results[0].get("slow_paths", []) if o.results else []))
         ),
@@ -213,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--saves", action="store_true", help="save what was streamed, and load that ordinarily")
     parser.add_argument("--once", action="store_true", help="only the class that was saved of each type")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
+    parser.add_argument("--converted", action="store_true", help="only types whose weights transformers converts")
     parser.add_argument("--ci", action="store_true", help="only the types of test_zoo.py")
     parser.add_argument("--root", type=Path, default=CACHE, help="where the checkpoints are kept")
     options = parser.parse_args(arguments)
@@ -223,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         types = [name for names in TYPES.values() for name in names]
     started = time.monotonic()
     built = build(types, options.root)
+    if options.converted:
+        built = {name: info for name, info in built.items() if info.get("converters") or "error" in info}
     unbuilt = {name: info["error"] for name, info in built.items() if "error" in info}
     print(f"\n{len(types)} model types, {len(built) - len(unbuilt)} built in {time.monotonic() - started:.0f} s")
     report: dict[str, Any] = {"types": len(types), "built": len(built) - len(unbuilt), "unbuilt": unbuilt, "runs": {}}
@@ -242,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title = f"{method}, {world_size} ranks, {precision}"
         report["runs"][title] = run
         print_run(title, run)
-        status |= int(method not in ("stock", "transformers") and run["failed"] > 0)
+        status |= int(not method.startswith("stock") and run["failed"] > 0)
         if options.out:
             options.out.write_text(json.dumps(report, indent=1))
     return status
@@ -254,6 +273,8 @@ def print_run(title: str, run: dict[str, Any]) -> None:
     print(f"\n== {title}: {figures}")
     for name, error in run["failing"].items():
         print(f"  {name:60} {error[:180]}")
+    for reason, count in sorted(run["unshardable_because"].items(), key=lambda item: -item[1]):
+        print(f"  cannot be sharded, {count} cases: {reason[:180]}")
     for name, reason in run["refused"].items():
         print(f"  not saved: {name}: {reason[:180]}")
     for name, tensors in run["saved_as_stock"].items():
