@@ -75,12 +75,18 @@ def meshes(world_size: int) -> dict[str, Callable[[nn.Module], None]]:
         }
     replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "ep"))
+    flattened = parts["dp", "cp"]._flatten("dp_cp")
 
     def tensor_parallel(model: nn.Module) -> None:
         parallelize(model, both["tp"])
         shard_fully(model, mesh=both["dp"])
 
-    return {"hsdp": lambda model: shard_fully(model, mesh=replicas), "tp x fsdp": tensor_parallel}
+    return {
+        "hsdp": lambda model: shard_fully(model, mesh=replicas),
+        "tp x fsdp": tensor_parallel,
+        "flattened": lambda model: shard_fully(model, mesh=flattened),
+    }
 
 
 def differing(model: nn.Module, reference: nn.Module) -> list[str]:
