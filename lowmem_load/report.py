@@ -52,7 +52,7 @@ class LoadReport(Phases):
         rank, world_size: of the partition group.
         ds_config: what the model was partitioned for, with each "auto" that loading reads resolved.
             `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto". Empty for `load_into`.
-        dtype: storage dtype of floating-point parameters, as torch prints it.
+        dtype: storage dtype of floating-point parameters, of most where they differ, as torch prints it.
         num_parameters: distinct parameters; tied ones count once.
         num_elements: elements of all of them, unpadded.
         num_quantized: parameters whose packed values are held; their elements are counted as they are stored.
@@ -102,8 +102,8 @@ class LoadReport(Phases):
         self.num_parameters = len(plan.targets)
         self.num_elements = sum(target.numel for target in plan.targets)
         self.num_quantized = plan.num_quantized
-        floating = [target.dtype for target in plan.targets if target.dtype.is_floating_point]
-        self.dtype = str(floating[-1]) if floating else ""
+        floating = sorted(str(target.dtype) for target in plan.targets if target.dtype.is_floating_point)
+        self.dtype = max(floating, key=floating.count, default="")
         self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes + plan.companion_bytes
         self.file_bytes = sum(file.nbytes for file in plan.files)
         self.needed_bytes = plan.costs.needed_bytes

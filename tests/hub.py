@@ -91,16 +91,23 @@ def _etag(content: bytes) -> str:
 
 @contextlib.contextmanager
 def _pointed_at(endpoint: str, cache: str) -> Iterator[None]:
-    from huggingface_hub import constants
+    from huggingface_hub import constants, file_download
+    from transformers.utils import hub as of_transformers
 
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     wanted: dict[str, Any] = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template}
-    wanted |= {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": cache}
-    before = {name: getattr(constants, name) for name in wanted}
-    for name, value in wanted.items():
-        setattr(constants, name, value)
+    wanted |= {"HF_HUB_OFFLINE": False, "_is_offline_mode": False, "HF_HUB_CACHE": cache}
+    # Older releases have copies of the template, and of what says that the Hub is not asked.
+    before = [
+        (where, name, getattr(where, name))
+        for where in (constants, file_download, of_transformers)
+        for name in wanted
+        if hasattr(where, name)
+    ]
+    for where, name, _ in before:
+        setattr(where, name, wanted[name])
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(constants, name, value)
+        for where, name, value in before:
+            setattr(where, name, value)

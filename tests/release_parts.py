@@ -106,7 +106,7 @@ FRAMEWORKS = (
 
 def parts() -> list[Part]:
     """Return the table of parts, in the order in which they start."""
-    compat = "make compat ARGS='--again --groups seams parity comparison pins --environments {}'"
+    compat = "make compat ARGS='--again --groups seams parity sharded comparison pins --environments {}'"
     scale, zoo = "python -m benchmarks.scale --all --docs", "--world-sizes 2 --precision bf16 --methods lowmem --once"
     bench, cases = "make bench ARGS='--repeats 3 --once stock --also-cold --docs'", " ".join(FRAMEWORKS)
     matrix, others = "python -m benchmarks.resume matrix", "python -m pytest -n 2 --dist loadfile -m release"

@@ -17,7 +17,7 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, shard_fully
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_class
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
@@ -115,7 +115,7 @@ def ordinary_load(
         quantization: Any = getattr(config, "quantization_config", None)
         if hasattr(quantization, "to_dict"):
             config.quantization_config = quantization.to_dict()  # as in config.json, for another load
-        auto_class, kwargs = auto_class or plain_class(model), {"config": config, **kwargs}
+        auto_class, kwargs = auto_class or names.plain_class(model), {"config": config, **kwargs}
     floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     if dtype is None:
         dtype = next(iter(floating)) if len(floating) == 1 else torch.float32

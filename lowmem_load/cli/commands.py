@@ -114,8 +114,12 @@ def plan(
     lowmem-load plan /models/Llama-3.1-70B --fsdp 64 --tp 8 --device-memory 80GiB
     """
     ranks = world_size if fsdp is None else fsdp * tp * dp_replicate
-    if ranks is None or (fsdp is None and ds_config is None):
+    if ranks is None or (fsdp is None) is (ds_config is None):
         raise typer.BadParameter("name --ds-config and --world-size for ZeRO-3, or --fsdp for FSDP2")
+    if fsdp is None and max(tp, ep, dp_replicate) > 1:
+        raise typer.BadParameter("--tp, --ep and --dp-replicate go with --fsdp")
+    if world_size not in (None, ranks):
+        raise typer.BadParameter(f"--world-size {world_size}: the mesh has {ranks} ranks")
     limits = _bytes(host_memory, "--host-memory"), _bytes(device_memory, "--device-memory")
     rate = _bytes(read_rate, "--read-rate")
     keywords: dict[str, Any] = dict(subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
@@ -123,13 +127,15 @@ def plan(
     with working():
         from lowmem_load.cli.forecast import forecast_mesh, forecast_zero3
         from lowmem_load.cli.job_memory import Job
+        from lowmem_load.hf.quantizers import dequantizing
         from lowmem_load.io.hub_checkpoint import open_checkpoint
 
         job = Job(ranks, gpus_per_node or min(8, ranks), *limits, rate)
         with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
+            if dequantize:
+                keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
             if fsdp is None:
-                keywords |= {"accelerator": accelerator, "dequantize": dequantize}
-                found = forecast_zero3(checkpoint, str(ds_config), job, **keywords)
+                found = forecast_zero3(checkpoint, str(ds_config), job, accelerator=accelerator, **keywords)
             else:
                 sizes = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
                 found = forecast_mesh(checkpoint, sizes, job, **keywords)

@@ -17,7 +17,6 @@ from lowmem_load.cli.job_memory import Job, Model, Need, held_bytes, memory_need
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import distributed_config, model_config
-from lowmem_load.hf.quantizers import dequantizing
 from lowmem_load.io.hub_checkpoint import OpenCheckpoint
 from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.phases import host_memory
@@ -82,7 +81,7 @@ class Forecast:
 
 
 def forecast_zero3(
-    checkpoint: OpenCheckpoint, ds_config: Any, job: Job, *, accelerator: str, dequantize: bool, **keywords: Any
+    checkpoint: OpenCheckpoint, ds_config: Any, job: Job, *, accelerator: str, **keywords: Any
 ) -> Forecast:
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
     process, is_host = host_memory(), device_named(accelerator).type == "cpu"
@@ -93,8 +92,6 @@ def forecast_zero3(
         raise UnsupportedError(
             f"zero_optimization.{what}: needs are estimated for stage 3 with partitions over all ranks only"
         )
-    if dequantize:
-        keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     device = torch.device("cpu" if is_host else "cuda")  # any other accelerator is planned for alike
     options = {"world_size": job.world_size, "device": device, "open_source": checkpoint.open_source, **keywords}
     (plan,) = plan_ranks(checkpoint.folder, ds_config, ranks=[0], **options)

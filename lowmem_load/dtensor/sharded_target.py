@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lowmem_load.dtensor.shards import local_shard
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
@@ -70,16 +70,11 @@ class ShardedModel:
     def fill_buffers(self, described: nn.Module) -> None:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
         for name, buffer in _buffers(described, self.left).items():
-            source, (grid, memory) = buffer, self.shard(self.buffers[name])
+            source, (grid, memory) = buffer.reshape(buffer.shape or (1,)), self.shard(self.buffers[name])
             for dim, runs in enumerate(grid.runs):
                 parts = [source.narrow(dim, start, end - start) for start, end in runs]
                 source = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             memory.copy_(source.reshape(-1))
-
-
-def plain_class(model: nn.Module) -> type:
-    """Return the class that a model had before `fully_shard` gave it one of its own."""
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def plain_name(name: str) -> str:

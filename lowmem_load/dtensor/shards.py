@@ -78,7 +78,8 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
     """
     grid, local = grid_of(tensor.shape, ()), tensor.detach()
     if isinstance(tensor, DTensor):
-        grid = grid_of(tensor.shape, _splits(name, tensor))
+        coordinate = tensor.device_mesh.get_coordinate()  # None: this rank is not part of the mesh, so it holds nothing
+        grid = grid_of(tensor.shape, _splits(name, tensor, coordinate)) if coordinate else Grid((((0, 0),),))
         local = tensor._local_tensor.detach()  # noqa: SLF001  `to_local` waits for collectives: there are none
         if tuple(local.shape) != grid.sizes and grid.numel + local.numel():
             raise UnsupportedError(
@@ -119,11 +120,8 @@ def _root_mesh(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def _splits(name: str, tensor: DTensor) -> Iterator[Split]:
-    mesh, coordinate, sizes = tensor.device_mesh, tensor.device_mesh.get_coordinate(), list(tensor.shape)
-    if coordinate is None:  # this rank is not part of the mesh, so it holds nothing
-        yield Split(0, 2, 2)
-        return
+def _splits(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[Split]:
+    mesh, sizes = tensor.device_mesh, list(tensor.shape)
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue

@@ -148,6 +148,11 @@ def model_class(auto_class: str | type | None, config: Any, trust_remote_code: b
     return _class_named(architectures[0], "architectures of the model's config")
 
 
+def plain_class(model: object) -> type:
+    """Return the class that a model had before FSDP2's `fully_shard` gave it one of its own."""
+    return next(cls for cls in type(model).__mro__ if "FSDPModule" not in (each.__name__ for each in cls.__mro__))
+
+
 def _class_named(name: str, where: str) -> Any:
     found = getattr(transformers, name, None)
     is_model = isinstance(found, type) and (issubclass(found, PreTrainedModel) or name.startswith("AutoModel"))

@@ -27,7 +27,7 @@ from torch import nn
 from lowmem_load.contract import PEFT, TRANSFORMERS, require
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.active import quiet
-from lowmem_load.hf.names import model_config
+from lowmem_load.hf.names import model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.replaced import Replacement, replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -109,12 +109,17 @@ def describe_save(
 
 @contextlib.contextmanager
 def _as_plain_model(model: nn.Module) -> Iterator[None]:
-    """Let `save_pretrained` take a sharded model for one that is not: it would gather the weights."""
+    """Let `save_pretrained` take a sharded model for one that is not: it would gather it, and name FSDP's class."""
     config: Any = getattr(model, "config", None)
     sharding = vars(config).pop("distributed_config", None) if config is not None else None
+    sharded = {module: type(module) for module in model.modules() if plain_class(module) is not type(module)}
     try:
+        for module in sharded:
+            module.__class__ = plain_class(module)
         yield
     finally:
+        for module, cls in sharded.items():
+            module.__class__ = cls
         if sharding is not None:
             config.distributed_config = sharding
 

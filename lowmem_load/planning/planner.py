@@ -183,13 +183,14 @@ def _piece_bytes(dtype: torch.dtype, inputs: Sequence[torch.dtype]) -> int:
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:
     if isinstance(region, Grid):
+        if not region.numel:
+            return expression, FlatRange(0, 0)
         dims = zip(region.runs, expression.shape, strict=True)
         if any(not 0 <= start <= end <= size for runs, size in dims for start, end in runs):
             raise PlanError(f"{name}: {region} of a tensor of shape {expression.shape}")
-        if region.numel:
-            for dim, runs in enumerate(region.runs):
-                parts = [slice_dim(expression, dim, start, 1, end - start) for start, end in runs]
-                expression = parts[0] if len(parts) == 1 else concat(parts, dim)
+        for dim, runs in enumerate(region.runs):
+            parts = [slice_dim(expression, dim, start, 1, end - start) for start, end in runs]
+            expression = parts[0] if len(parts) == 1 else concat(parts, dim)
         return expression, FlatRange(0, region.numel)
     if not 0 <= region.start <= region.end <= numel(expression):
         raise PlanError(f"{name}: elements [{region.start}, {region.end}) of {numel(expression)}")

@@ -21,7 +21,7 @@ import lowmem_load
 from lowmem_load import NotStreamedWarning, UnsupportedError
 from lowmem_load.integrations.accelerate_fsdp2 import _needs_weights
 from tests import builders
-from tests.multi_rank.test_load_into import losses, start
+from tests.multi_rank.test_load_into import TRAINS_ON_CPU, losses, start
 from tests.ranks import run_ranks
 
 if "fsdp_version" not in inspect.signature(FullyShardedDataParallelPlugin).parameters:
@@ -35,8 +35,8 @@ LORA: dict[str, dict[str, Any]] = {
     "lora, pissa": {"init_lora_weights": "pissa"},
 }
 WHOLE = {
-    "lora, dora": "a PeftType.LORA adapter",
-    "lora, pissa": "a PeftType.LORA adapter",
+    "lora, dora": "LORA adapter",
+    "lora, pissa": "LORA adapter",
     "run": "its forward",
     "moved": "to a device",
 }
@@ -137,7 +137,7 @@ def compare(path: str, kind: str) -> None:
             assert any("_checkpoint_wrapped_module" in name for name, _ in ours.named_modules())
         if kind == "plain":
             assert ours.generation_config.eos_token_id == 3
-            assert losses(ours, 3) == losses(stock, 3)
+            assert not TRAINS_ON_CPU or losses(ours, 3) == losses(stock, 3)
 
 
 @pytest.mark.parametrize(

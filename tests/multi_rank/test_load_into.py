@@ -25,6 +25,9 @@ from lowmem_load import (
 from tests import builders
 from tests.ranks import run_ranks
 
+TRAINS_ON_CPU = Version(torch.__version__) >= Version("2.7")
+"""Whether torch's FSDP2 does."""
+
 
 def built(path: str, dtype: torch.dtype, cls_name: str | None = None) -> nn.Module:
     """A model on meta, as its owner builds it before sharding."""
@@ -75,12 +78,18 @@ def meshes(world_size: int) -> dict[str, Callable[[nn.Module], None]]:
         }
     replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "ep"))
+    flattened = parts["dp", "cp"]._flatten("dp_cp")
 
     def tensor_parallel(model: nn.Module) -> None:
         parallelize(model, both["tp"])
         shard_fully(model, mesh=both["dp"])
 
-    return {"hsdp": lambda model: shard_fully(model, mesh=replicas), "tp x fsdp": tensor_parallel}
+    return {
+        "hsdp": lambda model: shard_fully(model, mesh=replicas),
+        "tp x fsdp": tensor_parallel,
+        "flattened": lambda model: shard_fully(model, mesh=flattened),
+    }
 
 
 def differing(model: nn.Module, reference: nn.Module) -> list[str]:
@@ -173,7 +182,7 @@ def train_on_mesh(path: str, out: str) -> None:
         assert main([*common, f"{out}/{tp}", "--steps", "4", "--resume"]) == stock[2:]
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="torch 2.6's FSDP2 trains on no CPU")
+@pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch 2.6's FSDP2 trains on no CPU")
 def test_the_example_trains_as_stock_and_resumes(tmp_path: Path) -> None:
     import_example("make_model").main([str(tmp_path / "tiny")])
     run_ranks(train_on_mesh, str(tmp_path / "tiny"), str(tmp_path), timeout_s=120)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer import BadParameter
 
 import lowmem_load
 from lowmem_load.cli import common
@@ -26,6 +27,7 @@ from tests.storage import on_network
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 COMMANDS = ["bench", "consolidate", "doctor", "inspect", "plan", "report", "run", "verify"]
+OF_MESHES = ("--tp", "--ep", "--dp-replicate")
 
 Answer = Callable[..., tuple[int, Any]]
 
@@ -141,6 +143,30 @@ def test_plan_ends_with_a_verdict(
 def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: Path, ds_config: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         answer("plan", llama, "--ds-config", ds_config, "--world-size", 2, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fsdp", 2, "--ds-config", "ds.json"], "for ZeRO-3, or --fsdp"),
+        (["--fsdp", 2, "--tp", 2, "--world-size", 2], "--world-size 2: the mesh has 4 ranks"),
+        *((["--ds-config", "ds.json", "--world-size", 2, name, 2], "go with --fsdp") for name in OF_MESHES),
+    ],
+)
+def test_plan_refuses_options_of_the_other_sharding(
+    options: list[Any], message: str, answer: Answer, llama: Path, ds_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ds_config.parent)
+    with pytest.raises(BadParameter, match=message):
+        answer("plan", llama, *options)
+
+
+def test_plan_of_a_mesh_takes_a_world_size_that_fits_and_dequantizes(answer: Answer, llama: Path) -> None:
+    pytest.importorskip("transformers.distributed")
+    asked = ("plan", llama, "--fsdp", 2, "--world-size", 2)
+    assert answer(*asked)[0] == 0
+    with pytest.raises(UnsupportedError, match="is not quantized"):
+        answer(*asked, "--dequantize")
 
 
 @pytest.mark.parametrize(("key", "value"), [("stage", 2), ("mics_shard_size", 2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,16 @@ def test_a_plan_is_taken() -> None:
     assert report.notes == ["stored in torch.bfloat16, where an ordinary load keeps another dtype: zero3.weight"]
     assert report.slow_paths == [SlowPath("w", "why")]
     assert (report.read_bytes, report.num_reads) == (0, 0)  # of what was read, not of what was planned
+
+
+def test_the_dtype_does_not_depend_on_the_order_in_which_a_rank_reads() -> None:
+    whole, found = plan(), []
+    gate = dataclasses.replace(whole.targets[0], dtype=torch.float32)
+    for targets in permutations((*whole.targets, gate, dataclasses.replace(whole.targets[0]))):
+        report = LoadReport("model")
+        report.take_plan(dataclasses.replace(whole, targets=targets), {})
+        found.append(report.dtype)
+    assert {*found} == {"torch.bfloat16"}
 
 
 # -- phases ----------------------------------------------------------------------------------------------------------

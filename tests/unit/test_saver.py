@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
@@ -40,3 +41,13 @@ def test_what_transformers_logs_of_a_save_names_the_folder_that_the_user_gave(
     assert f"Configuration saved in {tmp_path / 'saved' / 'config.json'}" in configuration.out
     assert "lowmem_load-" not in weights.out + configuration.out
     assert all(not logger.filters for logger in loggers)
+
+
+def test_the_class_is_that_of_before_it_was_sharded(checkpoints: Path, tmp_path: Path) -> None:
+    """As `fully_shard` does, but for the first part of the name, which newer releases of transformers leave out."""
+    model = AutoModelForCausalLM.from_pretrained(builders.tiny_llama(checkpoints))
+    plain = type(model)
+    model.__class__ = sharded = type("Sharded", (FSDPModule, plain), {})
+    save_model(model, tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).architectures == [plain.__name__]
+    assert type(model) is sharded

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -20,7 +20,10 @@ from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.dtensor.shards import is_first_replica
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import blocks
+from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import flat_ranges
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("rank", range(4), indirect=True)
 def test_of_equal_shards_the_first_is_known_on_parts_of_a_mesh(rank: int) -> None:
     root = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-    flattened = root["dp", "cp"]._flatten("dp_cp")
+    flattened = root["dp", "cp"]._flatten(f"dp_cp{rank}")  # before torch 2.10 a process makes one of a name
     expected = {
         (root["dp"], Shard(0)): rank in (0, 2),
         (flattened, Shard(0)): rank in (0, 2),
@@ -42,10 +45,24 @@ def test_of_equal_shards_the_first_is_known_on_parts_of_a_mesh(rank: int) -> Non
         (root["tp"], Shard(0)): rank in (0, 1),
     }
     for (mesh, placement), is_first in expected.items():
-        if mesh is flattened and not hasattr(mesh, "_get_root_mesh"):
-            continue  # before torch 2.10 it does not know of what it is a part
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [placement], run_check=False)
         assert is_first_replica(tensor) is is_first, (mesh, placement)
+
+
+@pytest.mark.parametrize("rank", [3], indirect=True)
+def test_a_rank_that_is_not_in_a_mesh_holds_nothing_of_a_scalar_either(rank: int) -> None:
+    model, described, mesh = nn.Module(), nn.Module(), DeviceMesh("cpu", [0, 1])
+    for name, whole in {"scale": torch.ones(()), "weight": torch.ones(3, 2)}.items():
+        spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+        model.register_buffer(name, DTensor(torch.zeros(0), spec, requires_grad=False))
+        described.register_buffer(name, whole)
+    sharded = ShardedModel(model)
+    for name, buffer in model.named_buffers():
+        grid, memory = sharded.shard(buffer)
+        source = Source("file", name, 0, tuple(buffer.shape), torch.float32)
+        assert grid.numel == memory.numel() == Planner().plan_fill(name, source, grid).numel == 0
+        assert not list(flat_ranges(grid, source.shape))
+    sharded.fill_buffers(described)
 
 
 def test_of_tied_parameters_the_first_may_be_left_to_the_caller() -> None:
