@@ -85,7 +85,7 @@ def environments_table(results: Results) -> str:
 def count(group: Mapping[str, Any] | None) -> str:
     """Returns the counts of a group: what passed, and what did not."""
     if group is None:
-        return "not run"
+        return ""
     rest = [f"{group[kind]} {kind}" for kind in ("failed", "skipped") if group[kind]]
     return ", ".join([str(group["passed"]), *rest])
 
