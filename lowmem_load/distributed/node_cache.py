@@ -52,7 +52,7 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks, self.source = ranks, ranks.rank
         name = new_name()
-        self._descriptor = _new_memory(name) if ranks.hears_of_failures else -1
+        self._descriptor = _or_none(lambda: make_memory(name)) if ranks.hears_of_failures else -1
         self.offer: list[Any] = [node_name(ranks.rank), os.getpid(), self._descriptor, name]
         self._writes = False
         self._pid, self._started = 0, start_time(0)
@@ -70,7 +70,7 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
             self._close()
         elif not self._writes:
             self._close()
-            self._descriptor = _opened_memory(self._pid, theirs, name)
+            self._descriptor = _or_none(lambda: open_memory(self._pid, theirs, name, os.O_RDONLY))
         if self._descriptor >= 0:
             self.source = nodes.first
         return nodes
@@ -171,19 +171,11 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
             self._end = start + content_nbytes
 
 
-def _new_memory(name: str) -> int:
-    """Return a descriptor of a new file in memory; -1 if there is none."""
+def _or_none(descriptor_of_memory: Callable[[], int]) -> int:
+    """Return a descriptor; -1 if there is none: not Linux, a sandbox, too many open files, or the process has ended."""
     try:
-        return make_memory(name)
-    except OSError:  # not Linux; a sandbox, or too many files are open
-        return -1
-
-
-def _opened_memory(pid: int, descriptor: int, name: str) -> int:
-    """Return a descriptor of another process's file in memory; -1 if it cannot be opened."""
-    try:
-        return open_memory(pid, descriptor, name, os.O_RDONLY)
-    except OSError:  # the process has ended or closed it, or may not be looked into
+        return descriptor_of_memory()
+    except OSError:
         return -1
 
 

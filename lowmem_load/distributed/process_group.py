@@ -266,12 +266,13 @@ class DistributedInterface(RankGroup):
 
         local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
         env_set = environment.set_missing({"LOCAL_RANK": local_rank})
-        self._remember(made=False, timeout=None, env_set=env_set)
         try:
             choose_device()
         except ConfigError as error:
+            environment.unset(env_set)
             self.abort("DistributedInterface", error)
             raise
+        self._remember(made=False, timeout=None, env_set=env_set)
         bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 
     def _derive_local_rank(self) -> int:
