@@ -26,6 +26,8 @@ from lowmem_load.distributed.verdict import Entry
 SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
 """Environment variables that set the limits of the same names, seconds."""
 
+SAME_ORDER = "all ranks have to do the same loads and saves in the same order"
+
 BUSY_FACTOR = 1.5
 """A busy rank may send no heartbeat for this many times as long as one that waits; see [Note: lost ranks]."""
 
@@ -78,6 +80,7 @@ class Heartbeat(NamedTuple):
     number: int  # of the step in the group
     entry: Entry | None  # that this rank brings to the step; None until it has done its part
     failed: Sequence[int]  # ranks that failed in this step, as far as this rank knows
+    left: str  # why this rank does not come to the step; "" if it may
     pid_space: str  # this and the next two identify the process; see `nodes.py`
     pid: int
     started: str
@@ -145,17 +148,19 @@ class Peer:
         beat = self.heartbeat
         return f"its process ({beat.who}) has ended" if beat and self.has_ended() else ""
 
-    def why_lost(self, limits: Limits, group: str, now_s: float, waited_s: float | None) -> str:
+    def why_lost(self, limits: Limits, group: str, number: int, now_s: float, waited_s: float | None) -> str:
         """Return the reason for giving up on the peer; "" if there is none. `waited_s` is None for a busy rank."""
         beat = self.heartbeat
         if beat is not None and (ended := self.why_ended()):
             return f"{ended}, {beat.last_seen}"
         if beat is None or not beat.title or (beat.entry and beat.group != group):
-            is_absent = waited_s is not None and waited_s > limits.absence_s
-            absent = (
-                f"has not come to this point in {limits.absence_s:g} s; all ranks have to do the same loads and saves"
-            )
-            return f"{absent} in the same order" if is_absent else ""
+            here = self.seen_in(group, number)
+            if waited_s is None:
+                return ""
+            if here and here.left and not here.title:
+                return here.left
+            absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}"
+            return absent if waited_s > limits.absence_s else ""
         is_busy = beat.entry is None
         still_s, gone_s = now_s - self._changed_s, limits.gone_s * (BUSY_FACTOR if is_busy else 1)
         if self.has_ended() is None and still_s > gone_s:

@@ -7,11 +7,12 @@ rank failed, ended or got stuck, whatever they do meanwhile.
 - Each rank has one key in the store: its heartbeat. It says in which step the rank is and how far. When the rank has
   done its part, the heartbeat holds its entry, too.
 - Each step has one key: its verdict. compare_set writes it, so the first one counts. The leader, the group's first
-  rank, writes it when it has read all entries. Who finds a rank lost, or does not come to the step, writes that.
+  rank, writes it when it has read all entries. Who finds a rank lost, or no longer waits, writes that.
 - The leader watches the heartbeats of all ranks, the others that of the leader and the verdict. Heartbeats name the
   ranks that failed, so that busy ranks stop.
-- If the store is silent, a rank goes on without a verdict. It says so when the store answers again, and passes the
-  steps that ended without it. So all ranks are in line, and a load that failed may be tried again.
+- A rank may not come to its next step, and says so in its heartbeat; or it goes on without a verdict, since the store
+  is silent. When it is back, it passes the steps that ended without it. So all ranks are in line, and a load that
+  failed may be tried again.
 
 [Note: threads] A call of the store may take for ever, and no signal interrupts it. So a thread makes the calls, and who
 asks waits in short waits. A second thread writes and reads heartbeats. It hears from the caller by `_state`, the caller
@@ -73,7 +74,7 @@ class Group:
     name: str  # unique in the store
     members: tuple[int, ...]  # as ranks in the world
     number: int = 0  # of the next step
-    went_on: str = ""  # why this rank went on from the step before without a verdict; "" if it did not
+    left: str = ""  # why this rank does not come to that step, or went on without its verdict; "" if it comes
     old_keys: list[str] = field(default_factory=list)  # of steps that are over; the leader deletes them
     read_keys: list[str] = field(default_factory=list)  # those of them that all ranks have read
     unread: Sequence[int] = ()  # ranks that may not have read the leader's last verdict yet
@@ -183,29 +184,26 @@ class StoreChannel:
     def agree(self, group: Group, entry: Entry) -> Verdict:
         """Bring an entry to the group's next step; return the verdict. Collective; within `doing`."""
         try:
-            self._catch_up(group)
+            while group.left and self._peek(group.key("verdict")) != _NOTHING:  # it has ended without this rank
+                group.number += 1
             while True:
                 verdict = self._verdict(group, entry)
-                group.number += 1
+                group.number, group.left = group.number + 1, ""
                 if not verdict.may_be_skipped or self._rank not in dict(verdict.failures):
                     return verdict._replace(title=verdict.title or entry.full_title)
         except _STORE_ERRORS as error:
             return Verdict(entry.full_title, [(0, self._go_on(group, error))])
         except BaseException as interrupt:
-            self.abort(group, f"was interrupted while it waited for the other ranks: {type(interrupt).__name__}")
+            self._leave(group, f"was interrupted while it waited for the other ranks: {type(interrupt).__name__}")
             raise
         finally:
             self._note_state()
 
     def abort(self, group: Group, why: str) -> None:
         """Say that this rank does not come to the group's next step. Local."""
-        with self.doing(group, "leaving"):
-            try:
-                while not self._decide(group, Verdict("", [(self._rank, why)])).failures:
-                    group.number += 1  # the others have this rank's entry, and go on
-                group.number += 1
-            except _STORE_ERRORS as error:
-                self._go_on(group, error)
+        group.left = why
+        with self.doing(group, ""):
+            pass  # the last heartbeat says so
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
@@ -275,20 +273,21 @@ class StoreChannel:
             group.unread = [rank for rank in group.members[1:] if rank not in lost]
             group.old_keys.append(group.key("verdict"))
 
-    def _catch_up(self, group: Group) -> None:
-        """Tell the others that this rank went on, if it did; pass the steps that have ended without it."""
-        if group.went_on:
-            self._ask("compare_set", group.key("verdict"), "", _of_lost(self._rank, group.went_on))
-            while self._peek(group.key("verdict")) != _NOTHING:
-                group.number += 1
-            group.went_on = ""
+    def _leave(self, group: Group, why: str) -> None:
+        try:
+            verdict = self._decide(group, Verdict("", [(self._rank, why)]))
+            group.number += 1
+            group.left = "" if verdict.failures else why  # the others have this rank's entry, and go on
+        except _STORE_ERRORS as error:
+            self._go_on(group, error)
 
     def _go_on(self, group: Group, error: Exception) -> str:
         """Leave a store that does not answer; return what is wrong with it."""
         broken = self._news.broken or self._broken(error)
-        self._news, group.went_on = _News(failed=[0], broken=broken), f"went on without the others: {broken}"
+        self._news, group.left = _News(failed=[0], broken=broken), f"went on without the others: {broken}"
         if self._client is not None:
-            self._client.submit("compare_set", group.key("verdict"), "", _of_lost(self._rank, group.went_on))
+            lost = [[], *Verdict("", [(self._rank, group.left)])]  # written when the store answers again
+            self._client.submit("compare_set", group.key("verdict"), "", json.dumps(lost))
             self._client.end()
             self._client = None
         return broken
@@ -325,7 +324,7 @@ class StoreChannel:
                 if state is not self._state:
                     state, since_s = self._state, self._clock_s
                 self._send_heartbeat()
-                if not state.group.went_on:
+                if state.entry is not None or not state.group.left:
                     news = self._watched(state, None if state.entry is None else self._clock_s - since_s)
                     tells = set(news.failed) - set(self._news.failed)
                     self._news = news
@@ -346,7 +345,11 @@ class StoreChannel:
         if verdict.may_be_skipped and self._rank in failed:
             failed = set()
         peers = {rank: self._peers[rank] for rank in watched}
-        found = {rank: each.why_lost(self.limits, group.name, self._clock_s, waited_s) for rank, each in peers.items()}
+        number = -1 if group.left else state.number  # what this rank left, others may have left with it
+        found = {
+            rank: each.why_lost(self.limits, group.name, number, self._clock_s, waited_s)
+            for rank, each in peers.items()
+        }
         lost = [(rank, why) for rank, why in found.items() if why]
         beats = [peer.seen_in(group.name, state.number) for peer in peers.values()]
         failed |= {rank for beat in beats if beat is not None for rank in beat.failed} | dict(lost).keys()
@@ -365,7 +368,8 @@ class StoreChannel:
             self._num_beats += 1
             place = state.group.name, state.number
             beat = Heartbeat(
-                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed], *self._process)
+                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed], state.group.left),
+                *self._process,
             )
             sent = self._submit("set", _key(self._rank), json.dumps(beat))
         self._answer(sent)
@@ -424,7 +428,3 @@ class StoreChannel:
 
 def _key(rank: int) -> str:
     return f"rank/{rank}"
-
-
-def _of_lost(rank: int, why: str) -> str:
-    return json.dumps([[], *Verdict("", [(rank, why)])])
