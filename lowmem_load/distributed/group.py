@@ -7,18 +7,21 @@ learn of each other's failures: `distributed/store_channel.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_live
-from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
+from lowmem_load.distributed.store_channel import PART, Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, spelled
 
@@ -29,15 +32,13 @@ _KNOWN = "_lowmem_load_known_to_all"
 """Attribute of errors that all ranks know of."""
 
 
+@dataclass(eq=False, slots=True)
 class Step:
     """What this rank brings to a step, and what all ranks have brought."""
 
-    __slots__ = ("digest", "payload", "payloads")
-
-    def __init__(self) -> None:
-        self.digest: Mapping[str, str] = {}  # values that must be equal on all ranks, by topic ("commit", "files")
-        self.payload: Any = None  # for the other ranks, JSON data
-        self.payloads: list[Any] = []  # of all ranks, by rank; there after the block
+    digest: Mapping[str, str] = field(default_factory=dict)  # values that must be equal, by topic ("commit", "files")
+    payload: Any = None  # for the other ranks, JSON data
+    payloads: list[Any] = field(default_factory=list)  # of all ranks, by rank; there after the block
 
 
 class RankGroup:
@@ -47,6 +48,10 @@ class RankGroup:
 
     # One for each default group, with which it ends.
     _channels: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StoreChannel]] = weakref.WeakKeyDictionary()
+
+    _lives: ClassVar[Iterator[int]] = (
+        itertools.count()
+    )  # of channels: a later group may get the store of an earlier one
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -112,7 +117,10 @@ class RankGroup:
                     absence_s = default_store().timeout.total_seconds()
                     channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
                 yield step
-                payload = json.loads(json.dumps(step.payload))
+                text = json.dumps(step.payload)
+                if len(text) > PART:
+                    raise ValueError(f"the payload has {len(text):,} characters, at most {PART:,} can be sent")
+                payload = json.loads(text)
                 entry = Entry(title, name, digest=step.digest, payload=payload)
             except RankError:
                 raise
@@ -175,8 +183,9 @@ class RankGroup:
             return None
         found = RankGroup._channels.get(default_group())
         if found is None:
-            store = default_store()
-            found = RankGroup._channels[default_group()] = StoreChannel(lambda: new_client(store), dist.get_rank())
+            store, life = default_store(), next(RankGroup._lives)
+            client = functools.partial(new_client, store, life)
+            found = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank())
             weakref.finalize(default_group(), found.end)
         if found.pid != os.getpid():
             raise ConfigError(

@@ -155,10 +155,10 @@ class Peer:
             return f"{ended}, {beat.last_seen}"
         if beat is None or not beat.title or (beat.entry and beat.group != group):
             here = self.seen_in(group, number)
-            if waited_s is None:
-                return ""
             if here and here.left and not here.title:
                 return here.left
+            if waited_s is None:
+                return ""
             absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}"
             return absent if waited_s > limits.absence_s else ""
         is_busy = beat.entry is None

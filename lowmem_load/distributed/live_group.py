@@ -50,8 +50,8 @@ def default_store() -> Any:
     return store
 
 
-def new_client(store: Any) -> Any:
-    """Return another client of a store, for another thread.
+def new_client(store: Any, life: int) -> Any:
+    """Return another client of a store, for another thread. Clients of another life see none of its keys.
 
     Before torch 2.8 stores have no `clone`. There the client connects anew, without the prefixes of the store, which
     tell a group from an earlier one; the ranks agree on a new prefix.
@@ -66,7 +66,7 @@ def new_client(store: Any) -> Any:
         client = dist.FileStore(store.path) if is_file else dist.TCPStore(store.host, store.port, is_master=False)  # type: ignore[attr-defined]
         client = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
     client.set_timeout(_NEVER)
-    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"lowmem_load/{life}", client)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

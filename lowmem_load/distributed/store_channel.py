@@ -76,7 +76,6 @@ class Group:
     number: int = 0  # of the next step
     left: str = ""  # why this rank does not come to that step, or went on without its verdict; "" if it comes
     old_keys: list[str] = field(default_factory=list)  # of steps that are over; the leader deletes them
-    read_keys: list[str] = field(default_factory=list)  # those of them that all ranks have read
     unread: Sequence[int] = ()  # ranks that may not have read the leader's last verdict yet
 
     def key(self, what: str) -> str:
@@ -145,7 +144,7 @@ class StoreChannel:
         self._state = _State(Group("", ()), 0)
         self._news = _News()
         self._lock = threading.Lock()  # for the heartbeats of this rank and of the others
-        self._num_beats = 0
+        self._num_beats = int(time.monotonic() * 1000)  # more than an earlier channel of this process has written
         self._peers: dict[int, Peer] = {}
         self._clock_s = 0.0  # stands still while this process is stopped
         self._beaten_s = self._decides_s = 0.0  # see `_may_decide`
@@ -162,34 +161,33 @@ class StoreChannel:
     @contextlib.contextmanager
     def doing(self, group: Group, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
         """Send heartbeats within the block, with its title and progress. Blocks nest."""
-        self._doing.append((group, title, progress))
-        self._note_state()
-        closing = threading.Event()
+        depth, closing = len(self._doing), threading.Event()
         thread = threading.Thread(
             target=self._send_heartbeats, args=(closing,), name="lowmem_load-heartbeat", daemon=True
         )
-        is_outermost = len(self._doing) == 1
         try:
-            if is_outermost:
+            self._doing.append((group, title, progress))
+            self._note_state()
+            if not depth:
                 self._news, self._beaten_s = _News(), time.monotonic()
                 self._client = self._client or _Client(self._open_client)
                 thread.start()
             yield
         finally:
-            self._doing.pop()
+            del self._doing[depth:]
             self._note_state()
-            if is_outermost:
+            if thread.ident:
                 self._close(closing, thread)
 
     def agree(self, group: Group, entry: Entry) -> Verdict:
         """Bring an entry to the group's next step; return the verdict. Collective; within `doing`."""
         try:
-            while group.left and self._peek(group.key("verdict")) != _NOTHING:  # it has ended without this rank
-                group.number += 1
+            if group.left:
+                self._catch_up(group)
             while True:
                 verdict = self._verdict(group, entry)
                 group.number, group.left = group.number + 1, ""
-                if not verdict.may_be_skipped or self._rank not in dict(verdict.failures):
+                if not verdict.passes_over(self._rank):
                     return verdict._replace(title=verdict.title or entry.full_title)
         except _STORE_ERRORS as error:
             return Verdict(entry.full_title, [(0, self._go_on(group, error))])
@@ -201,9 +199,10 @@ class StoreChannel:
 
     def abort(self, group: Group, why: str) -> None:
         """Say that this rank does not come to the group's next step. Local."""
-        group.left = why
-        with self.doing(group, ""):
-            pass  # the last heartbeat says so
+        with self.doing(group, ""):  # the last heartbeat says so
+            with contextlib.suppress(*_STORE_ERRORS):
+                self._catch_up(group)
+            group.left = why
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
@@ -225,9 +224,11 @@ class StoreChannel:
                 awaited = [rank for rank in group.members[1:] if self._entry_of(rank, group) is None]
                 self._read_heartbeats(awaited)
                 found = {rank: self._entry_of(rank, group) for rank in group.members[1:]}
-                entries = {rank: each for rank, each in found.items() if each is not None}
-                if len(entries) == len(found) and self._may_decide():
-                    return self._decide(group, verdict_on({self._rank: entry, **entries}))
+                entries = {self._rank: entry} | {rank: each for rank, each in found.items() if each is not None}
+                if len(entries) == len(group.members) and self._may_decide():
+                    return self._decide(group, verdict_on(entries))
+            if self._news.broken:
+                raise ConnectionError(self._news.broken)
             has_failed = self._news.failed and self._is_current(self._news)
             if (not is_leader or has_failed) and (content := self._peek(group.key("verdict"))) != _NOTHING:
                 return self._decoded(group, content)
@@ -252,10 +253,11 @@ class StoreChannel:
             self._ask("set", key, text[place * PART : (place + 1) * PART])
         content = json.dumps([parts, *verdict._replace(payloads=())])
         found = self._ask("compare_set", group.key("verdict"), "", content)
+        while found == content and verdict.is_complete and group.old_keys:  # all ranks are past the steps before
+            self._submit("delete_key", group.old_keys.pop())
+        group.old_keys += parts
         if found != content:
             return self._decoded(group, found)
-        if verdict.is_complete:  # all ranks have read the verdicts before
-            group.read_keys, group.old_keys = [*group.read_keys, *group.old_keys], parts
         self._note_verdict(group, verdict)
         return verdict
 
@@ -272,6 +274,14 @@ class StoreChannel:
             lost = {} if verdict.is_complete else dict(verdict.failures)
             group.unread = [rank for rank in group.members[1:] if rank not in lost]
             group.old_keys.append(group.key("verdict"))
+
+    def _catch_up(self, group: Group) -> None:
+        """Pass the steps that have ended without this rank. One that failed may be news to it, unless it left."""
+        while (content := self._peek(group.key("verdict"))) != _NOTHING:
+            verdict = Verdict(*json.loads(content)[1:])
+            if verdict.failures and not group.left and not verdict.passes_over(self._rank):
+                return
+            group.number += 1
 
     def _leave(self, group: Group, why: str) -> None:
         try:
@@ -327,7 +337,7 @@ class StoreChannel:
                 if state.entry is not None or not state.group.left:
                     news = self._watched(state, None if state.entry is None else self._clock_s - since_s)
                     tells = set(news.failed) - set(self._news.failed)
-                    self._news = news
+                    self._news = news._replace(broken=self._news.broken)
                     if tells:
                         self._send_heartbeat()
         except _STORE_ERRORS as error:
@@ -341,9 +351,7 @@ class StoreChannel:
         self._read_heartbeats(watched)
         content = self._peek(f"{group.name}/{state.number}/verdict")  # there if the others went on without this rank
         verdict = Verdict() if content == _NOTHING else Verdict(*json.loads(content)[1:])
-        failed = {rank for rank, _ in verdict.failures}
-        if verdict.may_be_skipped and self._rank in failed:
-            failed = set()
+        failed = set() if verdict.passes_over(self._rank) else {rank for rank, _ in verdict.failures}
         peers = {rank: self._peers[rank] for rank in watched}
         number = -1 if group.left else state.number  # what this rank left, others may have left with it
         found = {
@@ -357,7 +365,10 @@ class StoreChannel:
 
     def _send_heartbeat(self) -> None:
         state = self._state
-        at = None if state.progress is None else state.progress()
+        at = None
+        if state.progress is not None:
+            with contextlib.suppress(Exception):  # of other code; the step itself goes on
+                at = state.progress()
         detail, amount = ("", None) if at is None else (at.detail, at.amount)
         failed = set(self._news.failed) if self._is_current(self._news) else set()
         if state.entry is not None and state.entry.error is not None and not state.entry.is_stopped:
@@ -378,15 +389,15 @@ class StoreChannel:
         for rank in ranks:
             if rank not in self._peers:  # multi_get waits for keys that are not there
                 self._ask("compare_set", _key(rank), "", _NOTHING)
-                self._peers[rank] = Peer()
+                self._peers.setdefault(rank, Peer())
         if len(ranks) > 1:
             found = self._ask("multi_get", [*map(_key, ranks)])
         else:  # one round trip instead of two
             found = [self._peek(_key(rank)) for rank in ranks]
+        beats = {rank: Heartbeat.decoded(text) for rank, text in zip(ranks, found, strict=True) if text != _NOTHING}
         with self._lock:
-            for rank, content in zip(ranks, found, strict=True):
-                if content != _NOTHING:
-                    self._peers[rank].note(Heartbeat.decoded(content), self._clock_s)
+            for rank, beat in beats.items():
+                self._peers[rank].note(beat, self._clock_s)
 
     def _close(self, closing: threading.Event, thread: threading.Thread) -> None:
         closing.set()
@@ -398,10 +409,8 @@ class StoreChannel:
                     last = group.name, group.number - 1
                     group.unread = [rank for rank in group.unread if self._peers[rank].seen_in(*last)]
                     time.sleep(5 * POLL_S)
-                while group.read_keys:
-                    self._submit("delete_key", group.read_keys.pop())
             self._send_heartbeat()
-        thread.join(2 * self._beat_s if self._news.broken else self.limits.gone_s)
+        thread.join(2 * self._beat_s)
 
     # -- the store -----------------------------------------------------------------------------------------------------
 

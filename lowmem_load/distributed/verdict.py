@@ -39,6 +39,10 @@ class Verdict(NamedTuple):
     may_be_skipped: bool = False  # whether a lost rank goes on as if there had been no such step: `Limits.is_prompt`
     payloads: Sequence[Any] = ()  # of all ranks, if the step succeeded and a rank brought one
 
+    def passes_over(self, rank: int) -> bool:
+        """Return whether the rank goes on as if there had been no such step."""
+        return self.may_be_skipped and rank in dict(self.failures)
+
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
     """Return the verdict on the entries of all ranks, by rank in the world, in the group's order.

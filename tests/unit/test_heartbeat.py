@@ -145,7 +145,7 @@ def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(heartb
 
 def test_a_rank_that_aborts_a_step_is_named_to_those_who_wait_in_it() -> None:
     left = changed(HERE, title="", left="left streaming(): ValueError: no")
-    assert why(seen((0.0, left)), 1.0) == ""
+    assert why(seen((0.0, left)), 1.0) == "left streaming(): ValueError: no", "to busy ranks, too"
     assert why(seen((0.0, left)), 1.0, 0.5) == "left streaming(): ValueError: no"
     assert why(seen((0.0, left)), 1.0, 0.5, number=5) == "", "of the steps before"
     assert why(seen((0.0, left)), 1.0, 0.5, group="other") == ""

@@ -26,6 +26,7 @@ class StoreBeforeTorch28:
 def test_clients_of_one_store_see_each_others_values(has_clone: bool) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     store = server if has_clone else StoreBeforeTorch28(server)
-    first, second = new_client(store), new_client(store)
+    first, second = new_client(store, 0), new_client(store, 0)
     first.set("key", "value")
     assert second.get("key") == b"value"
+    assert not new_client(store, 1).check(["key"])

@@ -251,6 +251,46 @@ def test_a_step_that_scripts_run_on_one_rank_does_not_stop_the_others_next_one()
     assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
+def test_a_rank_that_aborts_behind_a_step_of_one_rank_is_heard() -> None:
+    ranks = Ranks(2)
+    prompt = LIMITS._replace(absence_s=0.3, is_prompt=True)
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+        if rank == 0:
+            assert "has not come" in failed(step(channel, group, "alone", prompt))[1]
+            return step(channel, group, "together", LIMITS._replace(absence_s=60))
+        time.sleep(0.6)
+        return channel.abort(group, "left: no")
+
+    start = time.monotonic()
+    assert failed(ranks.all(work)[0]) == {1: "left: no"}
+    assert time.monotonic() - start < 10
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+def test_busy_ranks_hear_of_one_that_aborts() -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+        if rank == 2:
+            return channel.abort(group, "left: no")
+        with channel.doing(group, "reading", busy()):
+            wait_for(lambda: stopped(channel))
+            return step(channel, group, error="stopped", is_stopped=True)
+
+    assert [failed(verdict) for verdict in Ranks(3).all(work)[:2]] == [{2: "left: no"}] * 2
+
+
+def test_a_rank_whose_progress_cannot_be_told_goes_on() -> None:
+    def broken() -> Progress:
+        raise KeyError("file")
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+        with channel.doing(group, "reading", broken if rank == 0 else busy()):
+            time.sleep(5 * BEAT_S)
+            return step(channel, group)
+
+    assert all(not failed(verdict) for verdict in Ranks(2).all(work))
+
+
 def test_ranks_that_left_together_are_in_line_again() -> None:
     ranks = Ranks(3)
     found = ranks.all(
