@@ -8,6 +8,7 @@ import os
 import sys
 import types
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
+from packaging.version import Version
 from torch import nn
 
 import lowmem_load
@@ -23,6 +25,9 @@ from lowmem_load.integrations.accelerate_fsdp2 import _needs_weights
 from tests import builders
 from tests.multi_rank.test_load_into import TRAINS_ON_CPU, losses, start
 from tests.ranks import run_ranks
+
+PARTS_TIED = Version(version("accelerate")) < Version("1.15")
+"""accelerate then made two parameters of tied ones in fsdp2_prepare_model; behind `install()` they stay tied."""
 
 if "fsdp_version" not in inspect.signature(FullyShardedDataParallelPlugin).parameters:
     pytest.skip("this release of accelerate has no FSDP2", allow_module_level=True)
@@ -129,7 +134,9 @@ def compare(path: str, kind: str) -> None:
         ours = prepare(pending, **how)
         lowmem_load.integrations.install.uninstall()
         expected, found = whole(stock), whole(ours)
-        assert found.keys() == expected.keys()
+        parted = expected.keys() - found.keys()
+        assert found.keys() <= expected.keys()
+        assert not parted or (parted == {"lm_head.weight"} and PARTS_TIED), parted
         for name, tensor in found.items():
             assert tensor.dtype == expected[name].dtype, name
             assert torch.equal(tensor, expected[name]), (name, kind, efficient)
