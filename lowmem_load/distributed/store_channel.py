@@ -411,6 +411,9 @@ class StoreChannel:
                     time.sleep(5 * POLL_S)
             self._send_heartbeat()
         thread.join(2 * self._beat_s)
+        if self._news.broken and self._client is not None:
+            self._client.end()
+            self._client = None  # the next session connects anew
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
