@@ -104,7 +104,6 @@ def plan(
     """Show what a job reads and needs, and whether it fits.
 
     Covers loading and training, and compares with stock ZeRO-3. Reads headers only, also of models on the Hub.
-
     Sizes are in GB (10**9) or GiB (2**30). Exits with 1 if the job does not fit.
 
     \b

@@ -46,12 +46,9 @@ class RankGroup:
 
     __slots__ = ("_group",)
 
-    # One for each default group, with which it ends.
+    # One for each default group, with which it ends. They are numbered: a later group may get the same store.
     _channels: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StoreChannel]] = weakref.WeakKeyDictionary()
-
-    _lives: ClassVar[Iterator[int]] = (
-        itertools.count()
-    )  # of channels: a later group may get the store of an earlier one
+    _lives: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
