@@ -186,8 +186,8 @@ def partial_zero3(partition: Partition | None = None, *, average: Average = "all
     For example, `with partial_zero3(): trainer.train()`. It uses `model`, `optimizer`, `model_parameters`,
     `lr_scheduler` and the ds_config, also that of `args`, and refuses any other argument with an `UnsupportedError`.
     Groups of parameters need an optimizer, or a function that makes one. A model that is fully partitioned gets
-    DeepSpeed's own engine; so does a model without partitions, if no `partition` is given. On exit everything is as it
-    was.
+    DeepSpeed's own engine; so does a model without partitions, if no `partition` is given. On exit
+    `deepspeed.initialize` acts as before.
 
     Args:
         partition: as for `lowmem_load.initialize`: for models that were not loaded with one.
