@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lowmem_load.errors import ConfigError, listed
+from lowmem_load.io.remote_file import Counts
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
@@ -64,6 +65,8 @@ class LoadReport(Phases):
         read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
         shared: the reads that the ranks of a node did once for all of them; None where this rank read alone.
+        requests: what was asked of a remote store: requests, those of them that repeated a failed one, bytes, and the
+            seconds of all threads before they repeated one. Zeros where all files are on this machine.
         seconds, peak_memory: see `Phases`; the phases are describe, plan, compare, verify and read.
         peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
             Exact where the peak is a new one of the process, else the most seen after a parameter was made.
@@ -89,6 +92,7 @@ class LoadReport(Phases):
     read_bytes: int = 0
     num_reads: int = 0
     shared: Shared | None = None
+    requests: Counts = field(default_factory=Counts)
     peak_device_bytes: int = 0
     loading_info: dict[str, list[Any]] = field(default_factory=dict)
     slow_paths: list[SlowPath] = field(default_factory=list)
@@ -148,6 +152,7 @@ class LoadReport(Phases):
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
             "read": from_files,
+            "requests": self._requests_text(),
             "shared reads": self._sharing_text(),
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
             "device memory": on_device,
@@ -156,6 +161,13 @@ class LoadReport(Phases):
             "notes": "; ".join(self.notes),
         }
         return {topic: text for topic, text in rows.items() if text}
+
+    def _requests_text(self) -> str:
+        found = self.requests
+        if not found.num_requests:
+            return ""
+        waited = f", {found.num_retries:,} of them again after {found.waited_s:.1f} s" if found.num_retries else ""
+        return f"{found.num_requests:,}, {size(found.received_bytes)}{waited}"
 
     def _sharing_text(self) -> str:
         if self.shared is None:

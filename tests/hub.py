@@ -66,7 +66,7 @@ def hub(folder: Path, model: str, commit: str = COMMIT) -> Iterator[list[str]]:
     try:
         with (
             tempfile.TemporaryDirectory() as cache,
-            _pointed_at(f"http://127.0.0.1:{server.server_port}", cache),
+            pointed_at(f"http://127.0.0.1:{server.server_port}", cache),
         ):
             yield asked
     finally:
@@ -90,7 +90,13 @@ def _etag(content: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _pointed_at(endpoint: str, cache: str) -> Iterator[None]:
+def pointed_at(endpoint: str, cache: str) -> Iterator[None]:
+    """Let huggingface_hub of this process ask a server.
+
+    Args:
+        endpoint: its URL.
+        cache: the folder of what is downloaded.
+    """
     from huggingface_hub import constants, file_download
     from transformers.utils import hub as of_transformers
 

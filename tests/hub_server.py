@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-COMMIT = "c" * 40
+from tests.remote.hub_front import COMMIT, HubServer
+
+__all__ = ["COMMIT", "Hub", "hub"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Hub:
-    """What was asked of the server: bytes sent, and GET requests, by file."""
+    """What was asked of the server."""
 
     url: str
-    sent: Counter[str] = field(default_factory=Counter)
-    requests: Counter[str] = field(default_factory=Counter)
+    server: HubServer | None = None
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes by file."""
+        sent: Counter[str] = Counter()
+        for path, count in self._stats["path_bytes"].items():
+            sent[path.rpartition("/")[2]] += count
+        return sent
+
+    @property
+    def requests(self) -> Counter[str]:
+        """GET requests by file."""
+        asked = (line.split(" ") for line in self._stats["asked"])
+        return Counter(path.rpartition("/")[2] for method, path, *_ in asked if method == "GET")
+
+    @property
+    def _stats(self) -> dict[str, Any]:
+        return self.server.stats() if self.server else {"path_bytes": {}, "asked": []}
 
 
 @contextmanager
@@ -37,71 +52,8 @@ def hub(
         shifts: bytes by which other ranges are sent than are asked for.
         adds: bytes that follow each range.
     """
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
-        def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def _answer(self, *, with_body: bool) -> None:
-            path = self.path.partition("?")[0]
-            info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/[^/]+)?", path)
-            file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
-            if info and info[1] in repositories:
-                self._send(200, _info(info[1], repositories[info[1]]), with_body, {})
-                return
-            found = repositories[file[1]] / file[2] if file and file[1] in repositories else None
-            if found is None or not found.is_file():
-                self._send(404, b"{}", with_body, {"X-Error-Code": "EntryNotFound"})
-                return
-            self._send_file(found, with_body)
-
-        def _send_file(self, found: Path, with_body: bool) -> None:
-            content = found.read_bytes()
-            headers = {"ETag": f'"{_sha256(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            if asked and not ignores_ranges:
-                first, last = int(asked[1]), int(asked[2])
-                headers["Content-Range"] = f"bytes {first + shifts}-{last + shifts}/{len(content)}"
-                content = content[first : last + 1] + bytes(adds)
-            if with_body:
-                known.sent[found.name] += len(content)
-                known.requests[found.name] += 1
-            self._send(206 if "Content-Range" in headers else 200, content, with_body, headers)
-
-        def _send(self, status: int, content: bytes, with_body: bool, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(content)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if with_body:
-                self.wfile.write(content)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    known = Hub(f"http://127.0.0.1:{server.server_port}")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = HubServer(repositories, None, ignores_ranges=ignores_ranges, shifts=shifts, adds=adds)
     try:
-        yield known
+        yield Hub(server.url, server)
     finally:
-        server.shutdown()
-        server.server_close()
-
-
-def _info(name: str, folder: Path) -> bytes:
-    files = [
-        {"rfilename": path.name, "size": path.stat().st_size, "blobId": _sha256(path.read_bytes())[:40]}
-        for path in sorted(folder.iterdir())
-    ]
-    info = {"_id": "0", "id": name, "modelId": name, "sha": COMMIT, "siblings": files, "tags": [], "private": False}
-    return json.dumps(info).encode()
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        server.close()

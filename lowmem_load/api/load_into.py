@@ -22,6 +22,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.loader import load_lock
+from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
@@ -37,6 +38,7 @@ def load_into(
     leave: Collection[str] = (),
     progress: bool | None = None,
     verify: bool = False,
+    stream: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> LoadReport:
     """Fill a sharded model from a checkpoint: each rank reads what its shards hold, into their memory.
@@ -48,12 +50,13 @@ def load_into(
 
     Args:
         model: the model, or what wraps it: PEFT, torch.compile, activation checkpointing.
-        name: a local folder or a Hub id.
+        name: as for `load_model`.
         dtype: of the ordinary load. None: that of the model's parameters.
         auto_class: class of the ordinary load. None: that of the model.
         leave: names of parameters and buffers of the transformers model that the caller fills: adapters, a new head.
         progress: as for `load_model`.
         verify: as for `load_model`.
+        stream: as for `load_model`.
         **from_pretrained_kwargs: as `from_pretrained` takes them.
 
     Returns:
@@ -77,7 +80,8 @@ def load_into(
             ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
         )
         checked = agree_on_request(ranks, asked, has_ds_config=False)
-        load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), progress, verify)
+        options = Options(progress, verify, stream=stream)
+        load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), *options)
         with loader.intercepted(load):
             loaded = checked.from_pretrained()
         with ranks.step("filling buffers"), torch.no_grad():
@@ -136,7 +140,7 @@ def load_sharded(
     has_mesh, policy_of_mesh = is_mesh(sharding), policy or {}
     with load_lock(), (ranks := DistributedInterface()).session("the load"):
         with ranks.step("checking the arguments") as step:
-            where = spelled(name)
+            where, kwargs = located(spelled(name), kwargs)
             config = names.model_config(where, kwargs)
             cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
             if policy is not None and not has_mesh:
@@ -150,7 +154,7 @@ def load_sharded(
         if not has_mesh:
             kwargs["distributed_config"] = sharding
         with filling(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
-            return cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs)
+            return named_as_asked(cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs))
 
 
 @contextmanager
@@ -163,7 +167,7 @@ def filling(
     is_offloaded: bool = False,
 ) -> Iterator[None]:
     """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
-    how: Any = {"progress": options.progress, "verify": options.verify, **file_keywords(kwargs)}
+    how: Any = {key: getattr(options, key) for key in ("progress", "verify", "stream")} | file_keywords(kwargs)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
         names.refuse_parted(model)

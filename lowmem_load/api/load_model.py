@@ -27,6 +27,7 @@ from lowmem_load.errors import (
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.loader import load_lock
+from lowmem_load.hf.remote_names import located_names
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
@@ -42,6 +43,7 @@ def load_model(
     data_parallel_group: Any = None,
     partition: Partition | None = None,
     verify: bool = False,
+    stream: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return the transformers model, in eval mode.
@@ -50,7 +52,8 @@ def load_model(
     its own partitions; under stages 0 to 2 every rank reads all. `model.lowmem_load_report` has the `LoadReport`.
 
     Args:
-        name: a local folder or a Hub id.
+        name: a local folder, a Hub id, or the URL of a folder: s3://, gs://, az://, abfss://, https:// or http://. From
+            a URL each rank reads its bytes over the network; weights touch no disk.
         ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as Trainer
             does; the report's `ds_config` holds the result. Or transformers' `DistributedConfig`, or a `DeviceMesh` for
             FSDP2 by layers, with the other keywords of `fully_shard` as `policy=`.
@@ -65,6 +68,8 @@ def load_model(
             such as one for data and sequence parallelism. None: all ranks.
         verify: True hashes every file before it is read, once on each machine, and compares it with the checksum from
             the Hub or beside it (see `verify_checkpoint`). A file that differs, or has no checksum, is an error.
+        stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it. False downloads it to
+            the cache first, as transformers does.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Collective: all ranks. They exchange small messages through the process group's store, and no weights.
@@ -82,7 +87,7 @@ def load_model(
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
         keywords: Any = {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
-        return load_sharded(name, ds_config, Options(progress, verify), **keywords)
+        return load_sharded(name, ds_config, Options(progress, verify, stream=stream), **keywords)
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
@@ -91,7 +96,7 @@ def load_model(
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
             return request, settings
 
-        return load_as_asked(asked, ranks, Options(progress, verify))
+        return load_as_asked(asked, ranks, Options(progress, verify, stream=stream))
 
 
 def load_as_asked(asked: Callable[[], tuple[Request, Settings]], ranks: RankGroup, options: Options) -> Any:
@@ -147,6 +152,7 @@ def streaming(
     partition: Partition | None = None,
     data_parallel_group: Any = None,
     verify: bool = False,
+    stream: bool = False,
 ) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
@@ -162,11 +168,12 @@ def streaming(
             whole.
         data_parallel_group: as for `load_model`.
         verify: as for `load_model`.
+        stream: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
-    options = Options(progress, verify)
+    options = Options(progress, verify, stream=stream)
     if ds_config is None:
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
@@ -179,6 +186,7 @@ def streaming(
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
             step.digest = {"ds_config": settings.fingerprint}
     with (
+        located_names(),
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         loader.intercepted(load_on(ranks, settings, options)),
         _sharded_calls(options),
@@ -205,6 +213,7 @@ def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
         return load_on(ranks, settings, options)(call)
 
     with (
+        located_names(everywhere=everywhere),
         loader.intercepted(load, _zero3_is_active, everywhere=everywhere),
         _sharded_calls(options, everywhere=everywhere),
     ):
@@ -217,7 +226,7 @@ def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.
 
         random_state = torch.get_rng_state()
         try:
-            with filling(call.name, call.kwargs, options):
+            with filling(call.path, call.kwargs, options):
                 return call.run()
         except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
             if options.verify or not options.is_lenient:

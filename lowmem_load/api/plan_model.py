@@ -24,10 +24,10 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.loader import load_lock
+from lowmem_load.hf.remote_names import located
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.io.source import LocalFile, Opener
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
 from lowmem_load.pipeline.describe import Described, describe
@@ -93,11 +93,10 @@ def plan_sharded(
     world_size: int,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
-    open_source: Opener = LocalFile,
     **kwargs: Any,
 ) -> LoadPlan:
     """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group."""
-    where = spelled(name)
+    where, kwargs = located(spelled(name), kwargs)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
         allocate(model, None)
@@ -110,7 +109,7 @@ def plan_sharded(
             return lambda _, described: Sharded(sharded, described)
 
         def planned(call: loader.Call) -> list[LoadPlan]:
-            return plan_only(call, checked.settings, target_maker_of, [rank], open_source)
+            return plan_only(call, checked.settings, target_maker_of, [rank])
 
         raise _Done(_instead_of_loading(checked, planned)[0])
 
@@ -128,20 +127,19 @@ def plan_ranks(
     ranks: Sequence[int],
     world_size: int,
     device: torch.device,
-    open_source: Opener = LocalFile,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
     **from_pretrained_kwargs: Any,
 ) -> list[LoadPlan]:
     """Return the plans of several ranks, in less time than `plan` takes for each."""
-    request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs)
+    request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs).located()
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     checked = request.checked(settings)
 
     def planned(call: loader.Call) -> list[LoadPlan]:
         make_target = functools.partial(target_maker, device=device)
-        return plan_only(call, checked.settings, make_target, ranks, open_source)
+        return plan_only(call, checked.settings, make_target, ranks)
 
     return _instead_of_loading(checked, planned)
 
@@ -150,7 +148,6 @@ def describe_checkpoint(
     name: str,
     dtype: torch.dtype,
     *,
-    open_source: Opener,
     auto_class: str | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Described:
@@ -159,7 +156,7 @@ def describe_checkpoint(
     make_target = target_maker(0, torch.device("cpu"))
 
     def described(call: loader.Call) -> Described:
-        with _describing(call, checked.settings, open_source) as executor:
+        with _describing(call, checked.settings) as executor:
             found = describe(call, checked.settings, make_target, executor, holds_values=False)
             check_described(found)
             return found
@@ -192,11 +189,10 @@ def plan_only(
     settings: Settings,
     target_maker_of: Callable[[int], TargetMaker],
     ranks: Sequence[int],
-    open_source: Opener,
 ) -> list[LoadPlan]:
     """Return the plan of a load for each of some ranks, without loading. Local."""
     before, plans = host_memory().anonymous_bytes, list[LoadPlan]()
-    with _describing(call, settings, open_source) as executor:
+    with _describing(call, settings) as executor:
         described: Described | None = None  # once, unless it keeps initial values, of which each rank has its own part
         for rank in ranks:
             make_target = target_maker_of(rank)
@@ -215,13 +211,13 @@ def plan_only(
 
 
 @contextlib.contextmanager
-def _describing(call: loader.Call, settings: Settings, open_source: Opener) -> Iterator[Executor]:
+def _describing(call: loader.Call, settings: Settings) -> Iterator[Executor]:
     """Yield an executor with which models are described on the host. torch's random state stays as it was."""
     refuse_device_map(call, settings)
     if is_left_alone(call, settings):
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
     random_state = torch.random.fork_rng(devices=[])
-    with random_state, zero_init.set_aside(), on_host(), Executor(open_source=open_source) as executor:
+    with random_state, zero_init.set_aside(), on_host(), Executor() as executor:
         yield executor
 
 

@@ -15,6 +15,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
 from lowmem_load.hf.names import adapter_sought_alike, commit_of
 from lowmem_load.hf.quantizers import refuse_quantized
+from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.replaced import replaced
 from lowmem_load.report import OnLoad
 
@@ -26,6 +27,7 @@ class Options(NamedTuple):
     verify: bool = False
     on_load: OnLoad | None = None
     is_lenient: bool = False
+    stream: bool = False
 
 
 class Request(NamedTuple):
@@ -35,6 +37,11 @@ class Request(NamedTuple):
     auto_class: str | type | None
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
+
+    def located(self) -> Request:
+        """Return the request with a folder in place of a URL."""
+        name, kwargs = located(self.name, self.kwargs)
+        return self._replace(name=name, kwargs=kwargs)
 
     def checked(self, settings: Settings) -> Checked:
         """Return the call that will load, with the settings for this model."""
@@ -86,7 +93,7 @@ class Checked(NamedTuple):
     def from_pretrained(self) -> Any:
         """Call the class's `from_pretrained`."""
         with replaced(adapter_sought_alike(self.name, self.kwargs)):
-            return self.cls.from_pretrained(self.name, **self.kwargs)
+            return named_as_asked(self.cls.from_pretrained(self.name, **self.kwargs))
 
 
 def agree_on_request(
@@ -95,6 +102,7 @@ def agree_on_request(
     """Return what `asked` asks for, checked and equal on all ranks. Collective: one step; three for a Hub id."""
     with ranks.step("checking the arguments") as step:
         request, settings = asked()
+        request = request.located()
         names.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"
@@ -115,7 +123,7 @@ def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:
 def spelled(name: Any) -> str:
     """Return the name of a model as text; raise ConfigError if it is neither a path nor text."""
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
-        raise ConfigError(f"name: expected a local folder or a Hub id, got {name!r}")
+        raise ConfigError(f"name: expected a local folder, a Hub id or a URL, got {name!r}")
     return os.fsdecode(name)
 
 

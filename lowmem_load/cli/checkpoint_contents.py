@@ -19,7 +19,8 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
-from lowmem_load.io.hub_checkpoint import OpenCheckpoint
+from lowmem_load.hf.remote_names import Located
+from lowmem_load.io.stand_ins import open_file
 from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 
@@ -87,14 +88,14 @@ class Inspection:
         return found
 
 
-def inspect_checkpoint(checkpoint: OpenCheckpoint, auto_class: str | None = None, **keywords: Any) -> Inspection:
+def inspect_checkpoint(checkpoint: Located, auto_class: str | None = None, **keywords: Any) -> Inspection:
     """Return what a checkpoint holds. Reads headers, and the values that transformers needs to describe the model.
 
     `keywords` are those of `from_pretrained`.
     """
     found, subfolder = Inspection(checkpoint.name, checkpoint.revision), keywords.get("subfolder", "")
     for path in weight_files(checkpoint.folder, subfolder):
-        with closing(checkpoint.open_source(path)) as source:
+        with closing(open_file(path)) as source:
             described = (Safetensors() if path.endswith(".safetensors") else TorchZip()).describe(source)
             found.files[os.path.basename(path)] = described.nbytes
             found.tensors |= {name: _stored(name, described.expression) for name in described.names}
@@ -118,7 +119,7 @@ def _stored(name: str, expression: Callable[[str], ex.Expression]) -> tuple[str,
     return _spelled(found.dtype), tuple(found.shape), math.prod(found.shape) * found.dtype.itemsize
 
 
-def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | None, keywords: dict[str, Any]) -> None:
+def _describe(found: Inspection, checkpoint: Located, auto_class: str | None, keywords: dict[str, Any]) -> None:
     config = names.model_config(checkpoint.folder, keywords)
     found.architectures, found.model_type = list(config.architectures or ()), str(config.model_type)
     dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
@@ -128,9 +129,7 @@ def _describe(found: Inspection, checkpoint: OpenCheckpoint, auto_class: str | N
         found.quantization = quantization_method(quantization)
         if not is_four_bit(quantization):
             keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-    described = describe_checkpoint(
-        checkpoint.folder, dtype, open_source=checkpoint.open_source, auto_class=auto_class, **keywords
-    )
+    described = describe_checkpoint(checkpoint.folder, dtype, auto_class=auto_class, **keywords)
     found.missing_keys = sorted(described.info["missing_keys"])
     found.unexpected_keys = sorted(described.info["unexpected_keys"])
     found.mismatched_keys = [str(key) for key in described.info["mismatched_keys"]]

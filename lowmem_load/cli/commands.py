@@ -47,10 +47,10 @@ def inspect(
     """
     with working():
         from lowmem_load.cli.checkpoint_contents import inspect_checkpoint
-        from lowmem_load.io.hub_checkpoint import open_checkpoint
+        from lowmem_load.hf.remote_names import located_checkpoint
 
-        with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
-            found = inspect_checkpoint(checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code)
+        checkpoint = located_checkpoint(name, subfolder=subfolder, revision=revision)
+        found = inspect_checkpoint(checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code)
     rows = [(each.kind, f"{each.num_parameters:,}", size(each.nbytes), each.example) for each in found.conversions]
     columns = ("done on load", "parameters", "size", "example")
     answer(
@@ -127,17 +127,17 @@ def plan(
         from lowmem_load.cli.forecast import forecast_mesh, forecast_zero3
         from lowmem_load.cli.job_memory import Job
         from lowmem_load.hf.quantizers import dequantizing
-        from lowmem_load.io.hub_checkpoint import open_checkpoint
+        from lowmem_load.hf.remote_names import located_checkpoint
 
         job = Job(ranks, gpus_per_node or min(8, ranks), *limits, rate)
-        with open_checkpoint(name, subfolder=subfolder, revision=revision) as checkpoint:
-            if dequantize:
-                keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-            if fsdp is None:
-                found = forecast_zero3(checkpoint, str(ds_config), job, accelerator=accelerator, **keywords)
-            else:
-                sizes = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
-                found = forecast_mesh(checkpoint, sizes, job, **keywords)
+        checkpoint = located_checkpoint(name, subfolder=subfolder, revision=revision)
+        if dequantize:
+            keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+        if fsdp is None:
+            found = forecast_zero3(checkpoint, str(ds_config), job, accelerator=accelerator, **keywords)
+        else:
+            sizes = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
+            found = forecast_mesh(checkpoint, sizes, job, **keywords)
     answer(as_json, {**asdict(found), "fits": found.fits}, lambda: _tables(found))
     if not found.fits:
         raise typer.Exit(NO)
@@ -178,11 +178,12 @@ def verify(
     name: Name,
     subfolder: Subfolder = "",
     revision: Revision = None,
+    stream: Annotated[bool, typer.Option(help="Hash the files on the Hub, if they are not in its cache.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare the files of a checkpoint with their checksums.
 
-    Nothing is downloaded.
+    Files at a URL (s3://, https://, ...) are fetched to be hashed; nothing is kept.
 
     Checksums come from the Hub's download records and from SHA256SUMS or *.sha256 beside the files. Exits with 1 if a
     weight file has no known checksum, and with 3 if one differs.
@@ -190,11 +191,12 @@ def verify(
     \b
     lowmem-load verify /models/Llama-3.1-8B
     lowmem-load verify meta-llama/Llama-3.1-8B      (the copy in the Hub's cache)
+    lowmem-load verify s3://bucket/models/Llama-3.1-8B
     """
     with working():
         from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
 
-        checks = verify_checkpoint(name, subfolder=subfolder, revision=revision)
+        checks = verify_checkpoint(name, subfolder=subfolder, revision=revision, stream=stream)
     rows = []
     for check in checks:
         name_of_file, result = check.path.rpartition("/")[2], "as expected" if check.is_proven else "not known"

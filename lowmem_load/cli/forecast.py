@@ -17,13 +17,20 @@ from lowmem_load.cli.job_memory import Job, Model, Need, held_bytes, memory_need
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import distributed_config, model_config
-from lowmem_load.io.hub_checkpoint import OpenCheckpoint
+from lowmem_load.hf.remote_names import Located
 from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
-from lowmem_load.planning.sharing import byte_ranges, node_schedule, shared_reads, touched_bytes
+from lowmem_load.planning.sharing import (
+    byte_ranges,
+    chunk_bytes_of,
+    node_requests,
+    node_schedule,
+    shared_reads,
+    touched_bytes,
+)
 from lowmem_load.quantities import count, size
 
 OVERHEAD_BYTES = 16 << 20
@@ -80,9 +87,7 @@ class Forecast:
         return all(need.fits for need in self.needs)
 
 
-def forecast_zero3(
-    checkpoint: OpenCheckpoint, ds_config: Any, job: Job, *, accelerator: str, **keywords: Any
-) -> Forecast:
+def forecast_zero3(checkpoint: Located, ds_config: Any, job: Job, *, accelerator: str, **keywords: Any) -> Forecast:
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
     process, is_host = host_memory(), device_named(accelerator).type == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
@@ -93,7 +98,7 @@ def forecast_zero3(
             f"zero_optimization.{what}: needs are estimated for stage 3 with partitions over all ranks only"
         )
     device = torch.device("cpu" if is_host else "cuda")  # any other accelerator is planned for alike
-    options = {"world_size": job.world_size, "device": device, "open_source": checkpoint.open_source, **keywords}
+    options = {"world_size": job.world_size, "device": device, **keywords}
     (plan,) = plan_ranks(checkpoint.folder, ds_config, ranks=[0], **options)
     job = _configured(job, settings, is_host=is_host)
     model, node = model_of(plan, settings, is_host=is_host), [plan]
@@ -111,7 +116,7 @@ def forecast_zero3(
     )
 
 
-def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job, **keywords: Any) -> Forecast:
+def forecast_mesh(checkpoint: Located, sizes: Mapping[str, int], job: Job, **keywords: Any) -> Forecast:
     """Return what a job under FSDP2 will need on its first rank: uneven shards make it the largest.
 
     `sizes` are those of the `DistributedConfig`, `keywords` those of `plan`. Training is taken for Adam's in fp32.
@@ -121,7 +126,6 @@ def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job
         rank=0,
         world_size=job.world_size,
         dtype=torch.float32,
-        open_source=checkpoint.open_source,
         **keywords,
     )
     about = {
@@ -144,7 +148,7 @@ def forecast_mesh(checkpoint: OpenCheckpoint, sizes: Mapping[str, int], job: Job
 
 
 def _forecast(
-    checkpoint: OpenCheckpoint, node: Sequence[LoadPlan], job: Job, about: Mapping[str, str], needs: Sequence[Need]
+    checkpoint: Located, node: Sequence[LoadPlan], job: Job, about: Mapping[str, str], needs: Sequence[Need]
 ) -> Forecast:
     """Return a forecast. `node` are the plans of the ranks of a node that may read together, or that of rank 0."""
     plan, together = node[0], read_together(node)
@@ -153,6 +157,9 @@ def _forecast(
         num_ranks, wanted_bytes, alone_bytes, shared_bytes = together
         node_bytes -= wanted_bytes - shared_bytes
         reading["read together"] = f"{size(shared_bytes)} by {num_ranks} ranks, instead of {size(alone_bytes)}"
+    if plan.read_cost.request_bytes:
+        num_requests = node_requests(node) * (1 if len(node) > 1 else job.node_size)
+        reading["requests to the store"] = f"{num_requests:,} by a node, beside those for small files"
     seconds = None if job.read_rate is None else node_bytes / job.read_rate
     took = "; --read-rate gives the time" if seconds is None else f" in {timedelta(seconds=math.ceil(seconds))}"
     return Forecast(
@@ -271,8 +278,9 @@ def read_together(plans: Sequence[LoadPlan]) -> tuple[int, int, int, int] | None
     """
     chosen = [shared_reads(plan) for plan in plans]
     ranges = [byte_ranges(reads) for reads in chosen if reads]
-    block_bytes = max(plan.read_cost.block_bytes for plan in plans)
-    found = node_schedule(ranges, block_bytes) if len(ranges) > 1 else None
+    cost = max((plan.read_cost for plan in plans), key=lambda cost: cost.block_bytes)
+    block_bytes = cost.block_bytes
+    found = node_schedule(ranges, cost, chunk_bytes_of(cost)) if len(ranges) > 1 else None
     if found is None:
         return None
     alone_bytes = sum(touched_bytes(each, block_bytes) for each in ranges)

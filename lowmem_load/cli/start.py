@@ -48,6 +48,9 @@ def run(
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail if a load cannot be streamed, instead of leaving it to stock.")
     ] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Read models on the Hub without downloading them to its cache.")
+    ] = False,
 ) -> None:
     """Run a launcher or a script with lowmem_load switched on.
 
@@ -60,7 +63,7 @@ def run(
     """
     # Replace this process, so that signals and the exit code are the command's own.
     try:
-        os.execvpe(command[0], command, switched_on(os.environ, strict=strict))
+        os.execvpe(command[0], command, switched_on(os.environ, strict=strict, stream=stream))
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
         typer.echo(f"lowmem-load run: {command[0]}: {error.strerror}", err=True)

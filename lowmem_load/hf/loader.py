@@ -29,6 +29,7 @@ from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import described_collecting, symbolic_files
 from lowmem_load.hf.names import MAX_QUOTED, asked_once, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
+from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.replaced import Replacement, holding, replaced
 from lowmem_load.symbolic.context import Context, Once
 from lowmem_load.symbolic.initialise import ReadNow
@@ -98,9 +99,16 @@ class Call:
         from_config: Callable[[], Any] | None = None,
     ) -> None:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        self.name = cls.__name__ if name is None else str(name)
+        self.path = cls.__name__ if name is None else str(name)
+        self.name = origin_of(self.path)  # for messages
         self.kwargs = kwargs
         self._ordinary, self._cls, self._args, self._from_config = ordinary, cls, args, from_config
+
+    def move(self, folder: str, kwargs: dict[str, Any]) -> None:
+        """Let it load from a folder, by these keywords."""
+        kwargs.pop("pretrained_model_name_or_path", None)
+        self.path, self.name, self.kwargs = folder, origin_of(folder), kwargs
+        self._args = (folder, *self._args[1:])
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """Run it as without lowmem_load; return the model and the loading info."""
@@ -296,6 +304,11 @@ def load_lock() -> Iterator[None]:
         yield
     finally:
         _LOCK.release()
+
+
+def is_loading() -> bool:
+    """Return whether this code runs as part of a load of this package."""
+    return _IS_LOADING.get()
 
 
 def outermost() -> contextlib.AbstractContextManager[None]:

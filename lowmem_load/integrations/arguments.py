@@ -34,7 +34,8 @@ _NEAR_MISS = 0.85
 
 _RESERVED_KEYWORDS = {
     **dict.fromkeys(
-        ("attn_implementation", "auto_class", "revision", "trust_remote_code", "verify"), "write it beside model_kwargs"
+        ("attn_implementation", "auto_class", "revision", "trust_remote_code", "verify", "stream"),
+        "write it beside model_kwargs",
     ),
     **dict.fromkeys(("dtype", "torch_dtype"), "set bf16 and fp16 instead, here or in the ds_config"),
     "device_map": "DeepSpeed places the parameters",
@@ -48,7 +49,7 @@ class ModelArguments:
     """What to load, and how to train it.
 
     Attributes:
-        model: a local folder or a Hub id.
+        model: a local folder, a Hub id or a URL.
         auto_class: a transformers class, its name, or None for the class that the checkpoint names.
         trust_remote_code: whether code that comes with the checkpoint may run.
         revision: branch, tag or commit on the Hub.
@@ -57,7 +58,7 @@ class ModelArguments:
         freeze: glob patterns over parameter names (`fnmatch`, case-sensitive). Matching parameters are not trained.
         gradient_checkpointing: None means True for training. Ignored if the engine is not for training.
         gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; use_reentrant is False if absent.
-        verify: as for `load_model`.
+        verify, stream: as for `load_model`.
         model_kwargs: further keywords of `from_pretrained`: token, cache_dir, subfolder, num_labels, ...
 
     Raises:
@@ -75,6 +76,7 @@ class ModelArguments:
     gradient_checkpointing: bool | None = None
     gradient_checkpointing_kwargs: Mapping[str, Any] = field(default_factory=dict)
     verify: bool = False
+    stream: bool = False
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class ModelArguments:
         if not os.fspath(self.model):
             raise ConfigError("ModelArguments.model: expected a folder or a Hub id, got an empty string")
         _check(self, "auto_class", (str, type, None), "a class, its name, or None")
-        for name in ("trust_remote_code", "verify"):
+        for name in ("trust_remote_code", "verify", "stream"):
             _check(self, name, (bool,), "true or false")
         for name in ("revision", "attn_implementation"):
             _check(self, name, (str, None), "a string")

@@ -25,6 +25,7 @@ def install(
     strict: bool = False,
     saves: bool = True,
     on_load: OnLoad | None = None,
+    stream: bool = False,
 ) -> None:
     """Load every model straight into ZeRO-3 partitions from now on, while ZeRO-3 is active in transformers.
 
@@ -54,10 +55,11 @@ def install(
             under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
             docs/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves all saves to stock.
         on_load: called on every rank with the `LoadReport` of each streamed load, at its end.
+        stream: as for `load_model`. URLs are taken as names in any case.
     """
     if _installed:
         return
-    options = Options(progress, verify, on_load, is_lenient=not strict)
+    options = Options(progress, verify, on_load, is_lenient=not strict, stream=stream)
     with contextlib.ExitStack() as stack:
         stack.enter_context(following(options, everywhere=True))
         stack.enter_context(pending_loads(options))

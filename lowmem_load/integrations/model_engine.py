@@ -23,6 +23,7 @@ from lowmem_load.dtensor.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
 from lowmem_load.hf.loader import load_lock
+from lowmem_load.hf.remote_names import located
 from lowmem_load.integrations.arguments import PRECISIONS, read_arguments
 
 
@@ -81,8 +82,9 @@ class ModelEngine:
 
     def _load_sharded(self) -> None:
         """Load the model for FSDP2: fp32 masters under a policy of mixed precision, as LLaMA-Factory v1 stores them."""
-        config, name, kwargs = self.dist_config, str(self.args.model), self._from_pretrained_kwargs()
-        with self.distributed.step("preparing", name=name):
+        config = self.dist_config
+        with self.distributed.step("preparing", name=str(self.args.model)):
+            name, kwargs = located(str(self.args.model), self._from_pretrained_kwargs())
             if self.args.bf16 or self.args.fp16:
                 raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
             self.processor = names.load_processor(name, kwargs)
@@ -100,14 +102,15 @@ class ModelEngine:
             auto_class=self.args.auto_class,
             dtype=torch.float32,
             verify=self.args.verify,
+            stream=self.args.stream,
             policy=policy,
             **kwargs,
         )
 
     def _load_partitioned(self) -> None:
         """Load the model into ZeRO-3 partitions."""
-        name, kwargs = str(self.args.model), self._from_pretrained_kwargs()
-        with self.distributed.step("preparing", name=name) as step:
+        with self.distributed.step("preparing", name=str(self.args.model)) as step:
+            name, kwargs = located(str(self.args.model), self._from_pretrained_kwargs())
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
@@ -123,7 +126,8 @@ class ModelEngine:
         request = Request(name, self.args.auto_class, "auto", kwargs)
         # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.
         with load_lock(), active.deepspeed_config(settings.ds_config) as self.hf_deepspeed_config:
-            self.model = load_as_asked(lambda: (request, settings), self.distributed, Options(verify=self.args.verify))
+            options = Options(verify=self.args.verify, stream=self.args.stream)
+            self.model = load_as_asked(lambda: (request, settings), self.distributed, options)
 
     def deepspeed_visible(self) -> contextlib.AbstractContextManager[Any]:
         """Make transformers see this engine's ds_config inside the block, as it did during the load.

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lowmem_load.report import LoadReport
 
 SWITCH = "LOWMEM_LOAD_INSTALL"
-"""The variable: OFF, ON, or STRICT for `install(strict=True)`."""
+"""The variable: OFF, ON, or STRICT and STREAM with a comma for `install` with these keywords."""
 
-OFF, ON, STRICT = "0", "1", "strict"
+OFF, ON, STRICT, STREAM = "0", "1", "strict", "stream"
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_pythonpath")
 """The entry of PYTHONPATH."""
@@ -43,12 +43,13 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables in which launchers give a process its rank. The first one set counts."""
 
 
-def switched_on(environment: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
+def switched_on(environment: Mapping[str, str], *, strict: bool = False, stream: bool = False) -> dict[str, str]:
     """Return a copy of an environment with lowmem_load switched on. Other entries of PYTHONPATH keep their order."""
     before = environment.get("PYTHONPATH", "")
     # Not [""]: an empty entry means the current folder.
     others = [entry for entry in before.split(os.pathsep) if entry != FOLDER] if before else []
-    return {**environment, SWITCH: STRICT if strict else ON, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
+    asked = ",".join([STRICT] * strict + [STREAM] * stream) or ON
+    return {**environment, SWITCH: asked, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
 
 def watch() -> None:
@@ -89,13 +90,16 @@ def switch_on() -> None:
     """Call `install`. Rank 0 prints that, and a summary at the end of each load."""
     from lowmem_load.errors import LowMemLoadError
 
-    asked = os.environ.get(SWITCH, ON)
-    if asked not in (ON, STRICT):
-        raise LowMemLoadError(f"{SWITCH} is {asked!r}; expected {ON}, {STRICT}, or {OFF} to leave lowmem_load off")
+    text = os.environ.get(SWITCH, ON)
+    asked = {} if text == ON else dict.fromkeys(text.split(","), True)
+    if not asked.keys() <= {STRICT, STREAM}:
+        raise LowMemLoadError(
+            f"{SWITCH} is {text!r}; expected {ON}, {STRICT}, {STREAM}, or {OFF} to leave lowmem_load off"
+        )
     try:
         from lowmem_load.integrations.install import install
 
-        install(strict=asked == STRICT, on_load=_print_summary)
+        install(**asked, on_load=_print_summary)
     except (ImportError, LowMemLoadError) as error:  # code around a load may take the first for an absent package
         raise LowMemLoadError(
             f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import read_small
+from lowmem_load.io.stand_ins import local_place, remote_object
 
 GIT, SHA256 = "git's sha1", "sha256"
 """Algorithms. Git's is a SHA-1 of the size and the bytes."""
@@ -47,7 +48,7 @@ def checksums_of(paths: Iterable[str]) -> dict[str, Checksum | None]:
     """Return the expected checksum of each file; None if there is none.
 
     The first one found counts:
-    - the name of the file in the cache of the Hub;
+    - what the Hub says of a file there, or the name of the file in the cache of the Hub;
     - a line of SHA256SUMS or *.sha256 in its folder, as `sha256sum` writes it (also with --tag), or <file>.sha256 with
       nothing but the digest;
     - what huggingface_hub noted when it downloaded the file to a local folder.
@@ -55,7 +56,15 @@ def checksums_of(paths: Iterable[str]) -> dict[str, Checksum | None]:
     Raises CheckpointError if a checksum file cannot be read, or there are two different digests for one file.
     """
     listed: dict[str, _Listed] = {}
-    return {path: _from_cache(path) or _from_sidecars(path, listed) or _from_download(path) for path in paths}
+
+    def found(path: str) -> Checksum | None:
+        item, place = remote_object(path), local_place(path)
+        if item is None:
+            return _from_cache(path) or _from_sidecars(path, listed) or _from_download(path)
+        of_hub = Checksum(SHA256, item.sha256, "the Hub") if item.sha256 else None
+        return of_hub or _from_sidecars(place, listed)
+
+    return {path: found(path) for path in paths}
 
 
 def name_of_blob(path: str) -> str | None:

@@ -22,7 +22,8 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io.elements import Take, Temporaries, compute_into, scatter_elements
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import LocalFile, Opener
+from lowmem_load.io.source import Opener
+from lowmem_load.io.stand_ins import open_file
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
 from lowmem_load.planning.expression import Expression, Source, numel
 from lowmem_load.planning.load_plan import ComputedValue, Value
@@ -48,6 +49,9 @@ POPULATED_BYTES = 1 << 20
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older systems refuse it
 
+LEAVE_S = 0.5
+"""Seconds to wait for requests to a remote store when a load fails: a server may not answer for longer."""
+
 MIN_DEVICE_THREADS = 2
 """Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""
 
@@ -55,14 +59,15 @@ MIN_DEVICE_THREADS = 2
 class Tasks:
     """Runs tasks in any order. With one thread, the calling one runs them, unless `have_threads` is called."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, starts_late: bool = False) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._delayed: list[Task] = []  # for the calling thread
         self._changed = threading.Condition()  # guards what follows
         self._num_given = 0  # tasks that threads have, and have not ended
         self._num_enough = 0  # the calling thread goes on when only so many of them are left
         self._failed: Future[None] | None = None
-        if num_threads > 1:
+        self._late_threads = num_threads if starts_late else 0
+        if num_threads > 1 and not starts_late:
             self.have_threads(num_threads)
 
     def have_threads(self, num_threads: int) -> None:
@@ -88,15 +93,23 @@ class Tasks:
         self._run_delayed()
         self._wait(0)
 
-    def close(self) -> None:
-        """End the threads. Tasks that have not begun are dropped."""
+    def close(self, patience_s: float | None = None) -> None:
+        """End the threads. Tasks that have not begun are dropped; those that take longer than `patience_s` are left."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=patience_s is None, cancel_futures=True)
+            with self._changed:
+                self._num_enough = 0
+                self._changed.wait_for(lambda: not self._num_given, patience_s)
 
     def _run_delayed(self) -> None:
         tasks, self._delayed = self._delayed, []
+        if tasks and self._late_threads > 1:
+            self.have_threads(self._late_threads)
         for task in tasks:
-            task()
+            if self._late_threads > 1:
+                self.run(task)
+            else:
+                task()
 
     def _wait(self, num_enough: int) -> None:
         with self._changed:
@@ -138,12 +151,12 @@ class Executor:
     device there are at least `MIN_DEVICE_THREADS`.
     """
 
-    def __init__(self, *, num_threads: int = 1, open_source: Opener = LocalFile) -> None:
+    def __init__(self, *, num_threads: int = 1, open_source: Opener = open_file, starts_late: bool = False) -> None:
         self.sources = OpenSources(open_source)
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = int  # called with needed bytes that arrived, from any thread
         self.num_threads = num_threads
-        self.tasks = Tasks(num_threads)
+        self.tasks = Tasks(num_threads, starts_late=starts_late)
         self._lock = threading.Lock()
         self._temporaries = Temporaries()
         self._uploads: Uploads | None = None
@@ -158,7 +171,7 @@ class Executor:
             if error is None:
                 self.finish()
         finally:
-            self.tasks.close()
+            self.tasks.close(LEAVE_S if error is not None and self.sources.interrupt() else None)
             if self._uploads is not None:
                 with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
                     self._uploads.finish()  # copies may still use the memory; after `finish` there are none

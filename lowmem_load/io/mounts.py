@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from lowmem_load.io.remote_file import REQUEST_BYTES
+from lowmem_load.io.stand_ins import is_url
 from lowmem_load.planning.reads import ReadCost
 
 NETWORK = frozenset(
@@ -23,6 +25,10 @@ Network file systems answer in 0.1 to 10 ms. For EFS, AWS states at least 0.25 m
 (`benchmarks/slow_storage.py`, two cores of an AMD EPYC). A load does not measure it: ranks would find different costs,
 depending on what the page cache holds, and their plans must not differ.
 """
+
+STORE = ReadCost(0.03, 9e7, request_bytes=REQUEST_BYTES)
+"""Cost of a read from a remote store, by one connection: AWS states 85 to 90 MB/s, and tens of milliseconds until the
+first byte (S3 performance guidelines)."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -67,11 +73,13 @@ def read_cost(paths: Iterable[str]) -> ReadCost:
     """Return what reading some files costs, by the types of their file systems.
 
     On a network file system a block is the larger of `st_blksize` and the `rsize` of the mount; of several file
-    systems, the largest block counts.
+    systems, the largest block counts. Files in a remote store cost as `STORE` says.
     """
     mounts: dict[str, Mount | None] = {}
     block_bytes = 1
     for path in paths:
+        if is_url(path):
+            return STORE
         folder = os.path.dirname(os.path.realpath(path))
         if folder not in mounts:
             mounts[folder] = mount_of(folder)

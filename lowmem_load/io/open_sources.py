@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.io.remote_file import RemoteFile
 from lowmem_load.io.source import ByteSource, Opener
 from lowmem_load.planning.load_plan import PlannedFile
 
@@ -41,6 +42,7 @@ class OpenSources:
 
     def __init__(self, open_source: Opener) -> None:
         self._open = open_source
+        self.on_wait: Callable[[], object] = int  # called while a remote source waits; may raise to end it
         self._versions: dict[str, str] = {}
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
         self._lock = threading.Lock()
@@ -74,6 +76,13 @@ class OpenSources:
         """Raise CheckpointError if an open source has changed."""
         self._check_all(self._entries.values())
 
+    def interrupt(self) -> bool:
+        """End requests to remote stores, which then raise; return whether there are such sources."""
+        remote = [entry.source for entry in list(self._entries.values()) if isinstance(entry.source, RemoteFile)]
+        for source in remote:
+            source.close()
+        return bool(remote)
+
     def close(self) -> None:
         """Close all sources without a check. Nobody may read them any more."""
         _close(self._entries.values())
@@ -93,6 +102,8 @@ class OpenSources:
 
     def _opened(self, path: str) -> ByteSource:
         source = self._open(path)
+        if isinstance(source, RemoteFile):
+            source.on_wait = self.on_wait
         try:
             self._check(path, source.version)
         except CheckpointError:

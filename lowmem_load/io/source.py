@@ -1,6 +1,6 @@
 """Byte sources: what formats and the executor know of a file. `LocalFile` is the source for files on disk.
 
-Another kind of storage (HTTP, an object store) is one more class with the methods of `ByteSource`; see `HubFile`.
+Another kind of storage (HTTP, an object store) is one more class with the methods of `ByteSource`; see `RemoteFile`.
 Errors of the operating system become errors of this package here.
 """
 

@@ -83,8 +83,9 @@ def describe(
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once)
     model, info = call.describe(context, is_partitioned=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
+    descriptions = {file.path: file for file in context.files.values()}
     _, resolved, target = settled(model)
-    return Described(call.name, model, info, resolved, target, files, context.files, tuple(reads.nbytes.items()))
+    return Described(call.name, model, info, resolved, target, files, descriptions, tuple(reads.nbytes.items()))
 
 
 class _Reads:

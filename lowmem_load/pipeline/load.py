@@ -27,9 +27,12 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.names import commit_in
+from lowmem_load.hf.remote_names import located
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.io.source import LocalFile, Opener
+from lowmem_load.io.remote_file import TRAFFIC, requests_in_flight
+from lowmem_load.io.source import Opener
+from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.checks import (
     DiskUse,
@@ -74,6 +77,7 @@ class Load:
     Attributes:
         on_load: called with the report of each load.
         is_lenient: whether transformers does what cannot be streamed, with a warning; see [Note: left to stock].
+        stream: whether a model on the Hub is read from there, without a download.
         open_source: opens files of the checkpoint.
 
     [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
@@ -87,11 +91,13 @@ class Load:
     verify: bool = False
     on_load: OnLoad | None = None
     is_lenient: bool = False
-    open_source: Opener = LocalFile
+    stream: bool = False
+    open_source: Opener = open_file
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
         with self.ranks.session(f"the load of {call.name}"):
+            self._locate(call)
             random_state = torch.get_rng_state()
             try:
                 return self._load(call) or call.run()
@@ -104,9 +110,16 @@ class Load:
             setattr(model, LEFT_ATTRIBUTE, reason)
             return model, info
 
+    def _locate(self, call: loader.Call) -> None:
+        """Have the call load from the folder that stands for a URL, or for a model on the Hub that is streamed."""
+        if is_url(call.path) or (self.stream and not os.path.isdir(call.path)):
+            with self.ranks.step("finding the files", name=call.name):
+                call.move(*located(call.path, call.kwargs, stream=self.stream))
+
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
+        requests = TRAFFIC.counts
         with contextlib.ExitStack() as stack:
             cache = stack.enter_context(NodeCache(self.ranks))
             is_ordinary, payloads = self._check_call(call, cache)
@@ -116,22 +129,29 @@ class Load:
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(base64.b64decode(payloads[0][1])))
-            cores = environment.cores(environment.local_world_size(self.ranks.world_size))
-            executor = stack.enter_context(Executor(num_threads=min(MAX_THREADS, cores), open_source=self.open_source))
+            executor = stack.enter_context(self._executor(is_remote=is_stand_in(call.path)))
+            executor.sources.on_wait = self.ranks.check
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
-            with self._streamable():
+            with self._streamable(is_remote=is_stand_in(call.path)):
                 described = self._describe(call, executor, cache, report)
                 planned, seen, offers = self._plan(described, around, sharing, report)
-            with self._streamable(made=True):
+            with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
             self._check_files(described, executor, seen, report)
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
+            report.requests = TRAFFIC.counts.since(requests)
             report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
             if why_alone := sharing.why_alone if together is None else together.why_alone:
                 report.notes.append(f"no reads were shared with other ranks: {why_alone}")
         self._report(described, planned, report)
         return described.model, described.info
+
+    def _executor(self, *, is_remote: bool) -> Executor:
+        num_ranks = environment.local_world_size(self.ranks.world_size)
+        if is_remote:
+            return Executor(num_threads=requests_in_flight(num_ranks), open_source=self.open_source, starts_late=True)
+        return Executor(num_threads=min(MAX_THREADS, environment.cores(num_ranks)), open_source=self.open_source)
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
@@ -145,16 +165,17 @@ class Load:
             self.on_load(report)
 
     @contextlib.contextmanager
-    def _streamable(self, *, made: bool = False) -> Iterator[None]:
+    def _streamable(self, *, is_remote: bool, made: bool = False) -> Iterator[None]:
         """Turn an error that says that a load cannot be streamed into one that leaves it to stock, if it is lenient.
 
+        Transformers cannot read files in a remote store.
         With `made`, DeepSpeed may have made something, so only a refused setting leaves the load to stock.
         """
         try:
             yield
         except Exception as error:
             may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
-            if not self.is_lenient or self.verify or not may_work:
+            if not self.is_lenient or self.verify or not may_work or is_remote:
                 raise
             raise _NotStreamedError(spelled(error, names.MAX_QUOTED)) from error
 
@@ -163,6 +184,11 @@ class Load:
         with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
+            if left_alone and is_stand_in(call.path):
+                raise UnsupportedError(
+                    f"{call.name}: transformers itself reads the files of this load, which a remote store has; "
+                    "download the checkpoint and name its folder"
+                )
             if left_alone and self.verify:
                 raise UnsupportedError(
                     f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
@@ -190,7 +216,8 @@ class Load:
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
             # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
-            step.digest = {**_configuration(described.model), **info, "commit": ", ".join(commits) or "none"}
+            versions = {f"version of {each.path}": each.version for each in described.files if is_url(each.path)}
+            step.digest = {**_configuration(described.model), **info, "commit": ", ".join(commits) or "none"} | versions
         return described
 
     def _plan(
@@ -205,13 +232,13 @@ class Load:
             if described.settings.stage == 3:
                 check_around(around, described)
             # Ranks can share reads of files, into memory that stays.
-            can_share = described.settings.offload_device != "nvme" and self.open_source is LocalFile
+            can_share = described.settings.offload_device != "nvme" and self.open_source is open_file
             can_share = can_share and self.ranks.hears_of_failures
             cost = read_cost([file.path for file in described.files])
             planned = make_plan(described, self.ranks.rank, cost, can_share and shares_reads())
             step.digest = {"plan": planned.plan.fingerprint}
             if planned.shared:
-                sharing.make()
+                sharing.make(cost)
             step.payload = opened(described.files), sharing.offer
         return planned, [(view, seed) for (view, seed), _ in step.payloads], [offers for _, offers in step.payloads]
 
@@ -284,8 +311,8 @@ class _NotStreamedError(Exception):
 
 def _is_local(call: loader.Call) -> bool:
     """Return whether nothing can come from the Hub, not even the base model of an adapter."""
-    folder = os.path.join(call.name, call.kwargs.get("subfolder") or "")
-    return os.path.isdir(call.name) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
+    folder = os.path.join(call.path, call.kwargs.get("subfolder") or "")
+    return os.path.isdir(call.path) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:

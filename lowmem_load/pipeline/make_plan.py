@@ -47,7 +47,8 @@ class Planned:
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None, shares_reads: bool = True) -> Planned:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
     cost = cost or ReadCost()
-    planner = Planner(ReadLimits(max_gap_bytes=cost.max_gap_bytes))
+    limits = ReadLimits(max_gap_bytes=cost.max_gap_bytes)
+    planner = Planner(limits._replace(direct_bytes=cost.request_bytes) if cost.request_bytes else limits)
     model, target = described.model, described.target
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters, places, names_of = _distinct(modules, model.named_parameters(remove_duplicate=False))

@@ -29,6 +29,7 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.source import read_bytes
+from lowmem_load.io.stand_ins import is_url
 from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
 
@@ -75,7 +76,9 @@ Opened = tuple[str, int]
 def opened(files: Sequence[PlannedFile]) -> Opened:
     """Return what other ranks must know of the files that this one has planned against."""
     ordered = in_common_order(files)
-    return fingerprint([machine(), *(f"{file.path} {file.version}" for file in ordered)]), secrets.randbits(64)
+    # The version of a file in a remote store says which bytes it has, on any machine.
+    place = [] if ordered and all(is_url(file.path) for file in ordered) else [machine()]
+    return fingerprint([*place, *(f"{file.path} {file.version}" for file in ordered)]), secrets.randbits(64)
 
 
 def agree_on_bytes(

@@ -22,16 +22,19 @@ from lowmem_load.errors import ConfigError, LowMemLoadError, PlanError, listed
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.planner import Constants
-from lowmem_load.planning.reads import Fill, Read
+from lowmem_load.planning.reads import Fill, Read, ReadCost
 from lowmem_load.planning.sharing import (
-    CHUNK_BYTES,
     ByteRange,
+    Chunk,
     Schedule,
     Segment,
     Shared,
     byte_ranges,
+    chunk_bytes_of,
     nests_within,
     node_schedule,
+    runs,
+    segment_bytes,
 )
 
 SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
@@ -75,16 +78,17 @@ class ReadSharing:
     """This rank's part of the shared memory of its node, if it has reads to share. Close it after the load."""
 
     def __init__(self) -> None:
+        self._nbytes = 0  # of the part
         self.offer: Place | None = None  # where other ranks find that part; None if this rank shares no reads
         self.why_alone = ""  # why this rank reads alone although it has reads to share; "" if it does not
 
-    def make(self) -> None:
-        """Make the part, before the ranks exchange their offers."""
-        name = new_name()
+    def make(self, cost: ReadCost) -> None:
+        """Make the part for files of this cost, before the ranks exchange their offers."""
+        name, self._nbytes = new_name(), SharedBuffer.nbytes_for(cost)
         try:
-            self.offer = os.getpid(), make_memory(name, SharedBuffer.NBYTES), name
+            self.offer = os.getpid(), make_memory(name, self._nbytes), name
         except OSError as error:
-            self.why_alone = f"{SharedBuffer.NBYTES} bytes of shared memory cannot be made: {error.strerror}"
+            self.why_alone = f"{self._nbytes} bytes of shared memory cannot be made: {error.strerror}"
 
     def close(self) -> None:
         """Close the part. Ranks that have opened it keep it."""
@@ -109,15 +113,15 @@ class ReadSharing:
         memories: list[mmap.mmap] = []
         for rank, place in places.items():
             try:
-                memories.append(memory_of(*place, SharedBuffer.NBYTES))
+                memories.append(memory_of(*place, self._nbytes))
             except (OSError, ValueError) as error:
                 self.why_alone = (
                     f"rank {nodes.rank} cannot open the shared memory of rank {rank}, process {place[0]}: {error}"
                 )
-                decline(SharedBuffer([memory_of(*self.offer, SharedBuffer.NBYTES)], 0), self.why_alone)
+                decline(SharedBuffer([memory_of(*self.offer, self._nbytes)], 0), self.why_alone)
                 return None
         buffer = SharedBuffer(memories, position)
-        return SharedReads(planned.shared, buffer, planned.plan.read_cost.block_bytes, check=check)
+        return SharedReads(planned.shared, buffer, planned.plan.read_cost, check=check)
 
 
 class SharedBuffer:
@@ -126,8 +130,10 @@ class SharedBuffer:
     The part of each rank has a page for its counter, zeros at first, and then the chunks.
     """
 
-    NBYTES = mmap.PAGESIZE + 2 * CHUNK_BYTES
-    """Usual bytes of the part of one rank."""
+    @staticmethod
+    def nbytes_for(cost: ReadCost) -> int:
+        """Return the bytes of the part of one rank, for files of this cost."""
+        return mmap.PAGESIZE + 2 * chunk_bytes_of(cost)
 
     def __init__(self, memories: Sequence[mmap.mmap], place: int) -> None:
         self.place, self.num_ranks = place, len(memories)
@@ -178,13 +184,13 @@ class SharedReads:
     """
 
     def __init__(
-        self, reads: Sequence[Read], buffer: SharedBuffer, block_bytes: int, *, check: Callable[[], None]
+        self, reads: Sequence[Read], buffer: SharedBuffer, cost: ReadCost, *, check: Callable[[], None]
     ) -> None:
         self.waited = 0  # grows while this rank waits for others, which then counts as progress
         self.why_alone = ""  # why the ranks did not read together after all; "" if they did
         self._shared_ids = {id(read) for read in reads}
         self._deliveries: list[_Delivery] = []
-        self._buffer, self._block_bytes, self._check = buffer, block_bytes, check
+        self._buffer, self._cost, self._check = buffer, cost, check
 
     def take(self, fill: Fill, destination: torch.Tensor) -> Fill:
         """Return what is left of a fill without the shared reads; `run` carries those out."""
@@ -220,7 +226,7 @@ class SharedReads:
     def _agree_on_schedule(self) -> Schedule | None:
         buffer = self._buffer
         mine = buffer.both_chunks(buffer.place)
-        if not _write_list(mine, self._block_bytes, byte_ranges(each.read for each in self._deliveries)):
+        if not _write_list(mine, self._cost.block_bytes, byte_ranges(each.read for each in self._deliveries)):
             _write(mine, TOO_MANY_RANGES)
         buffer.barrier(_LISTED, self._wait)
         lists = [_read_list(buffer.both_chunks(place)) for place in range(buffer.num_ranks)]
@@ -230,7 +236,9 @@ class SharedReads:
             return None
         said = [each for each in lists if not isinstance(each, str)]
         block_bytes = max(block_bytes for block_bytes, _ in said)
-        found = node_schedule([ranges for _, ranges in said], block_bytes, buffer.chunk_bytes)
+        found = node_schedule(
+            [ranges for _, ranges in said], replace(self._cost, block_bytes=block_bytes), buffer.chunk_bytes
+        )
         self.why_alone = "" if found else LITTLE_SAVED
         return found
 
@@ -245,8 +253,8 @@ class SharedReads:
         try:
             for number in range(schedule.num_rounds + 1):
                 memory = self._buffer.chunk(self._buffer.place, number)
-                segments = schedule.chunk(number, self._buffer.place)
-                reading = [pool.submit(_read_segment, executor, segment, memory, has_failed) for segment in segments]
+                pieces = runs(schedule.chunk(number, self._buffer.place), segment_bytes(self._cost))
+                reading = [pool.submit(_read_run, executor, piece, memory, has_failed) for piece in pieces]
                 if number > 0:
                     self._deliver(executor, schedule, number - 1, by_tensor)
                 read_bytes += sum(each.result() for each in reading)
@@ -279,14 +287,14 @@ def decline(buffer: SharedBuffer, reason: str) -> None:
     buffer.arrive(_DECLINED)
 
 
-def _read_segment(executor: Executor, segment: Segment, memory: torch.Tensor, has_failed: threading.Event) -> int:
-    if has_failed.is_set():  # another segment: this one would fail as well, after seconds of retries
+def _read_run(executor: Executor, piece: Chunk, memory: torch.Tensor, has_failed: threading.Event) -> int:
+    if has_failed.is_set():  # another piece: this one would fail as well, after seconds of retries
         return 0
-    part = segment.part
-    nbytes = part.end - part.start
+    part, place = piece[0]
+    nbytes = piece[-1].part.end - part.start
     what = f"the tensor at byte {part.tensor_start}"
     try:
-        executor.read_range(part.path, part.start, memory[segment.place : segment.place + nbytes], what)
+        executor.read_range(part.path, part.start, memory[place : place + nbytes], what)
     except BaseException:
         has_failed.set()
         raise

@@ -14,9 +14,11 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.hf.names import cached_folder
+from lowmem_load.hf.remote_names import located
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
 from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import ByteSource, LocalFile
+from lowmem_load.io.source import ByteSource
+from lowmem_load.io.stand_ins import open_file
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.quantities import share
 
@@ -69,21 +71,24 @@ def verify_checkpoint(
     subfolder: str = "",
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    stream: bool = False,
 ) -> tuple[FileCheck, ...]:
-    """Compare the files of a checkpoint with the checksums that are here. Nothing is fetched.
+    """Compare the files of a checkpoint with their checksums. Files on this machine are read, and nothing is fetched.
 
-    Checksums are the SHA-256 of weights, and git's SHA-1 of small files, that the Hub gave at the download (to its
-    cache or a local folder), and what `sha256sum` wrote to SHA256SUMS or `*.sha256` in the folder. Files of weights
-    without a checksum are hashed and returned, too, with `expected` None: look at `is_proven`.
+    Files at a URL are fetched to be hashed, and none is kept; with `stream` also those of a model on the Hub, unless
+    the cache holds it. Checksums are the SHA-256 of weights, and git's SHA-1 of small files, that the Hub gives or gave
+    at the download (to its cache or a local folder), and what `sha256sum` wrote to SHA256SUMS or `*.sha256` in the
+    folder. Files of weights without a checksum are hashed and returned, too, with `expected` None: see `is_proven`.
 
     Local: a plain process, without ranks.
     Memory: 1 MiB for each of at most 4 threads.
 
     Args:
-        name: a local folder, or a Hub id that is in the cache.
+        name: a local folder, a Hub id that is in the cache, or a URL.
         subfolder: of it, whose files are meant. Folders below are not looked at.
         revision: of a Hub id; None for its main branch.
         cache_dir: of the Hub; None for the usual one.
+        stream: see above.
 
     Returns:
         Every file of weights, and every other file with a checksum, by name.
@@ -91,9 +96,11 @@ def verify_checkpoint(
     Raises:
         CheckpointError: names the files that differ; or there are no weights, or a file cannot be read.
     """
-    folder = os.path.join(name, subfolder)
-    if not os.path.isdir(name):
-        folder = cached_folder(os.fspath(name), subfolder, revision, cache_dir)
+    keywords = {"subfolder": subfolder, "revision": revision, "cache_dir": cache_dir}
+    place, _ = located(os.fspath(name), keywords, stream=stream)
+    folder = os.path.join(place, subfolder)
+    if not os.path.isdir(place):
+        folder = cached_folder(place, subfolder, revision, cache_dir)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder")
     paths = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
@@ -102,7 +109,7 @@ def verify_checkpoint(
     if not any(map(_is_weights, chosen)):
         raise CheckpointError(f"{folder}: holds no weights: no safetensors files, no pytorch_model*.bin")
     checks = check_files(
-        chosen.items(), lambda path: closing(LocalFile(path)), num_threads=min(MAX_THREADS, os.cpu_count() or 1)
+        chosen.items(), lambda path: closing(open_file(path)), num_threads=min(MAX_THREADS, os.cpu_count() or 1)
     )
     refuse([check.problem for check in checks])
     return tuple(checks)
@@ -123,7 +130,7 @@ def check_files(
         digest, origin = (None, None) if known is None else (known.digest, known.origin)
         with reading(path) as source:
             found = hash_source(source, algorithm, on_bytes)
-            return FileCheck(path, source.nbytes, algorithm, digest, found, origin)
+            return FileCheck(source.path, source.nbytes, algorithm, digest, found, origin)
 
     with ThreadPoolExecutor(num_threads, "lowmem_load-hash") as pool:
         return list(pool.map(check, files))

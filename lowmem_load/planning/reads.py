@@ -31,6 +31,7 @@ class ReadCost:
     call_s: float = 25e-6
     bytes_per_s: float = 5e9  # of one thread
     block_bytes: int = 1  # that a network file system reads as a whole; 1 for others
+    request_bytes: int = 0  # most bytes of a request to a remote store; 0 for file systems
 
     @property
     def max_gap_bytes(self) -> int:

@@ -15,12 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.planning.load_plan import REPLICATED, LoadPlan
 from lowmem_load.planning.nest import Nest, extent
 from lowmem_load.planning.reads import Read, ReadCost
 
 CHUNK_BYTES = 2 << 20
 """Largest chunk. Each rank holds two: one is filled while the ranks take their elements from the other."""
+
+STORE_CHUNK_BYTES = 32 << 20
+"""Largest chunk from a remote store: a chunk is some requests in flight."""
 
 SEGMENTS_PER_CHUNK = 4
 """A chunk is read in at least so many pieces, so that several threads can read it. Blocks are not cut for that."""
@@ -84,6 +87,11 @@ class Schedule:
         """Return the bytes of all file blocks that the chunks touch, counted for each chunk by itself."""
         return sum(touched_bytes((segment.part for segment in chunk), block_bytes) for chunk in self.chunks)
 
+    def request_sizes(self, cost: ReadCost) -> list[int]:
+        """Return the bytes of each read that fetches from a remote store."""
+        pieces = (piece for chunk in self.chunks for piece in runs(chunk, segment_bytes(cost)))
+        return [piece[-1].part.end - piece[0].part.start for piece in pieces]
+
     def chunk(self, round_number: int, place: int) -> Chunk:
         """Return what the rank at `place` reads in a round; nothing once the chunks are used up."""
         number = round_number * self.num_ranks + place
@@ -105,13 +113,15 @@ def shared_reads(plan: LoadPlan) -> tuple[Read, ...]:
     if plan.world_size == 1:
         return ()
     reads, saved_s = [], 0.0
-    fills = (each.fill for target in plan.targets for each in target.destinations if each.fill is not None)
-    for step in (step for fill in fills for step in fill.steps):
-        if isinstance(step, Read):
+    for target in plan.targets:
+        # A remote store sends each byte once to a node, whose ranks all want what is replicated.
+        is_common = target.kind == REPLICATED and plan.read_cost.request_bytes > 0
+        fills = (each.fill for each in target.destinations if each.fill is not None)
+        for step in (step for fill in fills for step in fill.steps if isinstance(step, Read)):
             alone_s, together_s = read_seconds(step, plan.read_cost)
-            if alone_s > MIN_ADVANTAGE * together_s:
+            if is_common or alone_s > MIN_ADVANTAGE * together_s:
                 reads.append(step)
-                saved_s += alone_s - together_s
+                saved_s += alone_s if is_common else alone_s - together_s
     return tuple(reads) if saved_s >= MIN_SAVED_S else ()
 
 
@@ -119,8 +129,19 @@ def read_seconds(read: Read, cost: ReadCost) -> tuple[float, float]:
     """Return about how many seconds a read takes alone (in whole blocks), and together (each needed byte once)."""
     alone_s = read.num_reads * cost.call_s + _block_bytes(read, cost.block_bytes) / cost.bytes_per_s
     needed = read.needed_bytes_each * read.num_reads
-    read_s = math.ceil(needed / CHUNK_BYTES) * cost.call_s + needed / cost.bytes_per_s
+    num_calls = needed / segment_bytes(cost) if cost.request_bytes else math.ceil(needed / CHUNK_BYTES)
+    read_s = num_calls * cost.call_s + needed / cost.bytes_per_s
     return alone_s, read_s + needed / MEMORY_BYTES_PER_S
+
+
+def chunk_bytes_of(cost: ReadCost) -> int:
+    """Return the bytes of a chunk of files of this cost."""
+    return STORE_CHUNK_BYTES if cost.request_bytes else CHUNK_BYTES
+
+
+def segment_bytes(cost: ReadCost) -> int:
+    """Return the most bytes that are read at once into a chunk."""
+    return chunk_bytes_of(cost) // SEGMENTS_PER_CHUNK
 
 
 def _block_bytes(read: Read, block_bytes: int) -> int:
@@ -192,10 +213,13 @@ def plan_schedule(
     return Schedule(num_ranks, tuple(_packed(parts, chunk_bytes)), wanted_bytes)
 
 
-def node_schedule(
-    ranges_by_rank: Sequence[Sequence[ByteRange]], block_bytes: int, chunk_bytes: int = CHUNK_BYTES
-) -> Schedule | None:
+def node_schedule(ranges_by_rank: Sequence[Sequence[ByteRange]], cost: ReadCost, chunk_bytes: int) -> Schedule | None:
     """Return the schedule of a node; None where its ranks would read little less together than alone."""
+    block_bytes = cost.block_bytes
+    if cost.request_bytes:
+        found = plan_schedule(ranges_by_rank, 1, chunk_bytes)
+        alone_s = sum(request_seconds((each.end - each.start for each in ranges), cost) for ranges in ranges_by_rank)
+        return found if alone_s > MIN_ADVANTAGE * request_seconds(found.request_sizes(cost), cost) else None
     found = plan_schedule(ranges_by_rank, max(block_bytes, PAGE_BYTES), chunk_bytes)
     alone = sum(touched_bytes(ranges, block_bytes) for ranges in ranges_by_rank)
     return found if alone > MIN_ADVANTAGE * found.touched_bytes(block_bytes) else None
@@ -223,13 +247,50 @@ def _packed(parts: Iterable[ByteRange], chunk_bytes: int) -> Iterator[Chunk]:
     place = 0
     for part in parts:
         nbytes = part.end - part.start
+        if not (segments and _continues(segments[-1], part) and place % part.itemsize == 0):
+            place = -(-place // _ALIGNMENT) * _ALIGNMENT
         if place + nbytes > chunk_bytes and segments:
             yield tuple(segments)
             segments, place = [], 0
         segments.append(Segment(part, place))
-        place += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        place += nbytes
     if segments:
         yield tuple(segments)
+
+
+def _continues(segment: Segment, part: ByteRange) -> bool:
+    return (segment.part.path, segment.part.end) == (part.path, part.start)
+
+
+def runs(chunk: Chunk, max_bytes: int) -> list[Chunk]:
+    """Return a chunk in pieces that lie side by side in the file and in memory, so that one read fetches each."""
+    found: list[list[Segment]] = []
+    for segment in chunk:
+        part = segment.part
+        if found and _continues(found[-1][-1], part) and part.end - found[-1][0].part.start <= max_bytes:
+            first = found[-1][0]
+            if segment.place - first.place == part.start - first.part.start:
+                found[-1].append(segment)
+                continue
+        found.append([segment])
+    return list(map(tuple, found))
+
+
+def node_requests(plans: Sequence[LoadPlan]) -> int:
+    """Return how many requests to a remote store the ranks of a node make for their weights."""
+    chosen = [shared_reads(plan) for plan in plans]
+    ranges = [byte_ranges(reads) for reads in chosen if reads]
+    cost, num_requests = plans[0].read_cost, sum(plan.costs.num_reads for plan in plans)
+    found = node_schedule(ranges, cost, chunk_bytes_of(cost)) if len(ranges) > 1 else None
+    if found is None:
+        return num_requests
+    num_shared = sum(read.num_reads for reads in chosen for read in reads)
+    return num_requests - num_shared + len(found.request_sizes(cost))
+
+
+def request_seconds(sizes: Iterable[int], cost: ReadCost) -> float:
+    """Return the seconds that requests of these bytes take, one after the other."""
+    return sum(math.ceil(nbytes / cost.request_bytes) * cost.call_s + nbytes / cost.bytes_per_s for nbytes in sizes)
 
 
 def nests_within(read: Read, segment: Segment) -> Iterator[Nest]:

@@ -16,6 +16,7 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
 from lowmem_load.io.source import ByteSource
+from lowmem_load.io.stand_ins import is_url
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.initialise import Initialiser, ReadNow
@@ -82,12 +83,14 @@ def pack(file: CheckpointFile) -> bytes:
         if not isinstance(source, Source) or source.name != name:
             return b""
         tensors.append((name, source.start, source.shape, str(source.dtype).removeprefix("torch.")))
-    return json.dumps([file.nbytes, file.digest, file.version, file.metadata, tensors]).encode()
+    name = file.path if is_url(file.path) else ""  # a local path may differ between ranks
+    return json.dumps([name, file.nbytes, file.digest, file.version, file.metadata, tensors]).encode()
 
 
 def unpack(path: str, content: bytes) -> CheckpointFile:
     """Return the description of the file at `path` from what `pack` returned."""
-    nbytes, digest, version, metadata, tensors = json.loads(content)
+    name, nbytes, digest, version, metadata, tensors = json.loads(content)
+    path = name or path
     sources = {
         name: Source(path, name, start, tuple(shape), getattr(torch, dtype)) for name, start, shape, dtype in tensors
     }

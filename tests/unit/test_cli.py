@@ -35,7 +35,9 @@ def test_the_subcommands_are_listed(arguments: list[str]) -> None:
     assert "  run  " in found.stdout + found.stderr
 
 
-@pytest.mark.parametrize(("options", "value"), [([], "1"), (["--strict"], "strict")])
+@pytest.mark.parametrize(
+    ("options", "value"), [([], "1"), (["--strict"], "strict"), (["--stream", "--strict"], "strict,stream")]
+)
 def test_strict_reaches_the_command(options: list[str], value: str) -> None:
     assert (
         run("run", *options, "--", "sh", "-c", f'printf "${SWITCH} $*"', "sh", "--strict").stdout == f"{value} --strict"

@@ -284,5 +284,5 @@ def test_a_configuration_in_which_the_dtype_has_its_other_name_loads(llama: str,
 
 @pytest.mark.parametrize("name", [None, 7, ""])
 def test_a_name_that_is_none_is_refused(name: Any, llama: str) -> None:
-    with pytest.raises(ConfigError, match="name: expected a local folder or a Hub id"):
+    with pytest.raises(ConfigError, match="name: expected a local folder, a Hub id or a URL"):
         load_model(name, STAGE_0)

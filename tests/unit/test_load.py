@@ -47,7 +47,7 @@ def test_a_plan_of_shards_takes_no_choice_of_partitions(llama: str) -> None:
 
 @pytest.mark.parametrize("name", [7, None, ""])
 def test_a_name_is_text_or_a_path(name: Any) -> None:
-    with pytest.raises(ConfigError, match="name: expected a local folder or a Hub id"):
+    with pytest.raises(ConfigError, match="name: expected a local folder, a Hub id or a URL"):
         plan(name, STAGE_3, rank=0, world_size=2)
 
 

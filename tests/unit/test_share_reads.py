@@ -53,8 +53,8 @@ def meet(rank: int, sharing: ReadSharing, others: Sequence[Place | None]) -> Sha
 def test_a_rank_meets_those_of_its_node_that_have_reads_to_share() -> None:
     before = set(os.listdir("/proc/self/fd"))
     with contextlib.closing(ReadSharing()) as first, contextlib.closing(ReadSharing()) as second:
-        first.make()
-        second.make()
+        first.make(ReadCost())
+        second.make(ReadCost())
         for rank, mine, other in ((0, first, second), (4, second, first)):
             found = meet(rank, mine, [other.offer, (1 << 30, 5, "of b"), None, (1 << 30, 5, "of b"), other.offer])
             assert found is not None and mine.why_alone == ""
@@ -71,23 +71,23 @@ def test_a_rank_without_reads_to_share_meets_nobody() -> None:
 
 def test_a_rank_whose_node_has_no_other_with_reads_to_share_reads_alone() -> None:
     with contextlib.closing(ReadSharing()) as sharing:
-        sharing.make()
+        sharing.make(ReadCost())
         assert meet(1, sharing, [(1 << 30, 5, "of a"), None, (1 << 30, 5, "of a"), None, None]) is None
         assert sharing.why_alone == ALONE
 
 
 def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others_so() -> None:
     with contextlib.closing(ReadSharing()) as sharing, contextlib.closing(ReadSharing()) as other:
-        sharing.make()
-        other.make()
+        sharing.make(ReadCost())
+        other.make(ReadCost())
         places = [None, None, (1 << 30, 5, "name"), None, other.offer]
         assert meet(0, sharing, places) is None
         assert sharing.why_alone.startswith(
             f"rank 0 cannot open the shared memory of rank 2, process {1 << 30}: [Errno 2] No such file"
         )
         assert sharing.offer is not None and other.offer is not None
-        memories = [memory_of(*offer, SharedBuffer.NBYTES) for offer in (sharing.offer, other.offer)]
-        third = SharedReads((), SharedBuffer(memories, 1), 1, check=ended)
+        memories = [memory_of(*offer, SharedBuffer.nbytes_for(ReadCost())) for offer in (sharing.offer, other.offer)]
+        third = SharedReads((), SharedBuffer(memories, 1), ReadCost(), check=ended)
         with Executor() as executor:
             assert third.run(executor) is None, "it does not wait"
         assert third.why_alone == sharing.why_alone
@@ -96,6 +96,9 @@ def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others_so() -> 
 def test_memory_that_cannot_be_made_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     sharing = ReadSharing()
-    sharing.make()
+    sharing.make(ReadCost())
     assert sharing.offer is None
-    assert sharing.why_alone == f"{SharedBuffer.NBYTES} bytes of shared memory cannot be made: not on this system"
+    assert (
+        sharing.why_alone
+        == f"{SharedBuffer.nbytes_for(ReadCost())} bytes of shared memory cannot be made: not on this system"
+    )

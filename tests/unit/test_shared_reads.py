@@ -17,7 +17,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline import shared_reads
 from lowmem_load.pipeline.shared_reads import TOO_MANY_RANGES, SharedBuffer, SharedReads, decline
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.reads import Fill, ReadLimits
+from lowmem_load.planning.reads import Fill, ReadCost, ReadLimits
 from lowmem_load.planning.sharing import Shared
 from tests.together import CONTENT, NUMEL, VALUES, fills, in_threads, leaf
 
@@ -49,7 +49,7 @@ def together(
 
 def share(fill: Fill, result: torch.Tensor, buffer: SharedBuffer, block_bytes: int = 1) -> Shared | None:
     """Reads one rank's partition together with the others."""
-    sharing = SharedReads(fill.steps, buffer, block_bytes, check=lambda: None)
+    sharing = SharedReads(fill.steps, buffer, ReadCost(block_bytes=block_bytes), check=lambda: None)
     with Executor() as executor:
         sharing.take(fill, result)
         return sharing.run(executor)
@@ -62,7 +62,7 @@ def test_what_is_read_together_equals_torch(file: Path, chunk_bytes: int) -> Non
     results = [torch.full((fill.numel,), -1.0, dtype=torch.float64) for fill in plans]
 
     def load(place: int, buffer: SharedBuffer) -> object:
-        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
+        sharing = SharedReads(plans[place].steps, buffer, ReadCost(), check=lambda: None)
         with Executor(num_threads=1 + place) as executor:
             assert sharing.take(plans[place], results[place]).steps == ()
             shared = sharing.run(executor)
@@ -96,7 +96,7 @@ def test_if_one_rank_cannot_share_each_reads_alone(file: Path, case: str) -> Non
         if case == "one declines" and place == 1:
             decline(buffer, "rank 1 cannot open the shared memory of rank 0")
             return ""
-        sharing = SharedReads(plans[place].steps, buffer, 1, check=lambda: None)
+        sharing = SharedReads(plans[place].steps, buffer, ReadCost(), check=lambda: None)
         with Executor() as executor:
             sharing.take(plans[place], results[place])
             assert sharing.run(executor) is None
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_is_not_waited_for(file: Path) -> None:
             raise TruncatedFileError("ended early")
 
     def load(place: int, buffer: SharedBuffer) -> object:
-        sharing = SharedReads(plans[place].steps, buffer, 1, check=check)
+        sharing = SharedReads(plans[place].steps, buffer, ReadCost(), check=check)
         with Failing() if place == 1 else Executor() as executor:
             sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32))
             return sharing.run(executor)
@@ -157,7 +157,7 @@ def test_a_rank_that_left_is_not_waited_for_even_if_nobody_says_why(
             if place == 1:
                 raise InterruptedError
 
-        sharing = SharedReads(plans[place].steps, buffer, 1, check=give_up)
+        sharing = SharedReads(plans[place].steps, buffer, ReadCost(), check=give_up)
         with Executor() as executor:
             sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32))
             if place == 0:
@@ -177,7 +177,9 @@ def test_waiting_for_others_counts_as_progress(file: Path) -> None:
     has_waited = threading.Event()
 
     def load(place: int, buffer: SharedBuffer) -> object:
-        sharing = SharedReads(plans[place].steps, buffer, 1, check=has_waited.set if place == 0 else lambda: None)
+        sharing = SharedReads(
+            plans[place].steps, buffer, ReadCost(), check=has_waited.set if place == 0 else lambda: None
+        )
         with Executor() as executor:
             sharing.take(plans[place], torch.empty(plans[place].numel, dtype=torch.int32))
             if place == 1:

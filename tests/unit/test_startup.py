@@ -36,7 +36,7 @@ class PreTrainedModel:
 """
 INSTALL = """
 print("install is imported")
-def install(*, strict, on_load):
+def install(*, on_load, strict=False, stream=False):
     from transformers.modeling_utils import PreTrainedModel
     print("install runs" + " strictly" * strict)
     ordinary = PreTrainedModel.__dict__["from_pretrained"].__func__
@@ -204,7 +204,7 @@ def test_strict_is_passed_to_install(packages: Path) -> None:
     ("install", "env", "message"),
     [
         ("raise ImportError('transformers lacks Gone')", {}, "cannot be installed in it: transformers lacks Gone"),
-        (INSTALL, {SWITCH: "yes"}, "LOWMEM_LOAD_INSTALL is 'yes'; expected 1, strict, or 0"),
+        (INSTALL, {SWITCH: "yes"}, "LOWMEM_LOAD_INSTALL is 'yes'; expected 1, strict, stream, or 0"),
     ],
 )
 def test_a_failed_install_stops_every_load(install: str, env: dict[str, str], message: str, packages: Path) -> None:

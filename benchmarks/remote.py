@@ -1,0 +1,234 @@
+"""Loads from an HTTP server: `python -m benchmarks.remote [--params 1.5e9] [--docs]`. Root on Linux for the links.
+
+- *this machine*: two ranks load from a range server beside them. The *client alone* fetches the same bytes into fresh
+  memory, in two processes of as many threads, by Python's http.client.
+- *50 ms, 1 Gbit/s*: the same, with a wait of the server before each answer, over a link of that rate.
+- *fresh nodes*: two nodes of two ranks, each with a link of 1 Gbit/s to the server. Either each node downloads the
+  checkpoint and then loads it, or the ranks load from the server.
+
+Nodes are network namespaces; the rate of a link is set by Linux' token bucket filter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import checkpoint_of
+from benchmarks.memory import MemorySampler
+from benchmarks.methods import zero3_config
+from benchmarks.results import MIB, show_table
+from tests.remote.range_server import in_own_process
+
+COLUMNS = ("where", "way", "ranks", "seconds", "GB/s", "of the link", "peak - partition, MiB", "requests", "again")
+REQUEST_BYTES, THREADS = 16 << 20, 16
+RATE = 125e6
+"""Bytes per second of a link: 1 Gbit/s."""
+LATENCY_MS = 50
+PORT = 29_500
+SERVER = "10.79.0.1"
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def fetch(host: str, jobs: Sequence[tuple[str, int, int]], memory: memoryview) -> None:
+    """Fetch ranges into memory, one after the other, on one connection for each thread."""
+    starts = [sum(nbytes for _, _, nbytes in jobs[:number]) for number in range(len(jobs))]
+
+    def run(numbers: Sequence[int]) -> None:
+        connection = HTTPConnection(host)
+        for number in numbers:
+            file, first, nbytes = jobs[number]
+            connection.request("GET", file, headers={"Range": f"bytes={first}-{first + nbytes - 1}"})
+            answer, at = connection.getresponse(), starts[number]
+            while at < starts[number] + nbytes:
+                at += answer.readinto(memory[at : starts[number] + nbytes])
+            answer.read()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(run, [range(first, len(jobs), THREADS) for first in range(THREADS)]))
+
+
+def parts(sizes: dict[str, int], rank: int, world_size: int) -> list[tuple[str, int, int]]:
+    """Return the requests for one rank's share of each file."""
+    found = []
+    for file, nbytes in sizes.items():
+        start, end = nbytes * rank // world_size, nbytes * (rank + 1) // world_size
+        found += [(f"/{file}", at, min(REQUEST_BYTES, end - at)) for at in range(start, end, REQUEST_BYTES)]
+    return found
+
+
+def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
+    """Do one rank's part of what the spec asks for."""
+    import deepspeed  # noqa: F401  imported before the clock starts, as everything else
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from lowmem_load import DistributedInterface, load_model, load_report
+
+    ranks, host = DistributedInterface(), spec["url"].partition("//")[2].strip("/")
+    ranks.barrier()
+    start = time.perf_counter()
+    with MemorySampler() as memory:
+        if spec["way"] == "client alone":
+            jobs = parts(spec["sizes"], ranks.rank, ranks.world_size)
+            fresh = torch.empty(sum(nbytes for _, _, nbytes in jobs), dtype=torch.uint8)
+            fetch(host, jobs, memoryview(fresh.numpy()))
+            held, requests = fresh.nbytes, (len(jobs), 0)
+        else:
+            name = spec["url"]
+            if spec["way"] == "download, then load":
+                name = spec["folder"]
+                if os.environ["LOCAL_RANK"] == "0":
+                    download(spec["url"], spec["files"], Path(name))
+                ranks.barrier()
+            report = load_report(load_model(name, zero3_config("bf16")))
+            held, requests = report.partition_bytes, (report.requests.num_requests, report.requests.num_retries)
+        ranks.barrier()
+    return {"seconds": time.perf_counter() - start, "extra": memory.use.peak - held, "requests": requests}
+
+
+def download(url: str, files: Sequence[str], folder: Path) -> None:
+    """Fetch whole files to a folder, four at a time."""
+    from urllib.request import urlopen
+
+    def one(file: str) -> None:
+        with urlopen(url + file) as answer, (folder / file).open("wb") as out:
+            shutil.copyfileobj(answer, out, 1 << 20)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, files))
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+def call(*command: str) -> None:
+    """Run a command."""
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def nodes(number: int) -> Iterator[list[tuple[str, str]]]:
+    """Yield a namespace for each node, and the server's address. Nodes reach each other through this machine."""
+    made = [f"lowmem{node}" for node in range(number)]
+    try:
+        for node, name in enumerate(made):
+            call("ip", "netns", "add", name)
+            call("ip", "link", "add", f"lm{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            call("ip", "addr", "add", f"10.78.{node}.1/24", "dev", f"lm{node}")
+            call("ip", "link", "set", f"lm{node}", "up")
+            for command in (
+                f"addr add 10.78.{node}.2/24 dev eth0",
+                "link set eth0 up",
+                "link set lo up",
+                f"route add default via 10.78.{node}.1",
+            ):
+                call("ip", "netns", "exec", name, "ip", *command.split())
+            rate = f"{RATE * 8 / 1e6:.0f}mbit"
+            call(*f"tc qdisc add dev lm{node} root tbf rate {rate} burst 512kb latency 100ms".split())
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        call("ip", "addr", "add", f"{SERVER}/32", "dev", "lo")  # ranks must name one URL
+        yield [(name, SERVER) for name in made]
+    finally:
+        subprocess.run(["ip", "addr", "del", f"{SERVER}/32", "dev", "lo"], check=False, capture_output=True)
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def run_ranks(
+    way: str, places: Sequence[tuple[str, str]], num_local: int, spec: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Run ranks on nodes; a node without a name is this machine."""
+    with tempfile.TemporaryDirectory() as out:
+        processes = []
+        for node, (name, address) in enumerate(places):
+            prefix = (
+                ["nsenter", f"--net=/var/run/netns/{name}"] if name else []
+            )  # `ip netns exec` would part their mounts
+            for local in range(num_local):
+                rank = node * num_local + local
+                told = {**spec, "way": way, "url": spec["url"].format(address), "out": f"{out}/{rank}"}
+                told["folder"] = f"{out}/node{node}"
+                os.makedirs(told["folder"], exist_ok=True)
+                environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(local), "MASTER_PORT": str(PORT)}
+                environment |= {"WORLD_SIZE": str(len(places) * num_local), "LOCAL_WORLD_SIZE": str(num_local)}
+                environment |= {"MASTER_ADDR": "10.78.0.2" if name else "127.0.0.1", "OMP_NUM_THREADS": "1"}
+                environment |= {"TMPDIR": told["folder"], **({"GLOO_SOCKET_IFNAME": "eth0"} if name else {})}
+                command = [*prefix, sys.executable, "-m", "benchmarks.remote", "--rank", json.dumps(told)]
+                processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+        codes = [process.wait() for process in processes]
+        assert not any(codes), codes
+        return [json.loads(Path(f"{out}/{rank}").read_text()) for rank in range(len(processes))]
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
+    """Yield the rows of the table."""
+    sizes = {path.name: path.stat().st_size for path in sorted(checkpoint.glob("*.safetensors"))}
+    files = [path.name for path in checkpoint.iterdir() if path.is_file()]
+    nbytes = sum(sizes.values())
+
+    def row(where: str, way: str, places: Sequence[tuple[str, str]], behaviour: dict[str, Any]) -> list[str]:
+        found = []
+        for _ in range(repeats):
+            with in_own_process(checkpoint, host="0.0.0.0", **behaviour) as server:
+                url = server.url.replace("127.0.0.1", "{}") + "/"
+                spec = {"url": url, "sizes": sizes, "files": files}
+                found.append(run_ranks(way, places, 2, spec))
+        seconds = [max(each["seconds"] for each in ranks) for ranks in found]
+        took, ranks = statistics.median(seconds), found[0]
+        link = f"{nbytes / len(places) / took / RATE:.2f}" if places[0][0] else ""
+        extra = max(each["extra"] for ranks in found for each in ranks) / MIB
+        counts = [sum(each["requests"][kind] for each in ranks) for kind in range(2)]
+        if way == "download, then load":
+            link, counts = f"{nbytes / took / RATE:.2f}", [0, 0]
+        speed = f"{nbytes / took / 1e9:.2f}"
+        return [where, way, str(2 * len(places)), f"{took:.2f}", speed, link, f"{extra:.0f}", *map(str, counts)]
+
+    here = [("", "127.0.0.1")]
+    for way in ("client alone", "lowmem_load", "client alone", "lowmem_load"):
+        yield row("this machine", way, here, {})
+    with nodes(1) as far:
+        for way in ("client alone", "lowmem_load"):
+            yield row(f"{LATENCY_MS} ms, 1 Gbit/s", way, far, {"latency_ms": LATENCY_MS})
+    with nodes(2) as fresh:
+        for way in ("download, then load", "lowmem_load"):
+            yield row("fresh nodes", way, fresh, {})
+
+
+def main(act: Callable[[dict[str, Any]], dict[str, Any]] = run_rank) -> None:
+    """Measure, or be a rank."""
+    parser = argparse.ArgumentParser(description="Loads from an HTTP server.")
+    parser.add_argument("--params", type=float, default=1.5e9, help="of the model")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cache", type=Path, default=Path(".cache/benchmarks"))
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.rank is not None:
+        Path(chosen.rank["out"]).write_text(json.dumps(act(chosen.rank)))
+        return
+    with checkpoint_of(int(chosen.params), chosen.cache, True, print) as checkpoint:
+        table = list(rows(checkpoint, chosen.repeats))
+    show_table("benchmarks.remote", [COLUMNS, *table], docs=chosen.docs)
+
+
+if __name__ == "__main__":
+    main()

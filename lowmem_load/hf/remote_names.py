@@ -1,0 +1,176 @@
+"""Names of checkpoints that are not on this machine: a local folder takes the place of a URL, or of a streamed Hub id.
+
+Inside `located_names`, configurations, tokenizers and auto classes of transformers get that folder, whoever asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub
+from transformers import PreTrainedModel
+
+from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.hf.loader import is_loading
+from lowmem_load.hf.names import hub_keywords
+from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of
+from lowmem_load.replaced import Replacement, replaced
+
+LOADERS = (
+    ("transformers.models.auto.auto_factory", "_BaseAutoModelClass"),
+    ("transformers.models.auto.configuration_auto", "AutoConfig"),
+    ("transformers.configuration_utils", "PretrainedConfig"),
+    ("transformers.generation.configuration_utils", "GenerationConfig"),
+    ("transformers.models.auto.tokenization_auto", "AutoTokenizer"),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase"),
+    ("transformers.models.auto.processing_auto", "AutoProcessor"),
+    ("transformers.models.auto.image_processing_auto", "AutoImageProcessor"),
+    ("transformers.models.auto.feature_extraction_auto", "AutoFeatureExtractor"),
+)
+"""Modules, and classes in them whose `from_pretrained` takes the name of a checkpoint."""
+
+_NAME = "pretrained_model_name_or_path"
+
+_OF_THE_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "resume_download")
+"""Keywords of `from_pretrained` that a folder has no use for."""
+
+
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+
+
+def located(name: Any, kwargs: Mapping[str, Any], *, stream: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Return the folder that takes the place of a name, and the keywords that go with it.
+
+    Other names, and models that the Hub's cache holds, stay as they are.
+
+    Args:
+        name: a folder, a Hub id or a URL.
+        kwargs: of `from_pretrained`.
+        stream: whether a model on the Hub is read from there, if it is not in the cache.
+    """
+    subfolder = kwargs.get("subfolder") or ""
+    if is_url(name):
+        from lowmem_load.io.remote_checkpoint import folder_of_url
+
+        folder = folder_of_url(name, subfolder=subfolder)
+    elif stream and isinstance(name, str) and not os.path.isdir(name) and not _is_cached(name, kwargs):
+        from lowmem_load.io.remote_checkpoint import folder_of_model
+
+        keywords = hub_keywords(kwargs, ("revision", "token", "cache_dir"))
+        folder, _ = folder_of_model(name, subfolder=subfolder, **keywords)
+    else:
+        return name, dict(kwargs)
+    return folder, {key: value for key, value in kwargs.items() if key not in _OF_THE_HUB}
+
+
+class Located(NamedTuple):
+    """A checkpoint that can be described: `folder` has its small files, and files of weights that `open_file` opens."""
+
+    name: str
+    folder: str
+    revision: str | None  # commit on the Hub
+
+
+def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> Located:
+    """Return the folder of a name, whose weights are not downloaded.
+
+    With `HF_HUB_OFFLINE`, a Hub id means what is in the local cache.
+
+    Raises:
+        CheckpointError: there is no such folder, and no such model on the Hub, or the Hub cannot be reached.
+    """
+    from lowmem_load.io.remote_checkpoint import folder_of_model, folder_of_url
+
+    if is_url(name):
+        return Located(name, folder_of_url(name, subfolder=subfolder), None)
+    if os.path.isdir(name):
+        return Located(name, name, None)
+    if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise CheckpointError(f"{name}: no such folder")
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        return Located(name, *folder_of_model(name, subfolder=subfolder, revision=revision))
+    try:
+        return Located(
+            name, str(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)), None
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{name}: no such folder, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
+        ) from error
+
+
+@contextlib.contextmanager
+def located_names(*, everywhere: bool = False) -> Iterator[None]:
+    """Inside, transformers takes URLs as names; models are left to the loads of this package."""
+    replacements = [_refusing()]
+    for module, name in LOADERS:
+        with contextlib.suppress(ImportError, AttributeError):  # a release without it
+            replacements.append(_from_pretrained(getattr(importlib.import_module(module), name)))
+    with replaced(*replacements, everywhere=everywhere):
+        yield
+
+
+def _from_pretrained(owner: type) -> Replacement:
+    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        name = args[0] if args else kwargs.get(_NAME)
+        if not is_url(name):
+            return ordinary(cls, *args, **kwargs)
+        folder, kwargs = located(name, kwargs)
+        kwargs.pop(_NAME, None)
+        return named_as_asked(ordinary(cls, folder, *args[1:], **kwargs))
+
+    return owner, "from_pretrained", from_pretrained
+
+
+def _refusing() -> Replacement:
+    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        name = args[0] if args else kwargs.get(_NAME)
+        is_remote = is_url(name) or (isinstance(name, str) and is_stand_in(name))
+        if is_remote and not is_loading():
+            raise UnsupportedError(
+                f"{origin_of(str(name))}: only loads into ZeRO-3 partitions or FSDP2 shards read from a remote store, "
+                "and none is active here; download the checkpoint and name its folder"
+            )
+        return ordinary(cls, *args, **kwargs)
+
+    return PreTrainedModel, "from_pretrained", from_pretrained
+
+
+def named_as_asked(found: Any) -> Any:
+    """Give what was loaded from a folder the name that the folder stands for: users load more by it."""
+    thing = found[0] if isinstance(found, tuple) else found
+    named: list[Any] = [thing, getattr(thing, "config", None)]
+    for each in named:
+        folder = getattr(each, "name_or_path", None)
+        if isinstance(folder, str) and origin_of(folder) != folder:
+            each.name_or_path = origin_of(folder)
+    return found
+
+
+def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the Hub's cache holds the weights of a model, or the Hub may not be asked."""
+    if kwargs.get("local_files_only") or huggingface_hub.constants.HF_HUB_OFFLINE:
+        return True
+    subfolder = kwargs.get("subfolder") or ""
+
+    def cached(file: str) -> str | None:
+        path = f"{subfolder}/{file}" if subfolder else file
+        found = huggingface_hub.try_to_load_from_cache(name, path, **hub_keywords(kwargs, ("cache_dir", "revision")))
+        return found if isinstance(found, str) else None
+
+    try:
+        for file in _WEIGHTS:
+            if cached(file) is not None:
+                return True
+            if (index := cached(f"{file}.index.json")) is not None:
+                shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+                return all(cached(str(shard)) is not None for shard in shards)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{name}: neither a Hub id nor usable in the Hub's cache: {error}") from error
+    return False

@@ -1,0 +1,141 @@
+"""Files in S3, GCS and Azure, through obstore (Rust's object_store). Checked with obstore 0.12."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.io.http_object import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, plain_url, without_secrets
+from lowmem_load.io.remote_file import TIMEOUT_S, TransientError
+
+PART_BYTES = 1 << 20
+"""Bytes of a body that arrive before they are copied."""
+
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+"""Environment variables that name another server than the provider's."""
+
+REGION = "incorrectly configured region"
+"""In obstore's error where S3 redirects to another region."""
+
+METADATA_HOST = "169.254.169.254"
+"""Where machines of the providers have their credentials."""
+
+
+class StoreObject:
+    """A `RemoteObject` in an object store."""
+
+    sha256 = None
+
+    def __init__(self, store: Any, key: str, name: str, nbytes: int, version: str) -> None:
+        self.name, self.nbytes, self.version = name, nbytes, version
+        self._store, self._key = store, key
+
+    def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
+        """See `RemoteObject`."""
+        if not memory:
+            return
+        import obstore
+
+        with _our_errors(self.name):
+            options: Any = {"range": (offset, offset + memory.nbytes), "if_match": self.version}
+            found = obstore.get(self._store, self._key, options=options)
+            if found.meta["e_tag"] is not None and _quoted_tag(found.meta["e_tag"]) != self.version:
+                raise _changed(self.name)
+            filled = 0
+            for part in found.stream(min_chunk_size=PART_BYTES):
+                view = memoryview(part)
+                if filled + view.nbytes > memory.nbytes:
+                    raise CheckpointError(f"{self.name}: the store sent more than {memory.nbytes} bytes; {USE_ANOTHER}")
+                memory[filled : filled + view.nbytes] = view
+                filled += view.nbytes
+                check()
+        if filled < memory.nbytes:
+            raise TransientError(f"the store sent {filled} bytes, expected {memory.nbytes}")
+
+
+def listed(url: str, subfolder: str) -> dict[str, StoreObject]:
+    """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder."""
+    try:
+        import obstore
+        from obstore import exceptions
+        from obstore.store import from_url
+    except ImportError as error:
+        raise ConfigError(
+            f"{plain_url(url)}: install obstore to read from it: pip install 'lowmem-load[stores]'"
+        ) from error
+    options: Any = {"timeout": f"{10 * TIMEOUT_S:g}s", "read_timeout": f"{TIMEOUT_S:g}s", "connect_timeout": "5s"}
+    if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS):
+        options["allow_http"] = True  # as the owner of the environment says
+    try:
+        store = from_url(url, client_options=options, retry_config={"max_retries": 0})
+    except (exceptions.BaseError, ValueError) as error:  # it has asked nobody yet
+        reason = without_secrets(str(error).partition("\n")[0])[:200]
+        raise CheckpointError(f"{plain_url(url)}: is no URL of a store, or one that lacks settings: {reason}") from None
+    with _our_errors(plain_url(url)):
+        found: dict[str, StoreObject] = {}
+        for prefix in dict.fromkeys(("", subfolder.strip("/"))):
+            for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
+                key, tag = meta["path"], meta["e_tag"]
+                if tag is None:
+                    raise CheckpointError(f"{plain_url(url)}/{key}: the store gives no ETag, so it may change unseen")
+                found[key] = StoreObject(
+                    store, key, f"{plain_url(url).rstrip('/')}/{key}", meta["size"], _quoted_tag(tag)
+                )
+    return found
+
+
+def _quoted_tag(tag: str) -> str:
+    """Return an ETag as HTTP has it: lists of Azure and GCS leave the quotes out."""
+    return f'"{tag.strip(chr(34))}"'
+
+
+def _changed(name: str) -> CheckpointError:
+    return CheckpointError(f"{name}: was replaced after its header was read; load again once nobody writes to it")
+
+
+@contextmanager
+def _our_errors(name: str) -> Iterator[None]:
+    from obstore import exceptions
+
+    try:
+        yield
+    except exceptions.PreconditionError:
+        raise _changed(name) from None
+    except (exceptions.NotFoundError, FileNotFoundError):
+        raise CheckpointError(f"{name}: is not there") from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise _denied(name, _what(error)) from None
+    except exceptions.BaseError as error:
+        what = _what(error)
+        status = int(found[0]) if (found := re.search(r"\b[345]\d\d\b", what)) is not None else 0
+        if status in DENIED:
+            raise _denied(name, what) from None
+        if status == 404:  # of a list: there is no such bucket
+            raise CheckpointError(f"{name}: is not there") from None
+        if "non-partial" in str(error) or isinstance(error, exceptions.NotSupportedError):
+            raise CheckpointError(f"{name}: the store does not serve ranges; {USE_ANOTHER}") from None
+        if REGION in what or (status < 500 and status and status not in TRANSIENT):
+            raise CheckpointError(f"{name}: the store does not answer as it should: {what}") from None
+        raise TransientError(what, is_throttled=status in THROTTLED or "SlowDown" in what) from None
+
+
+def _denied(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: the store refuses access ({what}); check the credentials, and that they may list and read it"
+    )
+
+
+def _what(error: Exception) -> str:
+    """Return what an error of obstore says, without its text: that quotes answers, which may hold session tokens."""
+    text = str(error)
+    patterns = r"status: (\d{3})", r"\b(\d{3}) [A-Z][a-z]+", r"<Code>(\w{1,64})</Code>", r"kind: (\w{1,32})"
+    matches = (re.search(pattern, text) for pattern in patterns)
+    causes = ("request or response body error", "error sending request", "builder error", "Requested", REGION)
+    found = [match[1] for match in matches if match] + [cause for cause in causes if cause in text][:1]
+    if METADATA_HOST in text:
+        found.append("asked this machine for credentials, as the environment has none")
+    return ", ".join(dict.fromkeys([type(error).__name__, *found]))

@@ -1,0 +1,274 @@
+"""Checkpoints in remote stores: a local folder stands for each. It has the small files, and empty files for weights.
+
+Whoever opens an empty one by `open_file` gets a `RemoteFile`. The name of the folder is a digest of the names and
+versions of the files, so the ranks of a node share it, and the first one fetches the small files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import posixpath
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import build_hf_headers
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.io import object_store
+from lowmem_load.io.http_object import HttpObject, plain_url, refuse_status, requested
+from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile, RemoteObject, retried
+from lowmem_load.io.source import read_bytes
+from lowmem_load.io.stand_ins import head_of, note_folder
+
+MAX_SMALL_NBYTES = 64 << 20
+"""Most bytes of a file that is fetched whole, such as an index."""
+
+MAX_NAME_NBYTES = 255
+"""Most bytes of a file name, as on most file systems."""
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".data", ".zip")
+"""Ends of names of files that are never fetched whole."""
+
+SAFETENSORS, TORCH = ("model.safetensors", "adapter_model.safetensors"), ("pytorch_model.bin", "adapter_model.bin")
+
+ON_HTTP = (
+    *("config.json", "generation_config.json", "adapter_config.json", "quantize_config.json", "SHA256SUMS"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json", *SAFETENSORS, *TORCH),
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json"),
+    "video_preprocessor_config.json",
+)
+"""Files that are looked for on an HTTP server, which has no list of its files."""
+
+NUM_THREADS = 16
+"""Small requests at a time."""
+
+Listing = Mapping[str, RemoteObject]
+"""Files by their path in the checkpoint: "config.json", "subfolder/config.json"."""
+
+
+def folder_of_url(url: str, *, subfolder: str = "") -> str:
+    """Return the folder that stands for a URL.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        ConfigError: a package is not installed.
+    """
+    if urlsplit(url).scheme in ("http", "https"):
+        listing: Listing = _listed_on_http(url, subfolder)
+    else:
+        listing = retried(lambda: object_store.listed(url, subfolder), f"{plain_url(url)}: cannot be listed")
+    if not listing:
+        raise CheckpointError(f"{plain_url(url)}: no files are there; name the folder that holds config.json")
+    return _laid_out(plain_url(url), listing, lambda file: _content(listing[file]))
+
+
+def folder_of_model(
+    name: str,
+    *,
+    subfolder: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> tuple[str, str]:
+    """Return the folder that stands for a model on the Hub, and its commit. Small files go through the Hub's cache.
+
+    Raises:
+        CheckpointError: there is no such model, or the Hub cannot be reached.
+    """
+    info = _model_info(name, revision, token)
+    commit = str(info.sha)
+    listing: dict[str, RemoteObject] = {}
+    for sibling in info.siblings:
+        file, sha256 = str(sibling.rfilename), sibling.lfs.sha256 if sibling.lfs is not None else None
+        if posixpath.dirname(file) in ("", subfolder.strip("/")):
+            url = huggingface_hub.hf_hub_url(name, file, revision=commit)
+            version = f"{commit} {sha256 or sibling.blob_id}"
+            listing[file] = HttpObject(
+                url, int(sibling.size or 0), version, lambda: build_hf_headers(token=token), of_hub=True, sha256=sha256
+            )
+
+    def fetch(file: str) -> bytes:
+        try:
+            return Path(
+                huggingface_hub.hf_hub_download(name, file, revision=commit, token=token, cache_dir=cache_dir)
+            ).read_bytes()
+        except Exception as error:  # of httpx or requests, or of the cache on disk
+            raise CheckpointError(f"{name}: {file} cannot be fetched from the Hub: {error}") from error
+
+    return _laid_out(name, listing, fetch, _describes_a_model), commit
+
+
+def _describes_a_model(file: str) -> bool:
+    name = file.rpartition("/")[2]
+    return name.endswith((".json", ".py", ".sha256")) and not name.startswith(("tokenizer", "vocab"))
+
+
+def _model_info(name: str, revision: str | None, token: str | bool | None) -> Any:
+    try:
+        return huggingface_hub.HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
+    except HFValidationError as error:
+        raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"{name}: no such folder, and the Hub says: {error}") from error
+    except Exception as error:  # of httpx or requests, depending on huggingface_hub
+        raise CheckpointError(
+            f"{name}: no such folder, and the Hub at {huggingface_hub.constants.ENDPOINT} cannot be reached: {error}"
+        ) from error
+
+
+# -- listings ----------------------------------------------------------------------------------------------------------
+
+
+def _listed_on_http(url: str, subfolder: str) -> Listing:
+    parts = urlsplit(url)
+    base = parts._replace(path=parts.path.rstrip("/") + "/").geturl()
+    prefixes = list(dict.fromkeys(("", f"{subfolder.strip('/')}/" if subfolder.strip("/") else "")))
+    found = _looked_up(base, [f"{prefix}{file}" for prefix in prefixes for file in ON_HTTP])
+    more: list[str] = []
+    for prefix in prefixes:
+        for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            if (item := found.get(prefix + index)) is not None:
+                more += [prefix + file for file in _shards(item)]
+        if (item := found.get(f"{prefix}config.json")) is not None:
+            more += [prefix + file for file in _code(item)]
+    return {**found, **_looked_up(base, more)}
+
+
+def _looked_up(base: str, files: Iterable[str]) -> dict[str, RemoteObject]:
+    with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-look") as pool:
+        files = list(dict.fromkeys(files))
+        items = pool.map(
+            lambda file: retried(lambda: _head(base, file), f"{plain_url(base)}{file}: cannot be found"), files
+        )
+        return {file: item for file, item in zip(files, items, strict=True) if item is not None}
+
+
+def _head(base: str, file: str) -> RemoteObject | None:
+    parts = urlsplit(base)
+    url = parts._replace(path=parts.path + file).geturl()
+    with requested("HEAD", url, {}, dict, first=url) as (_, answer):
+        if answer.status in (404, 410) or (answer.status == 403 and file != "config.json"):
+            return None  # S3 says 403 for what is not there, to who may not list
+        refuse_status(plain_url(url), answer)
+        sent, length = answer.headers, str(answer.headers.get("Content-Length", ""))
+        version = sent.get("ETag") if not str(sent.get("ETag", "")).startswith("W/") else None
+        version = version or sent.get("Last-Modified")
+        if not version or not length.isdigit():
+            raise CheckpointError(
+                f"{plain_url(url)}: the server sends no {'Content-Length' if version else 'ETag and no Last-Modified'}"
+                ", without which a file that is replaced goes unnoticed; use another server, or download the checkpoint"
+            )
+        return HttpObject(url, int(length), version)
+
+
+def _shards(index: RemoteObject) -> set[str]:
+    """Return the names in an index that may be files beside it; `check_index` refuses the others."""
+    try:
+        names = set(json.loads(_content(index))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return set()
+    return {name for name in names if isinstance(name, str) and _is_plain(name)}
+
+
+def _code(config: RemoteObject) -> set[str]:
+    """Return the files of code that a configuration names."""
+    try:
+        modules = json.loads(_content(config)).get("auto_map", {}).values()
+    except (ValueError, AttributeError, RecursionError):
+        return set()
+    found = {f"{each.partition('.')[0]}.py" for each in modules if isinstance(each, str) and "--" not in each}
+    return {name for name in found if _is_plain(name)}
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..") and not any(each in name for each in ("/", "\\", "\0", "?", "#"))
+
+
+def _content(item: RemoteObject) -> bytes:
+    if item.nbytes > MAX_SMALL_NBYTES:
+        raise CheckpointError(f"{item.name}: has {item.nbytes} bytes, expected at most {MAX_SMALL_NBYTES}")
+    return read_bytes(RemoteFile(item), 0, item.nbytes)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def _laid_out(
+    origin: str, listing: Listing, fetch: Callable[[str], bytes], fetches: Callable[[str], bool] = lambda _: True
+) -> str:
+    """Return the folder for a listing, filled by this process or by another one of this user."""
+    for file in listing:
+        _check_file_name(origin, file)
+    lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
+    base = _base()
+    folder = os.path.join(base, fingerprint([origin, *lines]), origin.rstrip("/").rpartition("/")[2] or "model")
+    with _locked(os.path.join(base, "lock")):
+        if not os.path.isdir(folder):
+            _fill(base, os.path.dirname(folder), os.path.basename(folder), listing, fetch, fetches)
+    paths = {os.path.join(folder, file): item for file, item in listing.items()}
+    note_folder(folder, origin, {path: item for path, item in paths.items() if not os.path.getsize(path)})
+    return folder
+
+
+def _fill(
+    base: str, target: str, last: str, listing: Listing, fetch: Callable[[str], bytes], fetches: Callable[[str], bool]
+) -> None:
+    made = tempfile.mkdtemp(dir=base)
+
+    def fill(entry: tuple[str, RemoteObject]) -> None:
+        file, item = entry
+        path = os.path.join(made, last, file)
+        is_small = not file.endswith(WEIGHTS) and item.nbytes <= MAX_SMALL_NBYTES and fetches(file)
+        Path(path).write_bytes(fetch(file) if is_small else b"")
+        if file.endswith(".safetensors"):
+            Path(head_of(path)).write_bytes(read_bytes(RemoteFile(item), 0, HEAD_BYTES))
+
+    try:
+        for file in listing:
+            os.makedirs(os.path.dirname(head_of(os.path.join(made, last, file))), exist_ok=True)
+        with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-fetch") as pool:
+            list(pool.map(fill, listing.items()))
+        os.rename(made, target)  # there at once and whole, or not at all
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _check_file_name(origin: str, file: str) -> None:
+    """Refuse a name that would leave the folder: names are untrusted."""
+    parts = file.split("/")
+    if not all(map(_is_plain, parts)) or any(len(os.fsencode(part)) > MAX_NAME_NBYTES for part in parts):
+        raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
+
+
+def _base() -> str:
+    """Return a folder of this user in the temporary one, which nobody else may write to."""
+    base = os.path.join(tempfile.gettempdir(), f"lowmem_load-{os.getuid()}")
+    os.makedirs(base, mode=0o700, exist_ok=True)
+    found = os.lstat(base)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise CheckpointError(f"{base}: belongs to somebody else, or others may write to it; remove it")
+    return base
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""Local folders that stand for checkpoints in remote stores, as this process knows them, and how to open any file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lowmem_load.io.remote_file import RemoteFile, RemoteObject
+from lowmem_load.io.source import ByteSource, LocalFile
+
+URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
+
+_objects: dict[str, RemoteObject] = {}  # by name, and by the path of the empty file that stands for it
+_places: dict[str, str] = {}  # paths of these empty files, by the name of the remote file
+_origins: dict[str, str] = {}  # URL or Hub id of each folder
+
+
+def is_url(name: object) -> bool:
+    """Return whether a name is a URL in a remote store."""
+    return isinstance(name, str) and "://" in name and urlsplit(name).scheme.lower() in URL_SCHEMES
+
+
+def note_folder(folder: str, origin: str, objects: Mapping[str, RemoteObject]) -> None:
+    """Note that a folder stands for a URL or Hub id. `objects` are its remote files, by the paths of the empty ones."""
+    _origins[os.path.abspath(folder)] = origin
+    for path, item in objects.items():
+        _objects[path] = _objects[item.name] = item
+        _places[item.name] = path
+
+
+def open_file(path: str) -> ByteSource:
+    """Open a local file, or the remote one that an empty file stands for, or that has this name."""
+    found = _objects.get(path) or _objects.get(os.path.abspath(path))
+    if found is None:
+        return LocalFile(path)
+    head = head_of(_places[found.name])
+    return RemoteFile(found, Path(head).read_bytes() if os.path.isfile(head) else b"")
+
+
+def head_of(path: str) -> str:
+    """Return the path of a file with the first bytes of the remote file that an empty one stands for."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, ".heads", name)
+
+
+def remote_object(path: str) -> RemoteObject | None:
+    """Return the remote file that has this name, or that this path stands for; None if there is none."""
+    return _objects.get(path)
+
+
+def local_place(path: str) -> str:
+    """Return the path of the empty file that stands for the remote one of this name; else the path itself."""
+    return _places.get(path, path)
+
+
+def origin_of(folder: str) -> str:
+    """Return the URL or Hub id that a folder stands for; the folder, if it is an ordinary one."""
+    return _origins.get(os.path.abspath(folder), folder)
+
+
+def is_stand_in(folder: str) -> bool:
+    """Return whether a folder stands for a remote checkpoint."""
+    return os.path.abspath(folder) in _origins

@@ -1,0 +1,583 @@
+"""An HTTP server of folders by byte ranges, as fast as sendfile, that counts what it does and fails as it is told.
+
+In a thread of the test:
+
+    with range_server(folder, error_503=0.01) as server:
+        load(f"{server.url}/model.safetensors")
+        assert server.stats()["faults"]["error_503"] > 0
+
+As a process of its own, for ranks and benchmarks: `in_own_process(folder)`, or on the command line
+
+    python -m tests.remote.range_server FOLDER --set latency_ms=20 --set error_503=0.01
+
+With folders by name it is S3 and GCS enough for obstore to read and list, each folder a bucket, whatever the signature:
+an endpoint whose answers fail as no real one's do.
+
+Its control paths, which neither fail nor count: GET `/_stats` (`?asked` lists every request too), GET or POST `/_reset`
+(counts to 0), GET `/_faults`, POST `/_faults` with JSON of what changes of Behaviour, DELETE `/_faults` (as at the
+start), GET `/_sign/PATH` (a signed URL of the path).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+from urllib.request import Request as UrlRequest
+from urllib.request import urlopen
+from xml.sax.saxutils import escape
+
+from tests.remote.behaviour import BEFORE_BODY, IN_BODY, Behaviour
+from tests.remote.http11 import Closed, Connection, Request
+from tests.remote.listing import etag as listing_etag
+from tests.remote.listing import listing
+
+REPO = Path(__file__).resolve().parents[2]
+MOST_ASKED = 100_000
+
+Folders = Path | str | Mapping[str, Path]
+
+
+@dataclass
+class Stats:
+    """What a server has done."""
+
+    requests: int = 0
+    """For files, with those that failed."""
+    bytes_sent: int = 0
+    """Of files."""
+    in_flight: int = 0
+    most_in_flight: int = 0
+    connections: int = 0
+    authorized: int = 0
+    """Requests that had an Authorization header."""
+    methods: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    path_requests: Counter[str] = field(default_factory=Counter)
+    path_bytes: Counter[str] = field(default_factory=Counter)
+    asked: list[str] = field(default_factory=list)
+    """The first of all requests, as 'GET /model.safetensors bytes=0-7 if-match="64-1b"'."""
+
+
+@dataclass
+class Answer:
+    """What goes back: the content, or a part of a file."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    content: bytes = b""
+    file: int = -1
+    """Its descriptor; -1: the content is in memory."""
+    first: int = 0
+    count: int = 0
+
+
+class RangeServer:
+    """Serves folders on a port; `close` it, or use `range_server`.
+
+    Args:
+        folders: one, whose files are at the root, or several by what their paths begin with.
+        port: 0: one that is free.
+        host: "0.0.0.0" for all of this machine's addresses.
+        behaviour: values of Behaviour by name.
+    """
+
+    def __init__(self, folders: Folders, *, port: int = 0, host: str = "127.0.0.1", **behaviour: Any) -> None:
+        self._folders = dict(folders) if isinstance(folders, Mapping) else {"": Path(folders)}
+        self.behaviour = self._at_start = Behaviour().changed(behaviour)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._stats = Stats()
+        self._numbered = self._failed = 0
+        self._open: dict[Connection, threading.Thread] = {}
+        self._listening = socket.create_server((host, port), backlog=512)
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, name=f"{self.url} accepts", daemon=True)
+        self._accepting.start()
+
+    def set(self, **changes: Any) -> None:
+        """Behave otherwise from now on.
+
+        Args:
+            changes: values of Behaviour by name.
+        """
+        self.behaviour = self.behaviour.changed(changes)
+
+    def stats(self) -> dict[str, Any]:
+        """What was done since the start or the last reset, by the names of Stats."""
+        with self._lock:
+            return {name: copy.copy(value) for name, value in vars(self._stats).items()}
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        with self._lock:
+            open_now = self._stats.in_flight
+            self._stats = Stats(in_flight=open_now, most_in_flight=open_now)
+            self._numbered = self._failed = 0
+
+    def signed(self, path: str) -> str:
+        """A URL that is good for a while where signatures are checked.
+
+        Args:
+            path: of the file, with its first slash.
+        """
+        return self.url + self.behaviour.signed(path)
+
+    def close(self) -> None:
+        """Stop, and cut off all who are connected; may be called again."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listening.close()
+        with self._lock:
+            left = dict(self._open)
+        for connection, thread in left.items():
+            connection.cut_off()
+            thread.join(5)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                return
+            connection = Connection(sock)
+            thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self.url} serves", daemon=True)
+            with self._lock:
+                self._stats.connections += 1
+                self._open[connection] = thread
+            thread.start()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            while True:
+                request = connection.request()
+                if not self._answer(connection, request) or not request.keeps_alive:
+                    break
+        except (Closed, OSError):
+            pass
+        finally:
+            connection.close()
+            with self._lock:
+                del self._open[connection]
+
+    def _answer(self, connection: Connection, request: Request) -> bool:
+        """Answer a request; returns whether the connection is as good as before."""
+        if request.path.startswith("/_"):
+            return self._send(connection, request, self._control(request))
+        behaviour = self.behaviour
+        with self._count(request, behaviour) as fault:
+            if behaviour.latency_ms:
+                self._closing.wait(behaviour.latency_ms / 1000)
+            if fault == "reset_before":
+                self._note(fault=fault)
+                connection.reset()
+                return False
+            answer = self._failure(fault, behaviour) or self._refusal(request, behaviour)
+            answer = answer or self.answer_to(request, behaviour)
+            try:
+                return self._send(connection, request, answer, behaviour, fault)
+            finally:
+                if answer.file >= 0:
+                    os.close(answer.file)
+
+    @contextlib.contextmanager
+    def _count(self, request: Request, behaviour: Behaviour) -> Iterator[str]:
+        """Count a request while it is answered; yields which fault befalls it, or ""."""
+        fault = ""
+        with self._lock:
+            stats = self._stats
+            stats.requests += 1
+            stats.in_flight += 1
+            stats.most_in_flight = max(stats.most_in_flight, stats.in_flight)
+            stats.methods[request.method] += 1
+            stats.path_requests[request.path] += 1
+            stats.authorized += "authorization" in request.headers
+            if len(stats.asked) < MOST_ASKED:
+                condition = request.headers.get("if-match")
+                parts = [
+                    request.method,
+                    request.path,
+                    request.headers.get("range"),
+                    condition and f"if-match={condition}",
+                ]
+                stats.asked.append(" ".join(part for part in parts if part))
+            if behaviour.counts(request.path):
+                if behaviour.at_most < 0 or self._failed < behaviour.at_most:
+                    fault = _befalls(request, behaviour.fault(self._numbered))
+                self._numbered += 1
+                self._failed += bool(fault)
+        try:
+            yield fault
+        finally:
+            with self._lock:
+                self._stats.in_flight -= 1
+
+    def _note(self, *, status: int = 0, fault: str = "", path: str = "", sent: int = 0) -> None:
+        with self._lock:
+            self._stats.bytes_sent += sent
+            if path:
+                self._stats.path_bytes[path] += sent
+            if status:
+                self._stats.statuses[status] += 1
+            if fault:
+                self._stats.faults[fault] += 1
+
+    def _failure(self, fault: str, behaviour: Behaviour) -> Answer | None:
+        if fault not in BEFORE_BODY:
+            return None
+        self._note(fault=fault)
+        after = {"Retry-After": str(behaviour.retry_after_s)}
+        if fault == "error_500":
+            return Answer(500, content=b"as it was told to\n")
+        if fault == "error_503":
+            return Answer(503, after, b"as it was told to\n")
+        if fault == "too_many":
+            return Answer(429, after, b"as it was told to\n")
+        return _s3_error(503, "SlowDown", "Please reduce your request rate.")
+
+    def _refusal(self, request: Request, behaviour: Behaviour) -> Answer | None:
+        authorization = request.headers.get("authorization", "")
+        if behaviour.gone:
+            return _s3_error(403, "AccessDenied", "Access Denied", request if behaviour.repeats else None)
+        if behaviour.refuse_authorization and authorization:
+            return _s3_error(400, "InvalidArgument", "Only one auth mechanism allowed")
+        if behaviour.token and authorization != f"Bearer {behaviour.token}":
+            return Answer(401, {"WWW-Authenticate": "Bearer"}, b"a token is wanted\n")
+        if behaviour.check_signature and (wrong := behaviour.wrong_in(request.path, request.query)):
+            message = "Request has expired" if wrong == "ExpiredToken" else "Access Denied"
+            return _s3_error(403, wrong, message, request if behaviour.repeats else None)
+        return None
+
+    def answer_to(self, request: Request, behaviour: Behaviour) -> Answer:
+        """What a request gets that neither fails nor is refused.
+
+        Args:
+            request: of a client.
+            behaviour: of the server.
+        """
+        if request.method not in ("GET", "HEAD"):
+            return Answer(405, {"Allow": "GET, HEAD"})
+        bucket = request.path.strip("/")
+        if "list-type=2" in request.query and bucket in self._folders:
+            content = listing(bucket, self._folders[bucket], request.query)
+            return Answer(200, {"Content-Type": "application/xml"}, content)
+        path = self.path_of(request.path)
+        if path is None:
+            return Answer(404, content=b"no such file\n")
+        if behaviour.redirect_to:
+            return Answer(302, {"Location": behaviour.redirect_to + behaviour.signed(request.path)})
+        return file_answer(path, request, behaviour)
+
+    def path_of(self, path: str) -> Path | None:
+        """The file that a URL's path names, if there is one.
+
+        Args:
+            path: as it stands in the URL.
+        """
+        path = unquote(path).strip("/")
+        if ".." in path.split("/") or "\0" in path:
+            return None
+        for name, folder in self._folders.items():
+            if not name or path.startswith(f"{name}/"):
+                found = folder / path[len(name) :].lstrip("/")
+                return found if found.is_file() else None
+        return None
+
+    def _send(
+        self,
+        connection: Connection,
+        request: Request,
+        answer: Answer,
+        behaviour: Behaviour | None = None,
+        fault: str = "",
+    ) -> bool:
+        behaviour = behaviour or Behaviour()
+        count = answer.count if answer.file >= 0 else len(answer.content)
+        with_body = request.method != "HEAD" and count > 0
+        fault = fault if fault in IN_BODY and with_body and answer.file >= 0 and count > 1 else ""
+        if fault == "short" and answer.status == 206:
+            count //= 2
+            total = answer.headers["Content-Range"].rpartition("/")[2]
+            answer.headers["Content-Range"] = f"bytes {answer.first}-{answer.first + count - 1}/{total}"
+        elif fault == "short":
+            fault = ""
+        is_file_request = not request.path.startswith("/_")
+        self._note(status=answer.status if is_file_request else 0, fault=fault)
+        connection.send_head(
+            answer.status, {"Content-Length": str(count), **answer.headers}, body_follows=with_body and answer.file >= 0
+        )
+        if not with_body:
+            return True
+        if answer.file < 0:
+            connection.send(answer.content)
+            return True
+        return self._send_file(connection, request, answer, count, behaviour, fault)
+
+    def _send_file(
+        self, connection: Connection, request: Request, answer: Answer, count: int, behaviour: Behaviour, fault: str
+    ) -> bool:
+        added = behaviour.adds if answer.status == 206 else 0
+        count -= added
+        halves = [count // 2, count - count // 2] if fault in ("reset_middle", "cut", "stall") else [count]
+        done = 0
+        for i, part in enumerate(halves):
+            if i:
+                if fault == "stall":
+                    self._closing.wait(behaviour.stall_s)
+                else:
+                    if fault == "reset_middle":
+                        connection.reset()
+                    return False
+            self._note(path=request.path, sent=part)  # before the client has them, and may ask for the count
+            sent = 0
+            try:
+                sent = connection.send_file(answer.file, answer.first + done, part, behaviour.bytes_per_s)
+            finally:
+                self._note(path=request.path, sent=sent - part)
+            done += sent
+            if sent < part:
+                return False  # the file has become shorter
+        connection.send(bytes(added))
+        return True
+
+    def _control(self, request: Request) -> Answer:
+        what = request.path[2:]
+        if what == "stats":
+            stats = self.stats()
+            if request.query != "asked":
+                del stats["asked"]
+            return _json(stats)
+        if what == "reset":
+            self.reset()
+            return _json({})
+        if what == "faults":
+            try:
+                if request.method == "POST":
+                    self.set(**json.loads(request.body))
+                elif request.method == "DELETE":
+                    self.behaviour = self._at_start
+            except (TypeError, ValueError) as error:
+                return Answer(400, content=f"{error}\n".encode())
+            return _json(asdict(self.behaviour))
+        if what.startswith("sign/"):
+            return Answer(200, content=self.signed(what[4:]).encode())
+        return Answer(404)
+
+
+def file_answer(path: Path, request: Request, behaviour: Behaviour, etag: str = "") -> Answer:
+    """The answer to a GET or HEAD of a file that is there: of all of it, or of a range, with its preconditions.
+
+    Args:
+        path: of the file.
+        request: of a client.
+        behaviour: of the server.
+        etag: in its quotes; if empty, one of the size and the time of the last change.
+    """
+    file = os.open(path, os.O_RDONLY)
+    try:
+        answer = _whole_or_range(file, request, behaviour, etag)
+    except BaseException:
+        os.close(file)
+        raise
+    if answer.file < 0:
+        os.close(file)
+    return answer
+
+
+def _whole_or_range(file: int, request: Request, behaviour: Behaviour, etag: str) -> Answer:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        return Answer(404)
+    size = status.st_size
+    etag = etag or listing_etag(status)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Content-Type": "application/octet-stream",
+        "Last-Modified": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(status.st_mtime)),
+        "ETag": f"W/{etag}" if behaviour.weak_etags else etag,
+    }
+    if behaviour.no_etags:
+        del headers["ETag"]
+    if "if-match" in request.headers and not _matches(request.headers["if-match"], headers.get("ETag", "")):
+        return Answer(412, headers)
+    if "if-none-match" in request.headers and _matches(request.headers["if-none-match"], headers.get("ETag", "")):
+        return Answer(304, headers)
+    asked = request.headers.get("range")
+    if asked is None or behaviour.ignores_ranges or request.headers.get("if-range", etag) != etag:
+        return Answer(200, headers, file=file, count=size)
+    found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked)
+    if not found or not any(found.groups()):
+        return Answer(200, headers, file=file, count=size)
+    first, last = _range(found[1], found[2], size)
+    if first > last:
+        return Answer(416, {**headers, "Content-Range": f"bytes */{size}"})
+    first, last = first + behaviour.shifts, last + behaviour.shifts
+    headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+    return Answer(206, headers, file=file, first=first, count=last - first + 1 + behaviour.adds)
+
+
+def _range(first: str, last: str, size: int) -> tuple[int, int]:
+    if not first:
+        return max(0, size - int(last)), size - 1
+    end = min(int(last), size - 1) if last else size - 1
+    return int(first), end
+
+
+def _matches(wanted: str, etag: str) -> bool:
+    return wanted == "*" or etag in [one.strip() for one in wanted.split(",")]
+
+
+def _befalls(request: Request, fault: str) -> str:
+    """The fault, or "" if the request has nothing that it could happen to."""
+    if fault in IN_BODY and request.method != "GET":
+        return ""
+    return "" if fault == "short" and "range" not in request.headers else fault
+
+
+def _s3_error(status: int, code: str, message: str, repeated: Request | None = None) -> Answer:
+    content = f"<Code>{code}</Code><Message>{message}</Message>"
+    if repeated:
+        signed = [f"{repeated.method}\n{repeated.path}\n{repeated.query}"]
+        signed += [f"{name}:{value}" for name, value in repeated.headers.items()]
+        content += f"<CanonicalRequest>{escape(chr(10).join(signed))}</CanonicalRequest>"
+        content += f"<Token-0>{escape(repeated.headers.get('x-amz-security-token', ''))}</Token-0>"
+    content = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{content}</Error>'
+    return Answer(status, {"Content-Type": "application/xml"}, content.encode())
+
+
+def _json(what: dict[str, Any]) -> Answer:
+    return Answer(200, {"Content-Type": "application/json"}, json.dumps(what).encode())
+
+
+@contextlib.contextmanager
+def range_server(folders: Folders, **behaviour: Any) -> Iterator[RangeServer]:
+    """Serve folders from threads of this process.
+
+    Args:
+        folders: one, whose files are at the root, or several by what their paths begin with.
+        behaviour: values of Behaviour by name.
+    """
+    server = RangeServer(folders, **behaviour)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@dataclass(frozen=True)
+class OwnProcess:
+    """A server that is a process of its own."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def stats(self, *, asked: bool = False) -> dict[str, Any]:
+        """As RangeServer.stats, but for JSON.
+
+        Args:
+            asked: list all requests too.
+        """
+        return json.loads(self._ask("GET", "/_stats?asked" if asked else "/_stats"))
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._ask("POST", "/_reset")
+
+    def set(self, **changes: Any) -> None:
+        """Behave otherwise from now on.
+
+        Args:
+            changes: values of Behaviour by name.
+        """
+        self._ask("POST", "/_faults", json.dumps(changes).encode())
+
+    def signed(self, path: str) -> str:
+        """A URL that is good for a while where signatures are checked.
+
+        Args:
+            path: of the file, with its first slash.
+        """
+        return self._ask("GET", f"/_sign{path}").decode()
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        with urlopen(UrlRequest(self.url + path, data=body, method=method), timeout=10) as answer:
+            return answer.read()
+
+
+@contextlib.contextmanager
+def in_own_process(folders: Folders, *, host: str = "127.0.0.1", **behaviour: Any) -> Iterator[OwnProcess]:
+    """Serve folders from a process that ends when this block does, or this process.
+
+    Args:
+        folders: one, whose files are at the root, or several by what their paths begin with.
+        behaviour: values of Behaviour by name.
+    """
+    named = folders if isinstance(folders, Mapping) else {"": Path(folders)}
+    command = [sys.executable, "-m", "tests.remote.range_server", "--while-stdin-open", f"--host={host}"]
+    command += [f"{name}={folder}" for name, folder in named.items()]
+    command += [f"--set={name}={json.dumps(value)}" for name, value in behaviour.items()]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": ""},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            if not url:
+                raise RuntimeError(f"the server ended with {process.wait()}: {' '.join(command)}")
+            yield OwnProcess(url, process)
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """Serve until the process is told to end, or its standard input is closed."""
+    parser = argparse.ArgumentParser(description="Serves folders by byte ranges and prints its URL.")
+    parser.add_argument("folders", nargs="+", metavar="[NAME=]FOLDER", help="one: at the root; several: by name")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a value of Behaviour")
+    parser.add_argument("--while-stdin-open", action="store_true", help="end when the standard input does")
+    arguments = parser.parse_args()
+    split = [given.partition("=") if "=" in given else ("", "", given) for given in arguments.folders]
+    folders = {name or (Path(path).resolve().name if len(split) > 1 else ""): Path(path) for name, _, path in split}
+    behaviour: dict[str, Any] = {}
+    for given in arguments.set:
+        name, _, value = given.partition("=")
+        behaviour[name] = (
+            value if isinstance(getattr(Behaviour, name, None), str) and value[:1] != '"' else json.loads(value)
+        )
+    server = RangeServer(folders, port=arguments.port, host=arguments.host, **behaviour)
+    print(server.url, flush=True)
+    if arguments.while_stdin_open:
+        sys.stdin.read()
+        os._exit(0)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

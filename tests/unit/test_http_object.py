@@ -1,0 +1,650 @@
+"""Files on HTTP servers: every way in which an answer goes wrong, redirects, and what must not leak."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.io import http_object, remote_file
+from lowmem_load.io.http_object import HttpObject, plain_url, without_secrets
+from lowmem_load.io.remote_file import RemoteFile, Traffic
+from lowmem_load.io.source import read_bytes
+from tests.remote.behaviour import CHANCES
+from tests.remote.hub_front import hub_front
+from tests.remote.listing import etag
+from tests.remote.range_server import RangeServer, range_server
+
+CONTENT = os.urandom(1 << 20)
+NUM_READS = 64
+
+Make = Callable[..., HttpObject]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """A count that begins with each test, and delays that take no time."""
+    found = Traffic()
+    monkeypatch.setattr(remote_file, "TRAFFIC", found)
+    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
+    monkeypatch.setattr(http_object, "TIMEOUT_S", 0.3)
+    return found
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 0.2)
+
+
+def item_at(server: RangeServer, file: Path, **keywords: Any) -> HttpObject:
+    keywords = {"version": etag(file.stat()), "nbytes": file.stat().st_size, **keywords}
+    return HttpObject(f"{server.url}/{file.name}", **keywords)
+
+
+def read_all(source: RemoteFile, nbytes: int = len(CONTENT)) -> bytes:
+    """The whole file, by as many reads as there are threads' worth of."""
+    step = nbytes // NUM_READS
+    with ThreadPoolExecutor(8) as pool:
+        return b"".join(pool.map(lambda number: read_bytes(source, number * step, step), range(NUM_READS)))
+
+
+# -- failures that may pass --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", CHANCES)
+def test_bytes_are_right_although_requests_fail(fault: str, file: Path, traffic: Traffic) -> None:
+    behaviour = {fault: 0.3, "at_most": 8, "retry_after_s": 0, "stall_s": 1}
+    with range_server(file.parent, **behaviour) as server:
+        assert read_all(RemoteFile(item_at(server, file))) == CONTENT
+        stats = server.stats()
+    assert stats["faults"] == {fault: 8}
+    # A connection that ends before an answer may have been idle for too long: it is asked for again at once.
+    assert traffic.counts.num_retries == 8 or fault == "reset_before"
+    assert stats["requests"] == NUM_READS + 8
+    assert traffic.counts.received_bytes == len(CONTENT)
+    assert traffic.counts.num_requests == NUM_READS + traffic.counts.num_retries
+
+
+def test_bytes_are_right_although_requests_fail_in_all_ways(file: Path) -> None:
+    behaviour = {**dict.fromkeys(CHANCES, 0.05), "retry_after_s": 0, "stall_s": 1}
+    with range_server(file.parent, **behaviour) as server:
+        assert read_all(RemoteFile(item_at(server, file))) == CONTENT
+        assert len(server.stats()["faults"]) > 4
+
+
+@pytest.mark.parametrize(("fault", "status"), [("error_503", 503), ("too_many", 429)])
+def test_retry_after_is_obeyed(fault: str, status: int, file: Path, traffic: Traffic) -> None:
+    with range_server(file.parent, **{fault: 1, "at_most": 1, "retry_after_s": 1}) as server:
+        began_s = time.monotonic()
+        assert read_bytes(RemoteFile(item_at(server, file)), 0, 8) == CONTENT[:8]
+        assert 1 <= time.monotonic() - began_s < 2
+        assert server.stats()["statuses"] == {status: 1, 206: 1}
+    assert 1 <= traffic.counts.waited_s < 1.1
+
+
+@pytest.mark.parametrize("text", ["Wed, 21 Oct 2099 07:28:00 GMT", "-1", "1e9", "nan", "9" * 400, ""])
+def test_a_strange_retry_after_is_no_reason_to_wait_for_ever(text: str, impatient: None) -> None:
+    with answering({"Retry-After": text}, status=503) as url:
+        began_s = time.monotonic()
+        with pytest.raises(CheckpointError, match="the server answers with status 503"):
+            read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+        assert time.monotonic() - began_s < 2
+
+
+@pytest.mark.parametrize("fault", ["slow_down", "error_503", "too_many"])
+def test_slow_down_halves_the_requests_in_flight(fault: str, file: Path, traffic: Traffic) -> None:
+    with range_server(file.parent, **{fault: 1, "at_most": 2, "retry_after_s": 0}) as server:
+        read_bytes(RemoteFile(item_at(server, file)), 0, 8)
+    assert 4 <= traffic.limit < 5
+
+
+def test_other_errors_do_not(file: Path, traffic: Traffic) -> None:
+    with range_server(file.parent, error_500=1, at_most=2) as server:
+        read_bytes(RemoteFile(item_at(server, file)), 0, 8)
+    assert traffic.limit == 16
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("error_500", "the server answers with status 500"),
+        ("error_503", "the server answers with status 503"),
+        ("slow_down", "the server answers with status 503"),
+        ("too_many", "the server answers with status 429"),
+        ("reset_before", "ConnectionResetError"),
+        ("reset_middle", "ConnectionResetError"),
+        ("cut", "the server sent 50 bytes, expected 100"),
+        ("short", "the server sent 50 bytes, expected 100"),
+        ("stall", "TimeoutError: timed out"),
+    ],
+)
+def test_patience_ends_with_one_error(fault: str, said: str, file: Path, impatient: None) -> None:
+    with range_server(file.parent, **{fault: 1, "retry_after_s": 0}) as server:
+        began_s = time.monotonic()
+        with pytest.raises(CheckpointError) as caught:
+            read_bytes(RemoteFile(item_at(server, file)), 10, 100)
+        assert time.monotonic() - began_s < 1.5
+    text = str(caught.value)
+    assert text.startswith(f"{server.url}/model.safetensors: cannot be read at bytes 10 to 109: {said}")
+    assert " attempts in " in text
+
+
+def test_a_server_that_is_gone_is_one_error(file: Path, impatient: None) -> None:
+    with range_server(file.parent) as server:
+        source = RemoteFile(item_at(server, file))
+        read_bytes(source, 0, 8)
+    with pytest.raises(CheckpointError, match="cannot be read at bytes 0 to 7: ConnectionRefusedError"):
+        read_bytes(source, 0, 8)
+
+
+def test_a_host_that_has_no_address_is_one_error(impatient: None) -> None:
+    with pytest.raises(CheckpointError, match=r"http://nothing.invalid/f: cannot be read at bytes 0 to 7: gaierror"):
+        read_bytes(RemoteFile(HttpObject("http://nothing.invalid/f", 100, '"1"')), 0, 8)
+
+
+def test_a_connection_that_was_idle_for_long_is_no_failure(file: Path, traffic: Traffic) -> None:
+    with range_server(file.parent) as server:
+        source = RemoteFile(item_at(server, file))
+        read_bytes(source, 0, 8)
+        for connection in list(server._open):
+            connection.cut_off()
+        time.sleep(0.05)
+        assert read_bytes(source, 8, 8) == CONTENT[8:16]
+        assert server.stats()["connections"] == 2
+    assert traffic.counts.num_retries == 0
+
+
+def test_a_connection_is_used_again(file: Path) -> None:
+    with range_server(file.parent) as server:
+        source = RemoteFile(item_at(server, file))
+        for number in range(10):
+            read_bytes(source, number, 100)
+        assert server.stats()["connections"] == 1
+
+
+def test_connections_end_with_their_thread(file: Path) -> None:
+    with range_server(file.parent) as server:
+        assert read_all(RemoteFile(item_at(server, file))) == CONTENT
+        deadline_s = time.monotonic() + 5
+        while server._open and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert not server._open
+
+
+def test_closing_a_file_ends_the_wait_for_its_bytes(file: Path) -> None:
+    """Bytes come slowly, but they come, so no request fails."""
+    os.truncate(file, 16 << 20)
+    with range_server(file.parent, bytes_per_s=4e6) as server:
+        source = RemoteFile(item_at(server, file))
+        timer = threading.Timer(0.3, source.close)
+        timer.start()
+        began_s = time.monotonic()
+        with pytest.raises(CheckpointError, match="was closed while it was read"):
+            read_bytes(source, 0, 16 << 20)
+        assert time.monotonic() - began_s < 2  # and not 4
+        timer.join()
+
+
+# -- answers that are wrong --------------------------------------------------------------------------------------------
+
+
+def test_a_server_without_ranges_is_refused(file: Path) -> None:
+    with range_server(file.parent, ignores_ranges=True) as server:
+        source = RemoteFile(item_at(server, file))
+        with pytest.raises(CheckpointError, match=r"with status 200 and range ''; use a server that serves ranges"):
+            read_bytes(source, 0, 8)
+        assert server.stats()["requests"] == 1
+        assert read_bytes(source, 0, len(CONTENT)) == CONTENT  # which is what was asked for
+
+
+def test_other_ranges_are_refused(file: Path) -> None:
+    with range_server(file.parent, shifts=1) as server:
+        with pytest.raises(CheckpointError, match=r"request for bytes 8-11/1048576 .* range 'bytes 9-12/1048576'"):
+            read_bytes(RemoteFile(item_at(server, file)), 8, 4)
+        assert server.stats()["requests"] == 1
+
+
+def test_a_file_of_another_size_is_refused(file: Path) -> None:
+    with range_server(file.parent) as server, pytest.raises(CheckpointError, match="range 'bytes 8-11/1048576'"):
+        read_bytes(RemoteFile(item_at(server, file, nbytes=1 << 21)), 8, 4)
+
+
+def test_longer_bodies_are_refused_and_not_read(file: Path) -> None:
+    with range_server(file.parent, adds=64 << 20) as server:
+        with pytest.raises(CheckpointError, match="the server sent more than 4 bytes; use a server that"):
+            read_bytes(RemoteFile(item_at(server, file)), 8, 4)
+        server.set(adds=0)
+        assert read_bytes(RemoteFile(item_at(server, file)), 8, 4) == CONTENT[8:12]  # by another connection
+
+
+def test_nothing_beyond_the_end_is_asked_for(file: Path) -> None:
+    with range_server(file.parent) as server:
+        source = RemoteFile(item_at(server, file))
+        with pytest.raises(TruncatedFileError, match="ended at byte 1048576"):
+            source.read_into(1 << 20, memoryview(bytearray(1)))
+        assert server.stats()["requests"] == 0
+
+
+def test_compressed_bodies_are_refused() -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Range": "bytes 0-7/100", "ETag": '"1"'}
+    with (
+        answering(headers, status=206, content=b"12345678") as url,
+        pytest.raises(CheckpointError, match="sent compressed bytes although identity was asked for"),
+    ):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+
+
+@pytest.mark.parametrize(
+    "given", ["", "bytes", "bytes 0-7", "bytes 0-7/99", "bytes 7-0/100", "items 0-7/100", "bytes 0-7/100 " + "x" * 500]
+)
+def test_strange_ranges_are_refused(given: str) -> None:
+    with answering({"Content-Range": given, "ETag": '"1"'}, status=206, content=b"12345678") as url:
+        with pytest.raises(CheckpointError, match="the server answers a request for bytes 0-7/100") as caught:
+            read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+        assert len(str(caught.value)) < 400
+
+
+def test_a_range_of_unknown_total_is_taken() -> None:
+    with answering({"Content-Range": "bytes 0-7/*"}, status=206, content=b"12345678") as url:
+        assert read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8) == b"12345678"
+
+
+def test_bodies_in_chunks_are_taken_and_checked(impatient: None) -> None:
+    headers = {"Content-Range": "bytes 0-7/100", "Transfer-Encoding": "chunked"}
+    with answering(headers, status=206, content=b"4\r\n1234\r\n4\r\n5678\r\n0\r\n\r\n") as url:
+        source = RemoteFile(HttpObject(url, 100, '"1"'))
+        assert read_bytes(source, 0, 8) == read_bytes(source, 0, 8) == b"12345678"
+    with (
+        answering(headers, status=206, content=b"9\r\n123456789\r\n0\r\n\r\n") as url,
+        pytest.raises(CheckpointError, match="more than 8 bytes"),
+    ):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+    with (
+        answering(headers, status=206, content=b"zz\r\n") as url,
+        pytest.raises(CheckpointError, match="cannot be read at bytes 0 to 7: "),
+    ):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+
+
+@pytest.mark.parametrize("answer", [b"", b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500 + b"\r\n"])
+def test_what_is_no_http_is_one_error(answer: bytes, impatient: None) -> None:
+    with (
+        answering({}, raw=answer) as url,
+        pytest.raises(CheckpointError, match="cannot be read at bytes 0 to 7: ") as caught,
+    ):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+    assert len(str(caught.value)) < 400
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_may_not_read_is_told_at_once(file: Path) -> None:
+    with range_server(file.parent, token="secret-token") as server:
+        with pytest.raises(CheckpointError, match=r"refuses access \(status 401\); check the credentials"):
+            read_bytes(RemoteFile(item_at(server, file)), 0, 8)
+        good = item_at(server, file, headers=lambda: {"Authorization": "Bearer secret-token"})
+        assert read_bytes(RemoteFile(good), 0, 8) == CONTENT[:8]
+        server.set(token="", gone=True)
+        with pytest.raises(CheckpointError, match=r"refuses access \(status 403\); check the credentials"):
+            read_bytes(RemoteFile(good), 0, 8)
+        assert server.stats()["requests"] == 3
+
+
+def test_a_file_that_is_not_there_is_told_at_once(file: Path) -> None:
+    with range_server(file.parent) as server:
+        item = item_at(server, file)
+        file.unlink()
+        with pytest.raises(CheckpointError, match=r"model.safetensors: is not there \(status 404\)"):
+            read_bytes(RemoteFile(item), 0, 8)
+        assert server.stats()["requests"] == 1
+
+
+@pytest.mark.parametrize("status", [400, 405, 410, 451, 501])
+def test_other_refusals_are_told_at_once(status: int) -> None:
+    with answering({}, status=status) as url, pytest.raises(CheckpointError, match=rf"status {status}"):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+
+
+# -- a file that is replaced -------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_replaced_in_the_middle_is_an_error(file: Path) -> None:
+    with range_server(file.parent) as server:
+        source = RemoteFile(item_at(server, file))
+        read_bytes(source, 0, 8)
+        file.write_bytes(os.urandom(len(CONTENT)))
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(CheckpointError, match="was replaced after its header was read; load again once nobody"):
+            read_bytes(source, 0, 8)
+        assert server.stats()["statuses"] == {206: 1, 412: 1}
+
+
+def test_so_it_is_where_the_server_ignores_conditions() -> None:
+    headers = {"Content-Range": "bytes 0-7/100", "ETag": '"2"'}
+    with (
+        answering(headers, status=206, content=b"12345678") as url,
+        pytest.raises(CheckpointError, match="was replaced after its header was read"),
+    ):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+
+
+def test_where_there_is_no_etag_the_date_counts() -> None:
+    date, other = "Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:01 GMT"
+    headers = {"Content-Range": "bytes 0-7/100", "Last-Modified": date}
+    with answering(headers, status=206, content=b"12345678") as url:
+        assert read_bytes(RemoteFile(HttpObject(url, 100, date)), 0, 8) == b"12345678"
+        assert asked[-1]["If-Unmodified-Since"] == date
+        assert "If-Match" not in asked[-1]
+        with pytest.raises(CheckpointError, match="was replaced"):
+            read_bytes(RemoteFile(HttpObject(url, 100, other)), 0, 8)
+
+
+def test_a_file_that_was_cut_is_an_error(file: Path) -> None:
+    with range_server(file.parent) as server:
+        source = RemoteFile(item_at(server, file, of_hub=True, version="commit"))
+        os.truncate(file, 100)
+        with pytest.raises(CheckpointError, match="was replaced after its header was read"):
+            read_bytes(source, 1000, 8)  # status 416
+        with pytest.raises(CheckpointError, match="range 'bytes 50-99/100'"):
+            read_bytes(source, 50, 100)
+
+
+# -- redirects ---------------------------------------------------------------------------------------------------------
+
+
+def at_hub(url: str, file: Path, token: str = "hub-token") -> HttpObject:
+    headers = {"Authorization": f"Bearer {token}"}
+    url = f"{url}/org/model/resolve/main/{file.name}"
+    return HttpObject(url, file.stat().st_size, "commit", lambda: headers, of_hub=True)
+
+
+def test_a_redirect_is_followed_once_and_the_token_stays_behind(file: Path) -> None:
+    """The second host answers 400 to an Authorization header."""
+    with hub_front({"org/model": file.parent}, token="hub-token") as server:
+        assert read_all(RemoteFile(at_hub(server.url, file))) == CONTENT
+        assert server.files is not None
+        at_files, at_front = server.files.stats(), server.stats()
+    assert at_files["authorized"] == 0
+    assert at_files["statuses"] == {206: NUM_READS}
+    assert at_front["authorized"] == at_front["requests"] <= 8  # as many as read at the start
+    assert not any("if-match" in line for line in at_files["asked"])  # a commit does not change
+
+
+def test_a_redirect_that_has_expired_is_renewed(file: Path, traffic: Traffic) -> None:
+    with hub_front({"org/model": file.parent}, valid_s=0.5) as server:
+        source = RemoteFile(at_hub(server.url, file))
+        for number in range(5):
+            assert read_bytes(source, number, 100) == CONTENT[number : number + 100]
+            time.sleep(0.6)
+        assert server.files is not None
+        assert server.files.stats()["statuses"][403] >= 2
+        assert server.stats()["requests"] == 1 + server.files.stats()["statuses"][403]
+    assert traffic.counts.num_retries == server.files.stats()["statuses"][403]
+    assert traffic.limit == 16
+
+
+def test_a_redirect_that_is_refused_at_once_is_an_error(file: Path) -> None:
+    with hub_front({"org/model": file.parent}) as server:
+        assert server.files is not None
+        server.files.set(secret="another")
+        server.files.behaviour, ours = server.files.behaviour.changed({"secret": "secret"}), server.files.behaviour
+        source = RemoteFile(at_hub(server.url, file))
+        assert read_bytes(source, 0, 8) == CONTENT[:8]
+        server.files.behaviour = ours.changed({"gone": True})
+        with pytest.raises(CheckpointError, match=r"refuses access \(status 403\)"):
+            read_bytes(source, 0, 8)
+        assert server.files.stats()["statuses"] == {206: 1, 403: 2}  # once more by a new URL
+
+
+def test_redirects_without_end_are_an_error() -> None:
+    with (
+        answering({"Location": "/again"}, status=302) as url,
+        pytest.raises(CheckpointError, match="redirects more than 5 times"),
+    ):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+
+
+def test_a_redirect_to_nowhere_is_an_error() -> None:
+    with answering({}, status=302) as url, pytest.raises(CheckpointError, match="status 302"):
+        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+
+
+@pytest.fixture
+def any_host(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
+    """A server that is asked in place of every host, by http and https."""
+    with range_server(file.parent) as server:
+        port = int(server.url.rpartition(":")[2])
+
+        def connection(host: str, _: int | None = None, *, context: Any = None, **options: Any) -> HTTPConnection:
+            return HTTPConnection("127.0.0.1", port, **options)
+
+        monkeypatch.setattr(http_object, "HTTPConnection", connection)
+        monkeypatch.setattr(http_object, "HTTPSConnection", connection)
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("https://models.example", "http://models.example"),
+        ("https://models.example", "http://127.0.0.1:1"),
+        ("https://127.0.0.1:1", "http://127.0.0.1:1"),
+        ("http://models.example", "http://other.example"),
+        ("http://models.example", "http://169.254.169.254"),
+        ("http://8.8.8.8", "http://127.0.0.1:1"),
+        ("http://models.example", "ftp://models.example"),
+        ("https://models.example", "file:///etc"),
+    ],
+)
+def test_a_redirect_away_from_https_is_refused(first: str, then: str, any_host: RangeServer, file: Path) -> None:
+    any_host.set(redirect_to=then, secret="sign")
+    with pytest.raises(CheckpointError, match="which is not https; name an https URL") as caught:
+        read_bytes(RemoteFile(HttpObject(f"{first}/{file.name}", len(CONTENT), "v")), 0, 8)
+    assert any_host.stats()["requests"] == 1
+    assert "Signature" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("http://models.example", "https://models.example"),
+        ("https://models.example", "https://other.example"),
+        ("http://127.0.0.1:1", "http://127.0.0.1:2"),
+        ("http://localhost:1", "http://10.0.0.1"),
+        ("http://[::1]:1", "https://models.example"),
+    ],
+)
+def test_other_redirects_are_followed(first: str, then: str, any_host: RangeServer, file: Path) -> None:
+    any_host.set(redirect_to=then, secret="sign", check_signature=False)
+    url = f"{first}/{file.name}"
+    # It answers any host so: the redirects go on, each followed, until there are too many.
+    with pytest.raises(CheckpointError, match="redirects more than 5 times") as caught:
+        read_bytes(RemoteFile(HttpObject(url, len(CONTENT), "v")), 0, 8)
+    assert any_host.stats()["requests"] == 6
+    assert "sign" not in str(caught.value)
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+
+def with_login(url: str) -> str:
+    return url.replace("http://", "http://user-name:pass%2Fword@") + "?X-Amz-Signature=signature&sig=other"
+
+
+SECRETS = (
+    "user-name",
+    "pass%2Fword",
+    "pass/word",
+    "signature",
+    "other",
+    "secret-token",
+    "hub-token",
+    "Bearer",
+    "dXNlc",
+)
+
+
+def assert_no_secrets(*texts: str) -> None:
+    for text in texts:
+        assert [secret for secret in SECRETS if secret in text] == [], text
+
+
+@pytest.mark.parametrize("fault", [*CHANCES, "gone", "ignores_ranges", "shifts", "adds", "token", "redirect"])
+def test_no_message_has_secrets(fault: str, file: Path, impatient: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    value: Any = {"gone": True, "ignores_ranges": True, "shifts": 1, "adds": 1, "token": "secret-token"}.get(fault, 1)
+    behaviour = {"redirect_to": "ftp://user-name:signature@second.example"} if fault == "redirect" else {fault: value}
+    with range_server(file.parent, repeats=True, retry_after_s=0, **behaviour) as server:
+        item = HttpObject(
+            with_login(f"{server.url}/{file.name}"),
+            len(CONTENT),
+            etag(file.stat()),
+            lambda: {"X-Amz-Security-Token": "secret-token"},
+        )
+        assert_no_secrets(item.name, repr(item), RemoteFile(item).path)
+        with pytest.raises(CheckpointError) as caught:
+            read_bytes(RemoteFile(item), 0, 8)
+    assert_no_secrets(str(caught.value), repr(caught.value), caplog.text)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert caught.value.__cause__ is None
+
+
+def test_a_login_in_the_url_is_sent(file: Path) -> None:
+    with answering({"Content-Range": "bytes 0-7/100"}, status=206, content=b"12345678") as url:
+        read_bytes(RemoteFile(HttpObject(with_login(url), 100, '"1"')), 0, 8)
+    assert asked[-1]["Authorization"] == "Basic dXNlci1uYW1lOnBhc3Mvd29yZA=="
+    assert asked[-1]["path"] == "/file?X-Amz-Signature=signature&sig=other"
+    assert asked[-1]["Accept-Encoding"] == "identity"
+
+
+def test_a_login_is_not_sent_to_the_host_of_a_redirect(file: Path) -> None:
+    with (
+        range_server(file.parent, refuse_authorization=True) as second,
+        range_server(file.parent, redirect_to=second.url) as first,
+    ):
+        item = HttpObject(with_login(f"{first.url}/{file.name}"), len(CONTENT), etag(file.stat()))
+        assert read_bytes(RemoteFile(item), 0, 8) == CONTENT[:8]
+        assert (first.stats()["authorized"], second.stats()["authorized"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("url", "plain"),
+    [
+        ("https://u:p@host:1/a/b?q=1#f", "https://host:1/a/b"),
+        ("https://u:p@q@host/a", "https://host/a"),
+        ("https://host/a%20b", "https://host/a%20b"),
+        ("s3://bucket/a?x=y", "s3://bucket/a"),
+    ],
+)
+def test_plain_urls(url: str, plain: str) -> None:
+    assert plain_url(url) == plain
+    assert without_secrets(f"cannot connect to '{url}': no").startswith(f"cannot connect to '{plain}")
+
+
+def test_texts_lose_their_secrets() -> None:
+    text = "x (https://user:signature@host/a?X-Amz-Signature=signature&b) 'http://other@host?sig=signature' y"
+    assert_no_secrets(without_secrets(text.replace("user:", "user-name:")))
+    assert without_secrets("GET /a?b=c failed").startswith("GET /a?... failed")
+
+
+# -- a proxy -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with answering({"Content-Range": "bytes 0-7/100"}, status=206, content=b"12345678") as url:
+        proxy = url.replace("http://", "http://user-name:pass%2Fword@").removesuffix("/file")
+        monkeypatch.setenv("http_proxy", proxy)
+        assert read_bytes(RemoteFile(HttpObject("http://models.invalid/file", 100, '"1"')), 0, 8) == b"12345678"
+    tunnel, request = asked[-2:]
+    assert tunnel["path"] == "models.invalid:80"
+    assert tunnel["Proxy-Authorization"] == "Basic dXNlci1uYW1lOnBhc3Mvd29yZA=="
+    assert (request["path"], request["Host"]) == ("/file", "models.invalid")
+    assert "Proxy-Authorization" not in request
+
+
+def test_who_needs_no_proxy_asks_none(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with range_server(file.parent) as server:
+        assert read_bytes(RemoteFile(item_at(server, file)), 0, 8) == CONTENT[:8]
+
+
+# -- a server that answers as it is told -------------------------------------------------------------------------------
+
+asked: list[dict[str, str]] = []
+"""Headers of the requests to servers of `answering`, and the path."""
+
+
+class answering:  # noqa: N801  it is used as a function
+    """A server that gives one answer to all requests; yields the URL of a file on it.
+
+    Args:
+        headers: of the answer.
+        status: of it.
+        content: its body, as it goes over the wire.
+        raw: what goes over the wire in place of an answer.
+    """
+
+    def __init__(
+        self, headers: dict[str, str], *, status: int = 200, content: bytes = b"", raw: bytes | None = None
+    ) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_CONNECT(self) -> None:
+                asked.append({**self.headers, "path": self.path})
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                self.close_connection = False
+
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                asked.append({**self.headers, "path": self.path})
+                if raw is not None:
+                    self.wfile.write(raw)
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                own = {} if "Transfer-Encoding" in headers else {"Content-Length": str(len(content))}
+                for name, value in {**own, **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=[0.01], daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_port}/file"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,289 @@
+"""Requests of files in remote stores: what is made again, how often, and how many at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.io import remote_file
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.remote_file import (
+    LAST_DELAY_S,
+    MAX_IN_FLIGHT,
+    MIN_IN_FLIGHT,
+    Counts,
+    RemoteFile,
+    Traffic,
+    TransientError,
+    requests_in_flight,
+    retried,
+)
+from lowmem_load.io.source import read_bytes
+
+CONTENT = bytes(range(256)) * 16
+
+
+class Memory:
+    """A `RemoteObject` in memory, whose first requests fail.
+
+    Args:
+        errors: that the first requests raise.
+        act: called by each request, before it fails or succeeds.
+    """
+
+    name, nbytes, version, sha256 = "s3://bucket/file", len(CONTENT), '"1"', None
+
+    def __init__(self, *errors: Exception, act: Callable[[], object] = int) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.at_s: list[float] = []
+        self._errors, self._act = list(errors), act
+
+    def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
+        self.asked.append((offset, memory.nbytes))
+        self.at_s.append(time.monotonic())
+        self._act()
+        check()
+        if self._errors:
+            raise self._errors.pop(0)
+        memory[:] = CONTENT[offset : offset + memory.nbytes]
+
+
+@pytest.fixture(autouse=True)
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """A count that begins with each test, and delays that take no time."""
+    found = Traffic()
+    monkeypatch.setattr(remote_file, "TRAFFIC", found)
+    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
+    return found
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_by_requests_of_limited_size(monkeypatch: pytest.MonkeyPatch, traffic: Traffic) -> None:
+    monkeypatch.setattr(remote_file, "REQUEST_BYTES", 100)
+    item = Memory()
+    assert read_bytes(RemoteFile(item), 10, 250) == CONTENT[10:260]
+    assert item.asked == [(10, 100), (110, 100), (210, 50)]
+    assert traffic.counts == Counts(num_requests=3, received_bytes=250)
+
+
+def test_the_first_bytes_are_not_asked_for_again(traffic: Traffic) -> None:
+    item = Memory()
+    source = RemoteFile(item, CONTENT[:100])
+    assert read_bytes(source, 0, 100) == CONTENT[:100]
+    assert read_bytes(source, 99, 1) == CONTENT[99:100]
+    assert (item.asked, traffic.counts) == ([], Counts())
+    assert read_bytes(source, 99, 2) == CONTENT[99:101]
+    assert item.asked == [(99, 2)]
+
+
+def test_nothing_beyond_the_end_is_asked_for() -> None:
+    item = Memory()
+    with pytest.raises(TruncatedFileError, match=r"s3://bucket/file: ended at byte 4096 \(4 short\)"):
+        RemoteFile(item).read_into(4000, memoryview(bytearray(100)))
+    RemoteFile(item).read_into(0, memoryview(bytearray()))
+    assert item.asked == []
+
+
+def test_a_file_says_what_it_is() -> None:
+    source = RemoteFile(Memory())
+    assert (source.path, source.nbytes, source.version, source.is_remote) == ("s3://bucket/file", 4096, '"1"', True)
+
+
+# -- again -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_may_pass_is_asked_for_again(traffic: Traffic) -> None:
+    item = Memory(TransientError("one"), TransientError("two"), TransientError("three"))
+    assert read_bytes(RemoteFile(item), 0, 8) == CONTENT[:8]
+    assert item.asked == [(0, 8)] * 4
+    assert traffic.counts[:3] == (4, 3, 8)
+    assert traffic.counts.waited_s > 0
+    assert traffic.limit == MAX_IN_FLIGHT
+
+
+@pytest.mark.parametrize("error", [CheckpointError("was replaced"), RuntimeError("a defect")])
+def test_what_does_not_pass_is_asked_for_once(error: Exception, traffic: Traffic) -> None:
+    item = Memory(error)
+    with pytest.raises(type(error), match=str(error)):
+        read_bytes(RemoteFile(item), 0, 8)
+    assert (len(item.asked), traffic.counts) == (1, Counts(num_requests=1))
+
+
+def test_delays_grow_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float] = []
+
+    def draw(low: float, high: float) -> float:
+        assert low == 0
+        bounds.append(high)
+        return 0.0
+
+    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(remote_file, "LAST_DELAY_S", LAST_DELAY_S)
+    monkeypatch.setattr("random.uniform", draw)
+    read_bytes(RemoteFile(Memory(*[TransientError("x")] * 8)), 0, 8)
+    assert bounds == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5])
+
+
+def test_the_wait_that_the_store_asks_for_is_obeyed(traffic: Traffic) -> None:
+    item = Memory(TransientError("x", wait_s=0.3))
+    read_bytes(RemoteFile(item), 0, 8)
+    first_s, second_s = item.at_s
+    assert 0.3 <= second_s - first_s < 1
+    assert traffic.counts.waited_s == pytest.approx(0.3, abs=0.01)
+
+
+def test_patience_ends_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
+    began_s = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        read_bytes(RemoteFile(Memory(*[TransientError("status 500")] * 10_000)), 16, 8)
+    assert time.monotonic() - began_s < 1
+    text = str(caught.value)
+    assert text.startswith("s3://bucket/file: cannot be read at bytes 16 to 23: status 500 (")
+    assert text.endswith(" attempts in 0 s)")
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_wait_beyond_patience_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 5)
+    began_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"x \(1 attempts in 0 s\)"):
+        read_bytes(RemoteFile(Memory(TransientError("x", wait_s=6))), 0, 8)
+    assert time.monotonic() - began_s < 1
+
+
+def test_who_is_told_to_slow_down_has_more_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 5)
+    assert read_bytes(RemoteFile(Memory(TransientError("x", wait_s=0.2, is_throttled=True))), 0, 8) == CONTENT[:8]
+    with pytest.raises(CheckpointError):
+        read_bytes(RemoteFile(Memory(TransientError("x", wait_s=0.2))), 0, 8)
+
+
+def test_what_a_call_returns_is_returned() -> None:
+    errors = [TransientError("x")]
+
+    def call() -> str:
+        if errors:
+            raise errors.pop()
+        return "found"
+
+    assert retried(call, "s3://bucket: cannot be listed") == "found"
+
+
+# -- at a time ---------------------------------------------------------------------------------------------------------
+
+
+def test_slow_down_halves_the_requests_in_flight(traffic: Traffic) -> None:
+    for expected in (8, 4, 2, 1, 1):
+        read_bytes(RemoteFile(Memory(TransientError("x", is_throttled=True))), 0, 8)
+        assert expected <= traffic.limit <= expected + 1  # and the success has added a little
+        traffic.limit = expected
+    for _ in range(MAX_IN_FLIGHT**2):
+        read_bytes(RemoteFile(Memory()), 0, 8)
+    assert traffic.limit == MAX_IN_FLIGHT
+
+
+def test_other_failures_do_not_change_the_requests_in_flight(traffic: Traffic) -> None:
+    read_bytes(RemoteFile(Memory(*[TransientError("x")] * 5)), 0, 8)
+    assert traffic.limit == MAX_IN_FLIGHT
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_there_are_never_more_requests_than_the_limit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_flight, most, lock = 0, 0, threading.Lock()
+
+    def act() -> None:
+        nonlocal in_flight, most
+        with lock:
+            in_flight += 1
+            most = max(most, in_flight)
+        time.sleep(0.02)
+        with lock:
+            in_flight -= 1
+
+    monkeypatch.setattr(remote_file, "TRAFFIC", Traffic(limit))
+    source = RemoteFile(Memory(act=act))
+    with ThreadPoolExecutor(2 * MAX_IN_FLIGHT) as pool:
+        list(pool.map(lambda number: read_bytes(source, number, 8), range(2 * MAX_IN_FLIGHT)))
+    assert most == limit
+
+
+def test_ranks_of_a_node_share_its_requests() -> None:
+    assert [requests_in_flight(ranks) for ranks in (1, 4, 8, 16, 64)] == [
+        MAX_IN_FLIGHT,
+        MAX_IN_FLIGHT,
+        8,
+        MIN_IN_FLIGHT,
+        MIN_IN_FLIGHT,
+    ]
+
+
+def test_counts_are_subtracted() -> None:
+    assert Counts(5, 2, 100, 3.0).since(Counts(1, 1, 40, 0.5)) == Counts(4, 1, 60, 2.5)
+
+
+# -- an end to it ------------------------------------------------------------------------------------------------------
+
+
+def test_closing_a_file_ends_the_wait_of_another_thread() -> None:
+    source = RemoteFile(Memory(TransientError("x", wait_s=15)))
+    timer = threading.Timer(0.2, source.close)
+    timer.start()
+    began_s = time.monotonic()
+    with pytest.raises(CheckpointError, match="was closed while it was read"):
+        read_bytes(source, 0, 8)
+    assert time.monotonic() - began_s < 1
+    timer.join()
+    source.close()  # again
+    with pytest.raises(CheckpointError, match="was closed"):
+        read_bytes(source, 0, 8)
+
+
+def test_a_check_may_end_a_wait() -> None:
+    class StoppedError(Exception):
+        pass
+
+    def check() -> None:
+        if time.monotonic() - began_s > 0.2:
+            raise StoppedError
+
+    source = RemoteFile(Memory(TransientError("x", wait_s=15)))
+    source.on_wait, began_s = check, time.monotonic()
+    with pytest.raises(StoppedError):
+        read_bytes(source, 0, 8)
+    assert time.monotonic() - began_s < 1
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 15.0])
+def test_an_interrupt_ends_a_load_from_a_store_that_does_not_answer(wait_s: float) -> None:
+    """Whether it waits for the answer, or before another attempt."""
+    released = threading.Event()
+    item = Memory(TransientError("x", wait_s=wait_s), act=lambda: wait_s or released.wait(15))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    began_s = time.monotonic()
+
+    def load() -> None:
+        with Executor(num_threads=4, open_source=lambda path: RemoteFile(item)) as executor:
+            timer.start()
+            executor.tasks.run(lambda: executor.read_range("path", 0, torch.empty(8, dtype=torch.uint8), "'w'"))
+            executor.finish()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load()
+        assert 0.2 < time.monotonic() - began_s < 1.5
+    finally:
+        released.set()
+        timer.join()
