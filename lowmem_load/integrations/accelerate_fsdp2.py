@@ -35,7 +35,7 @@ from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, out
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
 from lowmem_load.hf.skeleton import allocate
-from lowmem_load.integrations.startup_hook import once_imported
+from lowmem_load.integrations.imports import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.replaced import Handler, Replacement, replaced

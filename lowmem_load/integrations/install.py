@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from lowmem_load.api.load_model import following
 from lowmem_load.api.request import Options
 from lowmem_load.integrations.accelerate_fsdp2 import llamafactory_loads, pending_loads
-from lowmem_load.integrations.startup_hook import once_imported
+from lowmem_load.integrations.imports import once_imported
 from lowmem_load.report import OnLoad
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one

@@ -19,12 +19,11 @@ from __future__ import annotations
 import os
 import sys
 
+from lowmem_load.integrations.imports import Finder, after_import
+
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager, ExitStack
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Callable, Mapping
 
     from lowmem_load.report import LoadReport
 
@@ -117,64 +116,3 @@ def _print_summary(report: LoadReport) -> None:
 def _print(text: str) -> None:
     sys.stderr.write(f"lowmem_load: {text}\n")
     sys.stderr.flush()
-
-
-# -- acting right after an import ------------------------------------------------------------------------------------
-
-
-def after_import(name: str, act: Callable[[ModuleType], object]) -> Callable[[], None]:
-    """Call `act` with a module once the import system has executed it. Return what calls this off."""
-    if name in sys.modules:
-        act(sys.modules[name])
-        return lambda: None
-    finder = Finder(name, act)
-    sys.meta_path.insert(0, finder)
-    return finder.leave
-
-
-def once_imported(name: str, block: Callable[[ModuleType], AbstractContextManager[object]]) -> ExitStack:
-    """Return a context manager: inside, `block` is entered once a module is imported. It is left at the end."""
-    from contextlib import ExitStack
-
-    stack = ExitStack()
-    stack.callback(after_import(name, lambda module: stack.enter_context(block(module))))
-    return stack
-
-
-class Finder:
-    """Finds a module as the finders behind it do, and acts after it is executed: `find_spec` alone loads nothing."""
-
-    def __init__(self, awaited: str, act: Callable[[ModuleType], object]) -> None:
-        self._awaited, self._act = awaited, act
-
-    def leave(self) -> None:
-        """Await nothing any more."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
-        if name != self._awaited:
-            return None
-        # Python itself asks the finders in front. One of them may be like this one, and would ask it again.
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in behind)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._act_after(spec.loader)
-        return spec
-
-    def _act_after(self, loader: object) -> None:
-        """Replace `exec_module` of this object only: inspect and importlib.resources look at its class."""
-        execute = loader.exec_module  # type: ignore[attr-defined]  # importlib.abc.Loader declares it for some only
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            del loader.exec_module  # type: ignore[attr-defined]
-            if self in sys.meta_path:  # else nobody waits any more
-                self.leave()
-                self._act(module)
-
-        loader.exec_module = exec_module  # type: ignore[attr-defined]
