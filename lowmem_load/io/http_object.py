@@ -14,7 +14,7 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, InvalidURL
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -171,6 +171,8 @@ def requested(
         else:
             raise CheckpointError(f"{plain_url(first)}: redirects more than {MAX_REDIRECTS} times")
         yield url, answer
+    except (InvalidURL, UnicodeError):
+        raise CheckpointError(f"{plain_url(url)}: is no URL; write other characters than ASCII as %..") from None
     except (OSError, HTTPException) as error:
         raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
     finally:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -29,7 +29,7 @@ from lowmem_load.io import object_store
 from lowmem_load.io.http_object import HttpObject, plain_url, refuse_status, requested
 from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile, RemoteObject, retried
 from lowmem_load.io.source import read_bytes
-from lowmem_load.io.stand_ins import head_of, note_folder
+from lowmem_load.io.stand_ins import HEADS, head_of, note_folder
 
 MAX_SMALL_NBYTES = 64 << 20
 """Most bytes of a file that is fetched whole, such as an index."""
@@ -66,13 +66,27 @@ def folder_of_url(url: str, *, subfolder: str = "") -> str:
         CheckpointError: there is no checkpoint, or it cannot be read.
         ConfigError: a package is not installed.
     """
+    _check_url(url)
+    origin = plain_url(url).rstrip("/")
     if urlsplit(url).scheme in ("http", "https"):
         listing: Listing = _listed_on_http(url, subfolder)
     else:
-        listing = retried(lambda: object_store.listed(url, subfolder), f"{plain_url(url)}: cannot be listed")
+        listing = retried(lambda: object_store.listed(url, subfolder), f"{origin}: cannot be listed")
     if not listing:
-        raise CheckpointError(f"{plain_url(url)}: no files are there; name the folder that holds config.json")
-    return _laid_out(plain_url(url), listing, lambda file: _content(listing[file]))
+        raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
+    return _laid_out(origin, listing, lambda file: _content(listing[file]))
+
+
+def _check_url(url: str) -> None:
+    try:
+        has_host = bool(urlsplit(url).hostname) and (urlsplit(url).port or True)
+    except ValueError:
+        has_host = False
+    if not has_host:  # the text is not quoted: what looks like a path may be the rest of a password
+        raise CheckpointError(
+            f"{url.partition(':')[0]}://...: the URL names no host or bucket, or a port that is no number; in a "
+            "password, write / and @ as %2F and %40"
+        )
 
 
 def folder_of_model(
@@ -158,7 +172,7 @@ def _looked_up(base: str, files: Iterable[str]) -> dict[str, RemoteObject]:
 
 def _head(base: str, file: str) -> RemoteObject | None:
     parts = urlsplit(base)
-    url = parts._replace(path=parts.path + file).geturl()
+    url = parts._replace(path=parts.path + quote(file)).geturl()
     with requested("HEAD", url, {}, dict, first=url) as (_, answer):
         if answer.status in (404, 410) or (answer.status == 403 and file != "config.json"):
             return None  # S3 says 403 for what is not there, to who may not list
@@ -176,8 +190,9 @@ def _head(base: str, file: str) -> RemoteObject | None:
 
 def _shards(index: RemoteObject) -> set[str]:
     """Return the names in an index that may be files beside it; `check_index` refuses the others."""
+    content = _content(index)
     try:
-        names = set(json.loads(_content(index))["weight_map"].values())
+        names = set(json.loads(content)["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return set()
     return {name for name in names if isinstance(name, str) and _is_plain(name)}
@@ -185,8 +200,9 @@ def _shards(index: RemoteObject) -> set[str]:
 
 def _code(config: RemoteObject) -> set[str]:
     """Return the files of code that a configuration names."""
+    content = _content(config)
     try:
-        modules = json.loads(_content(config)).get("auto_map", {}).values()
+        modules = json.loads(content).get("auto_map", {}).values()
     except (ValueError, AttributeError, RecursionError):
         return set()
     found = {f"{each.partition('.')[0]}.py" for each in modules if isinstance(each, str) and "--" not in each}
@@ -194,7 +210,13 @@ def _code(config: RemoteObject) -> set[str]:
 
 
 def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..") and not any(each in name for each in ("/", "\\", "\0", "?", "#"))
+    """Return whether this may be the name of a file: names are untrusted."""
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair, from JSON
+        return False
+    is_name = name not in ("", ".", "..", HEADS) and nbytes <= MAX_NAME_NBYTES
+    return is_name and not any(each in name for each in ("/", "\\", "\0", "?", "#"))
 
 
 def _content(item: RemoteObject) -> bytes:
@@ -213,8 +235,8 @@ def _laid_out(
     for file in listing:
         _check_file_name(origin, file)
     lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
-    base = _base()
-    folder = os.path.join(base, fingerprint([origin, *lines]), origin.rstrip("/").rpartition("/")[2] or "model")
+    base, last = _base(), origin.rpartition("/")[2]
+    folder = os.path.join(base, fingerprint([origin, *lines]), last if _is_plain(last) else "model")
     with _locked(os.path.join(base, "lock")):
         if not os.path.isdir(folder):
             _fill(base, os.path.dirname(folder), os.path.basename(folder), listing, fetch, fetches)
@@ -242,15 +264,17 @@ def _fill(
         with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-fetch") as pool:
             list(pool.map(fill, listing.items()))
         os.rename(made, target)  # there at once and whole, or not at all
+    except OSError as error:
+        shutil.rmtree(made, ignore_errors=True)
+        raise CheckpointError(f"{base}: small files of a checkpoint cannot be written there: {error}") from error
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
 
 
 def _check_file_name(origin: str, file: str) -> None:
-    """Refuse a name that would leave the folder: names are untrusted."""
-    parts = file.split("/")
-    if not all(map(_is_plain, parts)) or any(len(os.fsencode(part)) > MAX_NAME_NBYTES for part in parts):
+    """Refuse a name that would leave the folder."""
+    if not all(map(_is_plain, file.split("/"))):
         raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
 
 

@@ -12,6 +12,9 @@ from lowmem_load.io.source import ByteSource, LocalFile
 
 URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
 
+HEADS = ".heads"
+"""Folder beside the empty files that has the first bytes of the remote ones."""
+
 _objects: dict[str, RemoteObject] = {}  # by name, and by the path of the empty file that stands for it
 _places: dict[str, str] = {}  # paths of these empty files, by the name of the remote file
 _origins: dict[str, str] = {}  # URL or Hub id of each folder
@@ -42,7 +45,7 @@ def open_file(path: str) -> ByteSource:
 def head_of(path: str) -> str:
     """Return the path of a file with the first bytes of the remote file that an empty one stands for."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, ".heads", name)
+    return os.path.join(folder, HEADS, name)
 
 
 def remote_object(path: str) -> RemoteObject | None:
