@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -156,8 +157,14 @@ def test_a_server_that_is_gone_is_one_error(file: Path, impatient: None) -> None
         read_bytes(source, 0, 8)
 
 
-def test_a_host_that_has_no_address_is_one_error(impatient: None) -> None:
-    with pytest.raises(CheckpointError, match=r"http://nothing.invalid/f: cannot be read at bytes 0 to 7: gaierror"):
+def test_a_host_that_has_no_address_is_one_error(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(
+        CheckpointError, match=r"http://nothing.invalid/f: cannot be read at bytes 0 to 7: gaierror: .*Name or"
+    ):
         read_bytes(RemoteFile(HttpObject("http://nothing.invalid/f", 100, '"1"')), 0, 8)
 
 

@@ -1,0 +1,557 @@
+"""Folders that stand for checkpoints in remote stores: what is looked up, fetched and refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lowmem_load.errors import CheckpointError, HeaderError
+from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.io import http_object, remote_checkpoint, remote_file
+from lowmem_load.io.remote_checkpoint import ON_HTTP, folder_of_model, folder_of_url
+from lowmem_load.io.remote_file import HEAD_BYTES, Traffic
+from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, remote_object
+from tests.hub import pointed_at
+from tests.ranks import REPO
+from tests.remote.hub_front import COMMIT, HubServer, hub_front
+from tests.remote.range_server import RangeServer, range_server
+from tests.unit.test_http_object import answering, assert_no_secrets, with_login
+
+CONFIG = b'{"model_type": "llama"}'
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, which begins empty with each test; no delays, and a count of its own."""
+    found = tmp_path / "temporary"
+    found.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(found))
+    monkeypatch.setattr(remote_file, "TRAFFIC", Traffic())
+    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
+    monkeypatch.setattr(http_object, "TIMEOUT_S", 0.3)
+    return found
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 0.2)
+
+
+def write_checkpoint(folder: Path, num_shards: int = 2) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_bytes(CONFIG)
+    names = [f"model-{number}.safetensors" for number in range(num_shards)] if num_shards > 1 else ["model.safetensors"]
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.full((50_000,), number, dtype=torch.int32)}, folder / name)
+    if num_shards > 1:
+        weight_map = {f"w{number}": name for number, name in enumerate(names)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "root" / "models" / "one")
+
+
+@pytest.fixture
+def server(checkpoint: Path) -> Iterator[RangeServer]:
+    with range_server(checkpoint.parents[1]) as found:
+        yield found
+
+
+def url_of(server: RangeServer) -> str:
+    return f"{server.url}/models/one"
+
+
+def files_in(folder: str | Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()
+    }
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_the_small_files_and_stands_for_the_large_ones(server: RangeServer, checkpoint: Path) -> None:
+    folder = folder_of_url(url_of(server))
+    index = (checkpoint / "model.safetensors.index.json").stat().st_size
+    assert files_in(folder) == {
+        "config.json": len(CONFIG),
+        "model.safetensors.index.json": index,
+        "model-0.safetensors": 0,
+        "model-1.safetensors": 0,
+        ".heads/model-0.safetensors": HEAD_BYTES,
+        ".heads/model-1.safetensors": HEAD_BYTES,
+    }
+    assert os.path.basename(folder) == "one"
+    assert is_stand_in(folder) and origin_of(folder) == url_of(server)
+    server.reset()
+    with_path = open_file(os.path.join(folder, "model-1.safetensors"))
+    assert with_path.path == f"{url_of(server)}/model-1.safetensors"
+    described, local = (
+        Safetensors().describe(each) for each in (with_path, LocalFile(str(checkpoint / "model-1.safetensors")))
+    )
+    assert described.digest == local.digest and described.names == local.names
+    assert server.stats()["requests"] == 0  # the header is in the first bytes
+    for name in (with_path.path, os.path.join(folder, "model-1.safetensors")):
+        content = read_bytes(open_file(name), HEAD_BYTES, 1000)
+        assert content == (checkpoint / "model-1.safetensors").read_bytes()[HEAD_BYTES : HEAD_BYTES + 1000]
+    assert isinstance(open_file(os.path.join(folder, "config.json")), LocalFile)
+
+
+def test_each_file_is_looked_up_once_and_small_ones_fetched_once(server: RangeServer) -> None:
+    folder = folder_of_url(url_of(server))
+    first = server.stats()
+    assert first["methods"] == {"HEAD": len(ON_HTTP) + 2, "GET": 6}
+    fetched = Counter(line.split(" ")[1].rpartition("/")[2] for line in first["asked"] if line.startswith("GET"))
+    # An index and a configuration are read before, to know what else there is.
+    both = {"config.json": 2, "model.safetensors.index.json": 2}
+    assert fetched == {"model-0.safetensors": 1, "model-1.safetensors": 1, **both}
+    server.reset()
+    assert folder_of_url(url_of(server)) == folder_of_url(url_of(server) + "/") == folder
+    again = Counter(line.split(" ")[1].rpartition("/")[2] for line in server.stats()["asked"] if "GET" in line)
+    assert again == dict.fromkeys(both, 2)
+
+
+def test_another_version_has_another_folder(server: RangeServer, checkpoint: Path) -> None:
+    before = folder_of_url(url_of(server))
+    save_file({"w0": torch.zeros(50_000)}, checkpoint / "model-0.safetensors")
+    after = folder_of_url(url_of(server))
+    assert after != before
+    with pytest.raises(CheckpointError, match="was replaced after its header was read"):
+        read_bytes(open_file(os.path.join(before, "model-0.safetensors")), HEAD_BYTES, 8)
+    read_bytes(open_file(os.path.join(after, "model-0.safetensors")), HEAD_BYTES, 8)
+
+
+def test_a_subfolder_is_looked_into_on_request(server: RangeServer, checkpoint: Path) -> None:
+    write_checkpoint(checkpoint / "sub", num_shards=1)
+    assert not any(name.startswith("sub/") for name in files_in(folder_of_url(url_of(server))))
+    for subfolder in ("sub", "/sub/"):
+        found = files_in(folder_of_url(url_of(server), subfolder=subfolder))
+        assert {"config.json", "sub/config.json", "sub/model.safetensors", "sub/.heads/model.safetensors"} <= set(found)
+
+
+def test_code_that_a_configuration_names_is_fetched(server: RangeServer, checkpoint: Path) -> None:
+    auto_map = {"AutoConfig": "configuring.Config", "AutoModel": "modeling.Model", "AutoTokenizer": "other--x.Y"}
+    (checkpoint / "config.json").write_text(json.dumps({"auto_map": auto_map}))
+    for name in ("configuring.py", "modeling.py", "unnamed.py"):
+        (checkpoint / name).write_text("pass\n")
+    found = files_in(folder_of_url(url_of(server)))
+    assert {name for name in found if name.endswith(".py")} == {"configuring.py", "modeling.py"}
+
+
+@pytest.mark.parametrize("name", ["a b.safetensors", "ü.safetensors", "100%.safetensors", "%41.safetensors", "a+b.bin"])
+def test_names_are_escaped(name: str, server: RangeServer, checkpoint: Path) -> None:
+    (checkpoint / "model-0.safetensors").rename(checkpoint / name)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w0": name}}))
+    folder = folder_of_url(url_of(server))
+    assert name in files_in(folder)
+    item = open_file(os.path.join(folder, name))
+    assert read_bytes(item, HEAD_BYTES, 8) == (checkpoint / name).read_bytes()[HEAD_BYTES : HEAD_BYTES + 8]
+
+
+def test_a_place_without_files_is_an_error(server: RangeServer) -> None:
+    with pytest.raises(CheckpointError, match="/models/two: no files are there; name the folder that holds config"):
+        folder_of_url(f"{server.url}/models/two")
+
+
+def test_a_server_that_names_no_version_is_refused(server: RangeServer) -> None:
+    said = "the server sends no ETag and no Last-Modified, without which a file"
+    with answering({"Content-Length": "2"}, content=b"{}") as url, pytest.raises(CheckpointError, match=said):
+        folder_of_url(url)
+
+
+@pytest.mark.parametrize("length", ["", "-1", "1e3", "x"])
+def test_a_server_that_names_no_size_is_refused(length: str) -> None:
+    said = "the server sends no Content-Length, without which a file"
+    headers = {"Content-Length": length, "ETag": '"1"', "Connection": "close"}
+    with answering(headers) as url, pytest.raises(CheckpointError, match=said):
+        folder_of_url(url)
+
+
+@pytest.mark.parametrize("behaviour", [{"weak_etags": True}, {"no_etags": True}])
+def test_where_no_etag_is_strong_the_date_counts(
+    behaviour: dict[str, bool], server: RangeServer, checkpoint: Path
+) -> None:
+    server.set(**behaviour)
+    source = open_file(os.path.join(folder_of_url(url_of(server)), "model-0.safetensors"))
+    assert source.version.endswith(" GMT")
+    content = (checkpoint / "model-0.safetensors").read_bytes()
+    assert read_bytes(source, HEAD_BYTES, 1000) == content[HEAD_BYTES : HEAD_BYTES + 1000]
+    os.utime(checkpoint / "model-0.safetensors", (1, 1))
+    with pytest.raises(CheckpointError, match="was replaced after its header was read"):
+        read_bytes(source, HEAD_BYTES, 1000)
+
+
+def test_lookups_are_made_again(server: RangeServer) -> None:
+    server.set(error_500=0.1, reset_before=0.1, too_many=0.1, retry_after_s=0)
+    folder_of_url(url_of(server))
+    assert len(server.stats()["faults"]) == 3
+
+
+def test_a_server_that_goes_on_failing_is_one_error(server: RangeServer, impatient: None) -> None:
+    server.set(error_500=1)
+    with pytest.raises(CheckpointError, match=r"/models/one/.*: cannot be found: .* status 500 \(\d+ attempts"):
+        folder_of_url(url_of(server))
+
+
+def test_who_may_not_read_is_told_at_once(server: RangeServer) -> None:
+    server.set(token="another")
+    with pytest.raises(CheckpointError, match=r"refuses access \(status 401\)"):
+        folder_of_url(url_of(server))
+    server.set(token="", gone=True)
+    with pytest.raises(CheckpointError, match=r"config.json: the server refuses access \(status 403\)"):
+        folder_of_url(url_of(server))
+    assert server.stats()["requests"] <= 2 * len(ON_HTTP)
+
+
+def test_what_s3_hides_by_403_is_not_there(
+    server: RangeServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers so for what is not there to those who may not list."""
+    missing = [name for name in ON_HTTP if not (checkpoint / name).exists()]
+    ordinary = RangeServer.answer_to
+
+    def answer_to(self: RangeServer, request: Any, behaviour: Any) -> Any:
+        found = ordinary(self, request, behaviour)
+        found.status = 403 if found.status == 404 else found.status
+        return found
+
+    monkeypatch.setattr(RangeServer, "answer_to", answer_to)
+    found = files_in(folder_of_url(url_of(server)))
+    assert "config.json" in found and not set(found) & set(missing)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http:///models",
+        "https://host:port/a",
+        "http://127.0.0.1:1x/a",
+        "http://[::1/a",
+        "http://user:pass/word@host/a",
+        "http://127.0.0.1:99999/a",
+        "s3://",
+        "s3:///models",
+        "gs://",
+    ],
+)
+def test_urls_that_name_no_host_are_one_error(url: str, impatient: None) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"://...: the URL names no host or bucket") as caught:
+        folder_of_url(url)
+    assert time.monotonic() - began_s < 5
+    assert "/word" not in str(caught.value) and "pass/" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["a b", "ü", "a\x7fb"])
+def test_urls_that_are_not_escaped_are_told_at_once(url: str) -> None:
+    with pytest.raises(CheckpointError, match="is no URL; write other characters than ASCII as %"):
+        folder_of_url(f"http://127.0.0.1:1/{url}")
+
+
+@pytest.mark.parametrize("last", ["..", ".", "x" * 300, "%00", "a%2Fb", "%2e%2e", ".heads"])
+def test_the_folder_is_inside_whatever_the_url_ends_with(last: str, tmp_path: Path, temporary: Path) -> None:
+    headers = {"ETag": '"1"', "Content-Range": "bytes 0-1/2"}
+    with answering(headers, content=b"{}") as url:
+        folder = Path(folder_of_url(f"{url}/{last}"))
+    (base,) = temporary.iterdir()
+    assert folder.resolve().parent.parent == base
+    assert {path.name for path in base.iterdir() if path.is_file()} == {"lock"}
+    assert {path.name for path in temporary.iterdir()} == {base.name}
+
+
+# -- files of strangers ------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "../outside.safetensors",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "sub/../../outside.safetensors",
+    "a\0b.safetensors",
+    "x" * 300 + ".safetensors",
+    "..\\outside.safetensors",
+    "a?b.safetensors",
+    "a#b.safetensors",
+    "\ud800.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_index_that_names_other_places_gets_nothing_from_there(
+    name: str, server: RangeServer, checkpoint: Path, temporary: Path
+) -> None:
+    save_file({"w": torch.zeros(3)}, checkpoint.parent / "outside.safetensors")
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w0": name}}))
+    assert set(files_in(folder_of_url(url_of(server)))) == {"config.json", "model.safetensors.index.json"}
+    paths = [line.split(" ")[1] for line in server.stats()["asked"]]
+    assert not [path for path in paths if "outside" in path or "passwd" in path or ".." in path]
+    assert not [path for path in temporary.rglob("*") if path.name in ("outside.safetensors", "passwd")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b'{"weight_map": []}',
+        b'{"weight_map": {"w": []}}',
+        b'{"weight_map": {"w": 7, "v": null}}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"auto_map": []}',
+        b'{"auto_map": {"AutoModel": ["a", 1], "AutoConfig": "../../x.Y"}}',
+    ],
+)
+def test_strange_json_finds_no_further_files(content: bytes, server: RangeServer, checkpoint: Path) -> None:
+    """What is wrong with it is said by those who read it."""
+    (checkpoint / "model.safetensors.index.json").write_bytes(content)
+    (checkpoint / "config.json").write_bytes(content)
+    found = files_in(folder_of_url(url_of(server)))
+    assert set(found) == {"config.json", "model.safetensors.index.json"}
+
+
+def test_an_index_that_is_too_large_is_refused(
+    server: RangeServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_checkpoint, "MAX_SMALL_NBYTES", 100_000)
+    os.truncate(checkpoint / "model.safetensors.index.json", 100_001)
+    with pytest.raises(CheckpointError, match=r"index\.json: has 100001 bytes, expected at most 100000"):
+        folder_of_url(url_of(server))
+    assert server.stats()["bytes_sent"] < 100_000
+
+
+@pytest.mark.parametrize("nbytes", [2**63, 2**64 - 1, 101 << 20, 7])
+def test_headers_of_hostile_sizes_are_refused(nbytes: int, server: RangeServer, checkpoint: Path) -> None:
+    """Without asking for bytes that are not there, and without memory for them."""
+    content = (checkpoint / "model-0.safetensors").read_bytes()
+    (checkpoint / "model-0.safetensors").write_bytes(struct.pack("<Q", nbytes) + content[8:])
+    source = open_file(os.path.join(folder_of_url(url_of(server)), "model-0.safetensors"))
+    server.reset()
+    with pytest.raises(HeaderError, match=f"{url_of(server)}/model-0.safetensors"):
+        Safetensors().describe(source)
+    assert server.stats()["bytes_sent"] == 0
+
+
+def test_a_header_that_is_longer_than_the_first_bytes_is_fetched(server: RangeServer, checkpoint: Path) -> None:
+    many = {f"w{number}.{'x' * 200}": torch.full((1,), number) for number in range(1000)}
+    save_file(many, checkpoint / "model-0.safetensors")
+    source = open_file(os.path.join(folder_of_url(url_of(server)), "model-0.safetensors"))
+    server.reset()
+    assert len(Safetensors().describe(source).names) == 1000
+    assert server.stats()["requests"] == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "a/../b", "/a", "a//b", "a\0b", "x" * 300, "ü" * 200, ".", "a\\b", "", ".heads", "\ud800"]
+)
+def test_a_list_with_impossible_names_is_refused(
+    name: str, checkpoint: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowmem_load.io import object_store
+
+    class Item:
+        name, nbytes, version, sha256 = "s3://bucket/a", 2, '"1"', None
+
+        def fetch(self, offset: int, memory: memoryview, check: Any) -> None:
+            memory[:] = b"{}"
+
+    monkeypatch.setattr(object_store, "listed", lambda url, subfolder: {"config.json": Item(), name: Item()})
+    with pytest.raises(CheckpointError, match="s3://bucket/a: lists a file with the impossible name ") as caught:
+        folder_of_url("s3://bucket/a")
+    assert len(str(caught.value)) < 300
+    assert not [path for path in temporary.rglob("*") if path.name == "config.json"]
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_only_this_user_may_enter(server: RangeServer, temporary: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = folder_of_url(url_of(server))
+    finally:
+        os.umask(before)
+    (base,) = temporary.iterdir()
+    assert base.name == f"lowmem_load-{os.getuid()}"
+    assert stat.S_IMODE(base.stat().st_mode) == 0o700
+    assert stat.S_IMODE(Path(folder).parent.stat().st_mode) == 0o700
+    assert Path(folder).parent.parent == base
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, 0o755])
+def test_a_folder_that_others_may_enter_is_refused(mode: int, server: RangeServer, temporary: Path) -> None:
+    base = temporary / f"lowmem_load-{os.getuid()}"
+    base.mkdir()
+    base.chmod(mode)
+    with pytest.raises(CheckpointError, match="belongs to somebody else, or others may write to it; remove it"):
+        folder_of_url(url_of(server))
+    assert list(base.iterdir()) == []
+
+
+def test_a_link_in_place_of_the_folder_is_refused(server: RangeServer, temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (temporary / f"lowmem_load-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="belongs to somebody else"):
+        folder_of_url(url_of(server))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_fetch_that_fails_leaves_nothing(server: RangeServer, temporary: Path, impatient: None) -> None:
+    server.set(error_500=1, only="model-1")
+    with pytest.raises(CheckpointError):
+        folder_of_url(url_of(server))
+    server.set(error_500=0, reset_middle=1, only="model-1")
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read at bytes 0 to 65535"):
+        folder_of_url(url_of(server))
+    (base,) = temporary.iterdir()
+    assert [path.name for path in base.iterdir()] == ["lock"]
+    server.set(reset_middle=0)
+    folder_of_url(url_of(server))
+
+
+OPEN = """
+import sys
+from lowmem_load.io.remote_checkpoint import folder_of_url
+print("ready", flush=True)
+sys.stdin.readline()
+print(folder_of_url(sys.argv[1]))
+"""
+
+
+def test_two_processes_fetch_small_files_once(server: RangeServer, temporary: Path) -> None:
+    server.set(latency_ms=20)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", OPEN, url_of(server)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPO,
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+        for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        folders = [process.communicate("go\n", timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert folders[0] == folders[1] != ""
+    fetched = Counter(line.split(" ")[1].rpartition("/")[2] for line in server.stats()["asked"] if "GET" in line)
+    assert fetched["model-0.safetensors"] == fetched["model-1.safetensors"] == 1
+    assert fetched["config.json"] == fetched["model.safetensors.index.json"] == 3  # each reads both, one fetches them
+
+
+# -- the Hub -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(checkpoint: Path, tmp_path: Path) -> Iterator[HubServer]:
+    (checkpoint / "tokenizer.json").write_text("{}")
+    (checkpoint / "README.md").write_text("# A model\n")
+    (checkpoint / "picture.png").write_bytes(b"\x89PNG")
+    with hub_front({"org/model": checkpoint}) as found, pointed_at(found.url, str(tmp_path / "cache")):
+        yield found
+
+
+def test_a_model_on_the_hub_is_pinned_to_its_commit(hub: HubServer, checkpoint: Path) -> None:
+    folder, commit = folder_of_model("org/model")
+    assert commit == COMMIT
+    assert origin_of(folder) == "org/model"
+    found = files_in(folder)
+    assert {name for name, nbytes in found.items() if nbytes} == {
+        "config.json",
+        "model.safetensors.index.json",
+        ".heads/model-0.safetensors",
+        ".heads/model-1.safetensors",
+    }
+    assert all(f"/resolve/{COMMIT}/" in path for path in hub.stats()["path_requests"] if "/resolve/" in path)
+    assert open_file(os.path.join(folder, "model-1.safetensors")).version.startswith(f"{COMMIT} ")
+    hub.commit = "d" * 40  # the branch has moved on
+    assert folder_of_model("org/model") != (folder, commit)
+
+
+def test_the_sha256_of_the_hub_is_known(hub: HubServer, checkpoint: Path) -> None:
+    import hashlib
+
+    folder, _ = folder_of_model("org/model")
+    item = remote_object(os.path.join(folder, "model-0.safetensors"))
+    assert item is not None
+    assert item.sha256 == hashlib.sha256((checkpoint / "model-0.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_model_that_is_not_there_is_an_error(hub: HubServer) -> None:
+    with pytest.raises(CheckpointError, match="org/other: no such folder, and the Hub says: 404"):
+        folder_of_model("org/other")
+    with pytest.raises(CheckpointError, match="org/model: no such folder, and the Hub says: 404"):
+        folder_of_model("org/model", revision="other")
+    with pytest.raises(CheckpointError, match="a/b/c: neither a folder nor a Hub id"):
+        folder_of_model("a/b/c")
+
+
+def test_a_token_is_sent_to_the_hub_and_nowhere_else(hub: HubServer, checkpoint: Path) -> None:
+    hub.set(token="hub-token")
+    with pytest.raises(CheckpointError) as caught:
+        folder_of_model("org/model", token="secret-token")
+    assert_no_secrets(str(caught.value))
+    folder, _ = folder_of_model("org/model", token="hub-token")
+    read_bytes(open_file(os.path.join(folder, "model-1.safetensors")), HEAD_BYTES, 8)
+    assert hub.files is not None
+    assert hub.files.stats()["requests"] > 0
+    assert hub.files.stats()["authorized"] == 0
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_is_kept_has_secrets(
+    server: RangeServer, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    folder = folder_of_url(with_login(url_of(server)))
+    assert folder == folder_of_url(url_of(server))
+    assert origin_of(folder) == url_of(server)
+    for path in temporary.rglob("*"):
+        assert_no_secrets(str(path))
+    assert_no_secrets(caplog.text, open_file(os.path.join(folder, "model-0.safetensors")).path)
+    assert server.stats()["authorized"] > 0
+
+
+@pytest.mark.parametrize("behaviour", [{"gone": True}, {"token": "x"}, {"error_500": 1}, {"no_etags": True}])
+def test_no_message_has_secrets(
+    behaviour: dict[str, Any], server: RangeServer, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.set(**behaviour)
+    if "no_etags" in behaviour:
+        monkeypatch.setattr(remote_checkpoint, "MAX_SMALL_NBYTES", 1)
+    with pytest.raises(CheckpointError) as caught:
+        folder_of_url(with_login(url_of(server)))
+    assert_no_secrets(str(caught.value), repr(caught.value))
