@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import huggingface_hub
+import transformers.models.auto.auto_factory as auto_factory
+import transformers.models.auto.modeling_auto  # noqa: F401  defines the auto classes of models
 from transformers import PreTrainedModel
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
@@ -23,7 +25,6 @@ from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of
 from lowmem_load.replaced import Replacement, replaced
 
 LOADERS = (
-    ("transformers.models.auto.auto_factory", "_BaseAutoModelClass"),
     ("transformers.models.auto.configuration_auto", "AutoConfig"),
     ("transformers.configuration_utils", "PretrainedConfig"),
     ("transformers.generation.configuration_utils", "GenerationConfig"),
@@ -33,7 +34,7 @@ LOADERS = (
     ("transformers.models.auto.image_processing_auto", "AutoImageProcessor"),
     ("transformers.models.auto.feature_extraction_auto", "AutoFeatureExtractor"),
 )
-"""Modules, and classes in them whose `from_pretrained` takes the name of a checkpoint."""
+"""Modules, and classes in them whose `from_pretrained` takes the name of a checkpoint, beside those of models."""
 
 _NAME = "pretrained_model_name_or_path"
 
@@ -108,12 +109,21 @@ def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None =
 @contextlib.contextmanager
 def located_names(*, everywhere: bool = False) -> Iterator[None]:
     """Inside, transformers takes URLs as names; models are left to the loads of this package."""
-    replacements = [_refusing()]
+    replacements = [_refusing(), *map(_from_pretrained, _auto_models(auto_factory._BaseAutoModelClass))]
     for module, name in LOADERS:
         with contextlib.suppress(ImportError, AttributeError):  # a release without it
             replacements.append(_from_pretrained(getattr(importlib.import_module(module), name)))
     with replaced(*replacements, everywhere=everywhere):
         yield
+
+
+def _auto_models(base: type) -> Iterator[type]:
+    """Yield the auto classes of models: most have a copy of the method of the first one."""
+    for cls in (base, *base.__subclasses__()):
+        if "from_pretrained" in vars(cls):
+            yield cls
+        if cls is not base:
+            yield from _auto_models(cls)
 
 
 def _from_pretrained(owner: type) -> Replacement:

@@ -21,6 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.remote_file import TIMEOUT_S, TransientError
+from lowmem_load.io.stand_ins import plain_url
 
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 THROTTLED = frozenset({429, 503})
@@ -47,12 +48,6 @@ Headers = Mapping[str, str]
 def without_secrets(text: str) -> str:
     """Return a text without user names, passwords and queries in its URLs."""
     return re.sub(r"(?<=://)[^/\s'\"]*@", "", re.sub(r"\?[^\s'\"<>)]*", "?...", text))
-
-
-def plain_url(url: str) -> str:
-    """Return a URL without credentials, query and fragment."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 class HttpObject:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.io.http_object import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, plain_url, without_secrets
+from lowmem_load.io.http_object import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, without_secrets
 from lowmem_load.io.remote_file import TIMEOUT_S, TransientError
+from lowmem_load.io.stand_ins import plain_url
 
 PART_BYTES = 1 << 20
 """Bytes of a body that arrive before they are copied."""

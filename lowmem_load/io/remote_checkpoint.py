@@ -26,10 +26,10 @@ from huggingface_hub.utils import build_hf_headers
 from lowmem_load.errors import CheckpointError
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io import object_store
-from lowmem_load.io.http_object import HttpObject, plain_url, refuse_status, requested
+from lowmem_load.io.http_object import HttpObject, refuse_status, requested, without_secrets
 from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile, RemoteObject, retried
 from lowmem_load.io.source import read_bytes
-from lowmem_load.io.stand_ins import HEADS, head_of, note_folder
+from lowmem_load.io.stand_ins import HEADS, head_of, note_folder, plain_url
 
 MAX_SMALL_NBYTES = 64 << 20
 """Most bytes of a file that is fetched whole, such as an index."""
@@ -119,8 +119,10 @@ def folder_of_model(
             return Path(
                 huggingface_hub.hf_hub_download(name, file, revision=commit, token=token, cache_dir=cache_dir)
             ).read_bytes()
-        except Exception as error:  # of httpx or requests, or of the cache on disk
-            raise CheckpointError(f"{name}: {file} cannot be fetched from the Hub: {error}") from error
+        except Exception as error:  # noqa: BLE001  of httpx or requests, or of the cache on disk
+            raise CheckpointError(
+                f"{name}: {file} cannot be fetched from the Hub: {without_secrets(str(error))}"
+            ) from None  # the error itself quotes signed URLs
 
     return _laid_out(name, listing, fetch, _describes_a_model), commit
 

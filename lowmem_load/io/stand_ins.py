@@ -22,7 +22,17 @@ _origins: dict[str, str] = {}  # URL or Hub id of each folder
 
 def is_url(name: object) -> bool:
     """Return whether a name is a URL in a remote store."""
-    return isinstance(name, str) and "://" in name and urlsplit(name).scheme.lower() in URL_SCHEMES
+    return isinstance(name, str) and "://" in name and name.partition("://")[0].lower() in URL_SCHEMES
+
+
+def plain_url(url: str) -> str:
+    """Return a URL without credentials, query and fragment; only its scheme if it is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # else the path may begin within a password
+    except ValueError:
+        return f"{url.partition('://')[0]}://..."
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def note_folder(folder: str, origin: str, objects: Mapping[str, RemoteObject]) -> None:
@@ -59,7 +69,9 @@ def local_place(path: str) -> str:
 
 
 def origin_of(folder: str) -> str:
-    """Return the URL or Hub id that a folder stands for; the folder, if it is an ordinary one."""
+    """Return the URL or Hub id that a folder stands for; the folder, if it is an ordinary one, or the plain URL."""
+    if is_url(folder):
+        return plain_url(folder)
     return _origins.get(os.path.abspath(folder), folder)
 
 
