@@ -18,9 +18,10 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io import http_object, remote_file
-from lowmem_load.io.http_object import HttpObject, plain_url, without_secrets
+from lowmem_load.io.http_object import HttpObject, without_secrets
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
+from lowmem_load.io.stand_ins import plain_url
 from tests.remote.behaviour import CHANCES
 from tests.remote.hub_front import hub_front
 from tests.remote.listing import etag
@@ -398,15 +399,17 @@ def test_a_redirect_is_followed_once_and_the_token_stays_behind(file: Path) -> N
 
 
 def test_a_redirect_that_has_expired_is_renewed(file: Path, traffic: Traffic) -> None:
-    with hub_front({"org/model": file.parent}, valid_s=0.5) as server:
-        source = RemoteFile(at_hub(server.url, file))
-        for number in range(5):
-            assert read_bytes(source, number, 100) == CONTENT[number : number + 100]
-            time.sleep(0.6)
+    with hub_front({"org/model": file.parent}, valid_s=0.1) as server:
+        source, num_reads = RemoteFile(at_hub(server.url, file)), 0
         assert server.files is not None
-        assert server.files.stats()["statuses"][403] >= 2
-        assert server.stats()["requests"] == 1 + server.files.stats()["statuses"][403]
-    assert traffic.counts.num_retries == server.files.stats()["statuses"][403]
+        while server.files.stats()["statuses"][403] < 2:  # it is good to the next whole second
+            assert read_bytes(source, num_reads, 100) == CONTENT[num_reads : num_reads + 100]
+            num_reads += 1
+            time.sleep(0.1)
+        assert num_reads < 50
+        assert server.files.stats()["statuses"] == {206: num_reads, 403: 2}
+        assert server.stats()["requests"] == 3
+    assert traffic.counts[:2] == (num_reads + 2, 2)
     assert traffic.limit == 16
 
 
@@ -561,11 +564,14 @@ def test_a_login_is_not_sent_to_the_host_of_a_redirect(file: Path) -> None:
         ("https://u:p@q@host/a", "https://host/a"),
         ("https://host/a%20b", "https://host/a%20b"),
         ("s3://bucket/a?x=y", "s3://bucket/a"),
+        ("https://user:pa/ss@host/a", "https://..."),
+        ("https://[::1/a", "https://..."),
     ],
 )
 def test_plain_urls(url: str, plain: str) -> None:
     assert plain_url(url) == plain
-    assert without_secrets(f"cannot connect to '{url}': no").startswith(f"cannot connect to '{plain}")
+    if "..." not in plain:
+        assert without_secrets(f"cannot connect to '{url}': no").startswith(f"cannot connect to '{plain}")
 
 
 def test_texts_lose_their_secrets() -> None:

@@ -1,0 +1,224 @@
+"""Names of checkpoints that are not on this machine: which ones are meant, and what transformers does with them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.hf.remote_names import located, located_checkpoint, located_names
+from lowmem_load.io.remote_checkpoint import folder_of_url
+from lowmem_load.io.stand_ins import is_stand_in, is_url, local_place, open_file, origin_of, remote_object
+from tests import builders
+from tests.hub import pointed_at
+from tests.remote.hub_front import COMMIT, HubServer, hub_front
+from tests.remote.range_server import RangeServer, range_server
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def llama(checkpoints: Path) -> Path:
+    return builders.tiny_llama(checkpoints)
+
+
+@pytest.fixture
+def server(llama: Path) -> Iterator[RangeServer]:
+    with range_server({"models/llama": llama}) as found:
+        yield found
+
+
+@pytest.fixture
+def hub(llama: Path, checkpoints: Path, tmp_path: Path) -> Iterator[HubServer]:
+    models = {"org/model": llama, "org/sharded": builders.tiny_llama(checkpoints, max_shard_size="50KB")}
+    with hub_front(models) as found, pointed_at(found.url, str(tmp_path / "cache")):
+        yield found
+
+
+# -- which names are meant ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("s3://b", "s3a://b/c", "gs://b/c", "az://b/c", "azure://b/c", "abfs://c@a/b", "abfss://c@a/b", "adl://a/b"),
+        *("http://host", "https://host/a?b=c", "HTTPS://host/a", "S3://b/c", "https://u:p@host:8/a"),
+    ],
+)
+def test_urls(name: str) -> None:
+    assert is_url(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "org/model",
+            "gpt2",
+            "/a/folder",
+            "./s3",
+            "s3:/b",
+            "s3",
+            "http:",
+            "file:///a",
+            "ftp://host/a",
+            "hf://a/b",
+        ),
+        *("folder/s3://b", "c:\\models", "://", "//host/a", None, 7, b"s3://b", Path("s3://b"), ["s3://b"]),
+    ],
+)
+def test_other_names(name: Any) -> None:
+    assert not is_url(name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ordinary_folders_stay_as_they_are(stream: bool, llama: Path) -> None:
+    kwargs = {"revision": "main", "subfolder": "", "token": "x", "config": object()}
+    for name in (str(llama), llama):
+        assert located(name, kwargs, stream=stream) == (name, kwargs)
+    assert not is_stand_in(str(llama)) and origin_of(str(llama)) == str(llama)
+    path = str(llama / "model.safetensors")
+    assert (local_place(path), remote_object(path), open_file(path).path) == (path, None, path)
+
+
+@pytest.mark.parametrize("name", ["org/model", "nothing", "./nothing", None, 7])
+def test_hub_ids_stay_as_they_are_unless_they_are_streamed(name: Any) -> None:
+    kwargs = {"revision": "main"}
+    found, keywords = located(name, kwargs)
+    assert (found, keywords) == (name, kwargs)
+    assert keywords is not kwargs  # which callers change
+
+
+def test_a_url_becomes_a_folder_without_keywords_of_the_hub(server: RangeServer) -> None:
+    url = f"{server.url}/models/llama"
+    dropped = {"revision": "x", "token": "x", "cache_dir": "x", "force_download": True, "local_files_only": True}
+    folder, kwargs = located(url, {**dropped, "trust_remote_code": True, "attn_implementation": "eager"})
+    assert kwargs == {"trust_remote_code": True, "attn_implementation": "eager"}
+    assert is_stand_in(folder) and origin_of(folder) == url
+    assert located_checkpoint(url) == (url, folder, None)
+
+
+# -- the Hub -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_streamed_model_becomes_a_folder(hub: HubServer) -> None:
+    folder, kwargs = located("org/model", {"revision": "main", "dtype": "auto"}, stream=True)
+    assert kwargs == {"dtype": "auto"}
+    assert is_stand_in(folder) and origin_of(folder) == "org/model"
+    assert hub.files is not None
+    assert hub.files.stats()["bytes_sent"] <= 64 << 10
+    assert located_checkpoint("org/model") == ("org/model", folder, COMMIT)
+
+
+@pytest.mark.parametrize("name", ["org/model", "org/sharded"])
+def test_a_streamed_model_that_the_cache_holds_is_read_from_there(name: str, hub: HubServer) -> None:
+    huggingface_hub.snapshot_download(name)
+    hub.reset()
+    assert located(name, {}, stream=True) == (name, {})
+    assert located(name, {"revision": COMMIT}, stream=True) == (name, {"revision": COMMIT})
+    assert hub.stats()["requests"] == 0
+
+
+def test_a_model_of_which_the_cache_lacks_a_file_is_streamed(hub: HubServer) -> None:
+    huggingface_hub.snapshot_download("org/sharded", ignore_patterns=["model-00002-*"])
+    folder, _ = located("org/sharded", {}, stream=True)
+    assert is_stand_in(folder)
+
+
+def test_another_cache_is_another_matter(hub: HubServer, tmp_path: Path) -> None:
+    huggingface_hub.snapshot_download("org/model", cache_dir=tmp_path / "another")
+    kwargs = {"cache_dir": tmp_path / "another"}
+    assert located("org/model", kwargs, stream=True) == ("org/model", kwargs)
+    assert is_stand_in(located("org/model", {}, stream=True)[0])
+
+
+def test_who_may_not_ask_the_hub_does_not(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    kwargs = {"local_files_only": True}
+    assert located("org/model", kwargs, stream=True) == ("org/model", kwargs)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert located("org/model", {}, stream=True) == ("org/model", {})
+    assert hub.stats()["requests"] == 0
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "./nothing", "org/model!", "-"])
+def test_a_streamed_name_that_is_none_is_an_error(name: str, hub: HubServer) -> None:
+    with pytest.raises(CheckpointError, match="neither"):
+        located(name, {}, stream=True)
+    assert hub.stats()["requests"] == 0
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_tokenizer(llama: Path, tmp_path: Path) -> Iterator[str]:
+    """The URL of a checkpoint that has all that comes with one."""
+    folder = tmp_path / "with-tokenizer"
+    folder.mkdir()
+    for path in llama.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with range_server({"models/llama": folder}) as found:
+        yield f"{found.url}/models/llama"
+
+
+def test_transformers_takes_urls_inside(with_tokenizer: str, llama: Path) -> None:
+    url = with_tokenizer
+    with located_names():
+        config = AutoConfig.from_pretrained(url)
+        same = transformers.LlamaConfig.from_pretrained(pretrained_model_name_or_path=url)
+        generation = GenerationConfig.from_pretrained(url)
+        tokenizer = AutoTokenizer.from_pretrained(url)
+        ordinary = AutoConfig.from_pretrained(str(llama))
+    assert config.name_or_path == tokenizer.name_or_path == url
+    assert {**same.to_dict(), "_name_or_path": ""} == {**config.to_dict(), "_name_or_path": ""}
+    assert ordinary.name_or_path == str(llama)
+    # A configuration names where it is from.
+    assert {**config.to_dict(), "_name_or_path": ""} == {**ordinary.to_dict(), "_name_or_path": ""}
+    assert generation.to_dict() == GenerationConfig.from_pretrained(str(llama)).to_dict()
+    assert tokenizer("b")["input_ids"] == [1]
+
+
+def test_transformers_takes_no_urls_afterwards(server: RangeServer) -> None:
+    url = f"{server.url}/models/llama"
+    with located_names():
+        AutoConfig.from_pretrained(url)
+    with pytest.raises(OSError, match=r"huggingface|url|URL|cached|repo"):
+        AutoConfig.from_pretrained(url)
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, AutoModelForCausalLM])
+def test_models_are_refused_where_no_load_is_active(cls: Any, server: RangeServer, llama: Path) -> None:
+    url = f"{server.url}/models/llama"
+    with located_names():
+        with pytest.raises(
+            UnsupportedError, match="only loads into ZeRO-3 partitions or FSDP2 shards read from"
+        ) as caught:
+            cls.from_pretrained(url)
+        assert str(caught.value).startswith(url)
+        with pytest.raises(UnsupportedError, match="and none is active here; download the checkpoint"):
+            cls.from_pretrained(folder_of_url(url))
+        assert cls.from_pretrained(str(llama)).num_parameters() > 0
+
+
+def test_a_refusal_has_no_secrets(server: RangeServer) -> None:
+    url = f"{server.url}/models/llama".replace("http://", "http://user:pass%2Fword@") + "?X-Amz-Signature=signature"
+    with located_names(), pytest.raises(UnsupportedError) as caught:
+        LlamaForCausalLM.from_pretrained(url)
+    assert "pass" not in str(caught.value) and "signature" not in str(caught.value)
+    with located_names():
+        assert AutoConfig.from_pretrained(url).name_or_path == f"{server.url}/models/llama"
