@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.checkpoint import checkpoint_of
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
-from benchmarks.results import MIB, show_table
+from benchmarks.results import MIB, log, show_table
 from tests.remote.range_server import in_own_process
 
 COLUMNS = ("where", "way", "ranks", "seconds", "GB/s", "of the link", "peak - partition, MiB", "requests", "again")
@@ -200,7 +200,9 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
         if way == "download, then load":
             link, counts = f"{nbytes / took / RATE:.2f}", [0, 0]
         speed = f"{nbytes / took / 1e9:.2f}"
-        return [where, way, str(2 * len(places)), f"{took:.2f}", speed, link, f"{extra:.0f}", *map(str, counts)]
+        made = [where, way, str(2 * len(places)), f"{took:.2f}", speed, link, f"{extra:.0f}", *map(str, counts)]
+        log(" | ".join(made))
+        return made
 
     here = [("", "127.0.0.1")]
     for way in ("client alone", "lowmem_load", "client alone", "lowmem_load"):
