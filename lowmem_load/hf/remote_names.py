@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import huggingface_hub
 import transformers.models.auto.auto_factory as auto_factory
@@ -23,6 +23,8 @@ from lowmem_load.hf.loader import is_loading
 from lowmem_load.hf.names import hub_keywords
 from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of
 from lowmem_load.replaced import Replacement, replaced
+
+T = TypeVar("T")
 
 LOADERS = (
     ("transformers.models.auto.configuration_auto", "AutoConfig"),
@@ -152,7 +154,7 @@ def _refusing() -> Replacement:
     return PreTrainedModel, "from_pretrained", from_pretrained
 
 
-def named_as_asked(found: Any) -> Any:
+def named_as_asked(found: T) -> T:
     """Give what was loaded from a folder the name that the folder stands for: users load more by it."""
     thing = found[0] if isinstance(found, tuple) else found
     named: list[Any] = [thing, getattr(thing, "config", None)]

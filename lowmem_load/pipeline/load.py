@@ -27,7 +27,7 @@ from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.names import commit_in
-from lowmem_load.hf.remote_names import located
+from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.remote_file import TRAFFIC, requests_in_flight
@@ -100,7 +100,7 @@ class Load:
             self._locate(call)
             random_state = torch.get_rng_state()
             try:
-                return self._load(call) or call.run()
+                return named_as_asked(self._load(call) or call.run())
             except _NotStreamedError as error:
                 reason = str(error)
             torch.set_rng_state(random_state)
