@@ -1,0 +1,726 @@
+"""Loads from remote stores: bit for bit the ordinary ones, each byte asked for once, and one error if they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+from tests import builders
+from tests.parity import BF16, FP32, differences
+from tests.ranks import run_ranks
+from tests.remote import stores
+from tests.remote.behaviour import CHANCES, Behaviour
+from tests.remote.hub_front import HubServer, hub_front
+from tests.remote.range_server import OwnProcess, RangeServer, range_server
+
+BUCKET = "bucket"
+S3 = {"AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+PATIENCE_S = 10
+"""Seconds in which all ranks must have the error of one."""
+
+Case = tuple[str, dict[str, Any], str | None, torch.dtype]
+"""Folder, ds_config, auto class, and dtype of the ordinary load."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks find the checkpoints of the tests: a server that is an HTTP server and S3."""
+
+    url: str
+    temporary: str
+    """Folder for temporary files."""
+
+    def __call__(self, folder: str, scheme: str) -> str:
+        """The URL of a checkpoint.
+
+        Args:
+            folder: that it is served from.
+            scheme: "http" or "s3".
+        """
+        name = os.path.basename(folder)
+        return f"s3://{BUCKET}/{name}" if scheme == "s3" else f"{self.url}/{BUCKET}/{name}"
+
+    @property
+    def server(self) -> OwnProcess:
+        """What it has done, and how it fails."""
+        return OwnProcess(self.url, None)  # type: ignore[arg-type]  # nobody looks at the process
+
+    def start(self) -> int:
+        """Make this process ready, a rank; returns its number."""
+        from lowmem_load import DistributedInterface
+        from lowmem_load.io import http_object, object_store, remote_checkpoint, remote_file
+
+        remote_checkpoint.HEAD_BYTES = 2048  # of files that are small themselves
+        tempfile.tempdir = self.temporary
+        http_object.TIMEOUT_S = 0.5
+        object_store.TIMEOUT_S = 1
+        remote_file.FIRST_DELAY_S, remote_file.LAST_DELAY_S = 0.01, 0.1
+        return DistributedInterface().rank
+
+    def set(self, **changes: Any) -> None:
+        """Have the server behave otherwise, between two loads. All ranks must call it.
+
+        Args:
+            changes: values of Behaviour by name.
+        """
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            self.server.set(**changes)
+            self.server.reset()
+        torch.distributed.barrier()
+
+    def stats(self) -> dict[str, Any]:
+        """What the server has done for all ranks, which must all call it."""
+        torch.distributed.barrier()
+        found = self.server.stats(asked=True)
+        torch.distributed.barrier()
+        return found
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Path) -> Iterator[RangeServer]:
+    with range_server({BUCKET: checkpoints}) as found:
+        yield found
+
+
+@pytest.fixture
+def place(server: RangeServer, tmp_path: Path) -> Iterator[Place]:
+    before = server.behaviour
+    server.reset()
+    yield Place(server.url, str(tmp_path))
+    server.behaviour = before
+
+
+@pytest.fixture
+def environment(server: RangeServer) -> dict[str, str]:
+    return {**S3, "AWS_ENDPOINT_URL": server.url}
+
+
+def run(function: Callable[..., Any], place: Place, *args: Any, world_size: int = 2) -> list[Any]:
+    """As `run_ranks`, with the environment of an owner of the store."""
+    env = {**S3, "AWS_ENDPOINT_URL": place.url}
+    return run_ranks(function, place, *args, world_size=world_size, timeout_s=120, env=env)
+
+
+def assert_loads_alike(url: str, case: Case, **kwargs: Any) -> Any:
+    """Loads from a URL, and from the folder as is ordinary; returns the model."""
+    from lowmem_load import load_model, load_report
+
+    folder, ds_config, auto_class, dtype = case
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = load_model(url, ds_config, auto_class=auto_class, **kwargs)
+    cls = getattr(transformers, auto_class or transformers.AutoConfig.from_pretrained(folder).architectures[0])
+    torch.manual_seed(0)
+    reference, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert differences(model, reference) == [], url
+    for kind, keys in load_report(model).loading_info.items():
+        assert sorted(map(str, keys)) == sorted(map(str, info[kind])), (url, kind)
+    assert model.config.name_or_path == url
+    return model
+
+
+# -- what is loaded ----------------------------------------------------------------------------------------------------
+
+
+def cases(checkpoints: Path) -> list[Case]:
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    odd = builders.tiny_llama(checkpoints, float32, "20KB", **builders.ODD_SIZES)
+    bert = builders.tiny_bert(checkpoints)
+    return [
+        (str(builders.tiny_llama(checkpoints)), BF16, None, bfloat16),
+        (str(odd), BF16, "AutoModelForCausalLM", bfloat16),
+        (str(builders.tiny_qwen2_tied(checkpoints)), BF16, None, bfloat16),
+        (str(builders.tiny_mixtral(checkpoints, max_shard_size="50KB")), BF16, None, bfloat16),
+        (str(bert), FP32, "AutoModel", float32),
+        (str(bert), FP32, "AutoModelForSequenceClassification", float32),  # whose head is random
+        (str(builders.as_torch_bin(builders.tiny_llama(checkpoints, float32), num_files=2)), FP32, None, float32),
+    ]
+
+
+def load_partitions(place: Place, cases: list[Case]) -> None:
+    """Rank function."""
+    from lowmem_load import load_report
+
+    place.start()
+    for scheme in ("http", "s3"):
+        for case in cases:
+            url = place(case[0], scheme)
+            report = load_report(assert_loads_alike(url, case))
+            assert report.name == url
+            assert report.requests.num_requests > 0
+            assert report.requests.num_retries == 0
+            assert f"\n  requests: {report.requests.num_requests:,}, " in str(report)
+            assert "again after" not in str(report)
+    report = load_report(assert_loads_alike_locally(cases[0]))
+    assert report.requests == type(report.requests)()
+    assert "requests" not in str(report)
+
+
+def assert_loads_alike_locally(case: Case) -> Any:
+    return assert_loads_alike(case[0], case)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.release), 2, 3])
+def test_partitions_equal_the_ordinary_load(checkpoints: Path, place: Place, world_size: int) -> None:
+    run(load_partitions, place, cases(checkpoints), world_size=world_size)
+
+
+def load_shards(place: Place, paths: list[str]) -> None:
+    """Rank function: FSDP2 by a mesh, by a DistributedConfig, and into a model that is there."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowmem_load import load_into, load_model, load_report
+    from tests.multi_rank.test_load_into import built, differing, shard_fully
+
+    place.start()
+    world_size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    meshes: list[Any] = [mesh]
+    with contextlib.suppress(ImportError, TypeError):  # older releases of transformers
+        from transformers.distributed import DistributedConfig
+
+        meshes.append(DistributedConfig(fsdp_size=world_size))
+    for path, scheme in zip(paths, ("http", "s3"), strict=True):
+        url, reference = place(path, scheme), transformers.AutoModelForCausalLM.from_pretrained(path)
+        for sharding in meshes:
+            model = load_model(url, sharding, dtype=torch.bfloat16)
+            assert differing(model, reference) == [], (url, sharding)
+            assert model.config.name_or_path == url
+            assert load_report(model).requests.num_requests > 0
+        model = built(path, torch.bfloat16)
+        shard_fully(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        report = load_into(model, url)
+        assert differing(model, reference) == [], url
+        assert report.name == url
+
+
+def test_shards_equal_the_ordinary_load(checkpoints: Path, place: Place) -> None:
+    paths = [str(builders.tiny_mixtral(checkpoints)), str(builders.tiny_llama(checkpoints, max_shard_size="50KB"))]
+    run(load_shards, place, paths)
+
+
+def load_quantized(place: Place, path: str) -> None:
+    """Rank function: eight-bit codes and their scales, which every rank of a block needs."""
+    from transformers import FineGrainedFP8Config
+
+    from lowmem_load import load_model
+
+    place.start()
+    given = json.loads((Path(path) / "config.json").read_text())["quantization_config"]
+    fields = {key: value for key, value in given.items() if key != "quant_method"}
+    config = FineGrainedFP8Config(**fields, dequantize=True)
+    here, there = (load_model(name, BF16, quantization_config=config) for name in (path, place(path, "http")))
+    for name, parameter in here.named_parameters():
+        assert torch.equal(parameter.ds_tensor, dict(there.named_parameters())[name].ds_tensor), name
+
+
+def test_eight_bit_weights_are_those_of_the_folder(checkpoints: Path, place: Place, tmp_path: Path) -> None:
+    from tests.multi_rank.test_formats import with_fp8
+
+    folder, _ = with_fp8(checkpoints, tmp_path)
+    run(load_quantized, place, str(shutil.copytree(folder, checkpoints / "remote-fp8", dirs_exist_ok=True)))
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_tokenizer(checkpoints: Path) -> Path:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder = checkpoints / "remote-with-tokenizer"
+    if not folder.exists():
+        shutil.copytree(builders.tiny_llama(checkpoints), folder)
+        Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+def run_script(place: Place, path: str) -> None:
+    """Rank function: what a script does that knows nothing of URLs, in a block and installed."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import lowmem_load
+    from lowmem_load import load_report, streaming
+
+    place.start()
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    for scheme in ("http", "s3"):
+        url = place(path, scheme)
+        with streaming(BF16):
+            config, tokenizer = AutoConfig.from_pretrained(url), AutoTokenizer.from_pretrained(url)
+            model = AutoModelForCausalLM.from_pretrained(url, config=config)
+            exact, info = LlamaForCausalLM.from_pretrained(url, output_loading_info=True)
+            from_config = AutoModelForCausalLM.from_config(config)
+        assert differences(model.eval(), reference) == differences(exact, reference) == []
+        assert not info["missing_keys"]
+        assert from_config.config.hidden_size == config.hidden_size
+        names = [each.name_or_path for each in (config, tokenizer, model.config, exact.config, model, exact)]
+        assert set(names) == {url}
+        assert tokenizer("b")["input_ids"] == [1]
+        assert load_report(model).name == load_report(exact).name == url
+        reports: list[Any] = []
+        lowmem_load.install(on_load=reports.append)
+        alive = HfDeepSpeedConfig(BF16)
+        installed = AutoModelForCausalLM.from_pretrained(url)
+        del alive
+        lowmem_load.integrations.install.uninstall()
+        assert differences(installed, reference) == []
+        assert [report.name for report in reports] == [url]
+
+
+def test_scripts_take_urls_as_names(place: Place, with_tokenizer: Path) -> None:
+    run(run_script, place, str(with_tokenizer))
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def count_requests(place: Place, path: str, scheme: str) -> tuple[Any, dict[str, Any]]:
+    """Rank function: what this rank has asked for, and all ranks."""
+    from lowmem_load import load_model, load_report
+
+    place.start()
+    load_model(place(path, scheme), BF16)  # fetches small files and headers
+    place.set()
+    report = load_report(load_model(place(path, scheme), BF16))
+    return report.requests, place.stats()
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_requests_are_counted(checkpoints: Path, place: Place, scheme: str, sharded: bool) -> None:
+    path = builders.tiny_llama(checkpoints, max_shard_size="50KB" if sharded else None)
+    (first, stats), (second, _) = run(count_requests, place, str(path), scheme)
+    counts = (first, second)
+    of_weights = [line for line in stats["asked"] if line.startswith("GET") and ".safetensors " in line]
+    assert sum(each.num_requests for each in counts) == len(of_weights) > 0
+    sent = sum(nbytes for name, nbytes in stats["path_bytes"].items() if name.endswith(".safetensors"))
+    assert sum(each.received_bytes for each in counts) == sent > 0
+    assert all("if-match=" in line for line in of_weights)
+
+
+def read_once(place: Place, path: str) -> dict[str, int]:
+    """Rank function: bytes that the server has sent for a load, by how it was loaded."""
+    from lowmem_load import load_model, load_report
+
+    place.start()
+    reference, sent = transformers.AutoModelForCausalLM.from_pretrained(path), {}
+    for scheme in ("http", "s3"):
+        for stage in (0, 2, 3):
+            place.set()
+            model = load_model(place(path, scheme), {**BF16, "zero_optimization": {"stage": stage}})
+            sent[f"{scheme}, stage {stage}"] = place.stats()["bytes_sent"]
+            report = load_report(model)
+            assert report.shared is not None or stage == 3, report.notes
+            if stage == 3:
+                assert differences(model, reference) == []
+            else:
+                values, expected = model.state_dict(), reference.state_dict()
+                assert values.keys() == expected.keys()
+                assert [name for name in values if not torch.equal(values[name], expected[name])] == []
+    return sent
+
+
+def test_each_byte_is_fetched_once(checkpoints: Path, place: Place) -> None:
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "vocab_size": 16_000, "num_hidden_layers": 4}
+    path = builders.tiny_llama(checkpoints, max_shard_size="20MB", **sizes)
+    total = sum(file.stat().st_size for file in path.iterdir())
+    assert 20e6 < total < 60e6
+    for found in run(read_once, place, str(path)):
+        assert {way: nbytes for way, nbytes in found.items() if not total * 0.95 < nbytes <= total * 1.05} == {}
+
+
+# -- the Hub -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A Hub that ranks ask, which sends them to another host for weights."""
+
+    url: str
+    files: str
+
+    def stats(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the Hub and the other host have done."""
+        torch.distributed.barrier()
+        hub, files = (OwnProcess(url, None).stats(asked=True) for url in (self.url, self.files))  # type: ignore[arg-type]
+        torch.distributed.barrier()
+        return hub, files
+
+
+@contextlib.contextmanager
+def hub_of(folders: dict[str, Path], **behaviour: Any) -> Iterator[tuple[Hub, HubServer]]:
+    with hub_front(folders, **behaviour) as server:
+        assert server.files is not None
+        yield Hub(server.url, server.files.url), server
+
+
+def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
+    """Rank function: without a download, in a script, and by the cache; returns what the Hub was asked for the last."""
+    from huggingface_hub import snapshot_download
+
+    from lowmem_load import load_report, streaming
+    from tests.hub import pointed_at
+
+    rank, reference = place.start(), transformers.AutoModelForCausalLM.from_pretrained(case[0], dtype=case[3])
+    with pointed_at(hub.url, f"{place.temporary}/streamed"):
+        model = assert_loads_alike("org/model", case, stream=True, token="hub-token")
+        assert load_report(model).requests.num_requests > 0
+        with streaming(BF16, stream=True):
+            again = transformers.AutoModelForCausalLM.from_pretrained(
+                "org/model", dtype=torch.bfloat16, token="hub-token"
+            )
+        assert differences(again, reference) == []
+        _, at_files = hub.stats()
+        assert at_files["authorized"] == 0
+        assert at_files["bytes_sent"] > 0
+        kept = [path for path in Path(place.temporary).rglob("*.safetensors") if path.parent.name != ".heads"]
+        assert [path for path in kept if path.stat().st_size] == []
+    with pointed_at(hub.url, f"{place.temporary}/cached"):
+        if rank == 0:
+            snapshot_download("org/model", token="hub-token")
+        torch.distributed.barrier()
+        assert_loads_alike("org/model", case, stream=True, token="hub-token")  # asks for what there may be besides
+        at_hub, at_files = hub.stats()
+        model = assert_loads_alike("org/model", case, stream=True, token="hub-token")
+        assert load_report(model).requests.num_requests == 0
+        now_at_hub, now_at_files = hub.stats()
+        assert now_at_files["requests"] == at_files["requests"]
+        return now_at_hub["asked"][len(at_hub["asked"]) :]
+
+
+def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place: Place) -> None:
+    case = cases(checkpoints)[1]
+    with hub_of({"org/model": Path(case[0])}, token="hub-token") as (hub, _):
+        asked = ["HEAD /org/model/resolve/main/config.json"]  # whether the branch has moved on
+        assert run(load_from_the_hub, place, hub, case) == [asked, asked]
+
+
+def load_with_expired_urls(place: Place, hub: Hub, case: Case) -> int:
+    """Rank function: URLs to which the Hub redirected before are refused when weights are read."""
+    from lowmem_load import load_report
+    from tests.hub import pointed_at
+
+    place.start()
+    other_host = OwnProcess(hub.files, None)  # type: ignore[arg-type]
+    with (
+        pointed_at(hub.url, f"{place.temporary}/cache"),
+        before_reading(lambda: other_host.set(secret="another")),
+    ):
+        model = assert_loads_alike("org/model", case, stream=True)
+    return load_report(model).requests.num_retries
+
+
+def test_signed_urls_that_expire_are_renewed(checkpoints: Path, place: Place) -> None:
+    case = cases(checkpoints)[1]
+    with hub_of({"org/model": Path(case[0])}) as (hub, server):
+        num_retries = sum(run(load_with_expired_urls, place, hub, case))
+        assert server.files is not None
+        assert server.files.stats()["statuses"][403] == num_retries > 0
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+
+def sum_up(folder: Path) -> None:
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in folder.glob("*.safetensors")]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+def verify_loads(place: Place, good: str, wrong: str, unknown: str, hub: Hub, case: Case) -> None:
+    """Rank function."""
+    from lowmem_load import CheckpointError, RankError, load_model, load_report
+    from lowmem_load.pipeline import load as loading
+    from tests.hub import pointed_at
+
+    rank = place.start()
+    for scheme in ("http", "s3"):
+        report = load_report(load_model(place(good, scheme), BF16, verify=True))
+        assert "verify" in report.seconds
+        with pytest.raises((CheckpointError, RankError), match=r"its sha256 is [0-9a-f]{64}, expected 0{64} \(from"):
+            load_model(place(wrong, scheme), BF16, verify=True)
+        load_model(place(wrong, scheme), BF16)
+        with pytest.raises((CheckpointError, RankError), match="verify=True, but nothing is known of"):
+            load_model(place(unknown, scheme), BF16, verify=True)
+    ordinary = loading.agree_on_bytes
+
+    def corrupted(*args: Any, **kwargs: Any) -> Any:
+        if rank == 0:
+            path = next(Path(case[0]).glob("*.safetensors"))
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        torch.distributed.barrier()
+        return ordinary(*args, **kwargs)
+
+    with pointed_at(hub.url, f"{place.temporary}/cache"):
+        assert_loads_alike("org/model", case, stream=True, verify=True)
+        with (
+            mock.patch.object(loading, "agree_on_bytes", corrupted),
+            pytest.raises((CheckpointError, RankError), match=r"its sha256 is [0-9a-f]{64}, .*from the Hub"),
+        ):
+            load_model("org/model", BF16, stream=True, verify=True)
+
+
+def test_files_are_verified_before_they_are_read(checkpoints: Path, place: Place, tmp_path: Path) -> None:
+    source = builders.tiny_llama(checkpoints, max_shard_size="50KB")
+    good, wrong = (
+        Path(shutil.copytree(source, checkpoints / f"remote-{name}", dirs_exist_ok=True)) for name in ("good", "wrong")
+    )
+    sum_up(good)
+    lines = (good / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (wrong / "SHA256SUMS").write_text("".join(["0" * 64 + lines[0][64:], *lines[1:]]))
+    of_hub = Path(shutil.copytree(source, tmp_path / "of-hub"))
+    with hub_of({"org/model": of_hub}) as (hub, _):
+        case = (str(of_hub), BF16, None, torch.bfloat16)
+        run(verify_loads, place, str(good), str(wrong), str(source), hub, case)
+
+
+# -- failures that pass ------------------------------------------------------------------------------------------------
+
+
+def seed_of(fault: str, num_before: int) -> int:
+    """The first one by which two or three of twenty requests fail, of which there are some before.
+
+    Args:
+        fault: of Behaviour, 5 % of requests.
+        num_before: requests that are not for bytes.
+    """
+    for seed in itertools.count():
+        behaviour = Behaviour(**{"seed": seed, fault: 0.05})
+        if sum(behaviour.fault(number) == fault for number in range(num_before, num_before + 20)) in (2, 3):
+            return seed
+    raise AssertionError
+
+
+def load_in_spite_of(place: Place, case: Case) -> dict[str, int]:
+    """Rank function: how many requests have failed in each way."""
+    from lowmem_load import load_report
+    from lowmem_load.io import remote_file
+
+    place.start()
+    remote_file.REQUEST_BYTES = 1024  # so that there are some
+    failed: dict[str, int] = {}
+    for scheme in ("http", "s3"):
+        url = place(case[0], scheme)
+        assert_loads_alike(url, case)  # fetches small files and headers
+        num_before = 2 * len(list(Path(case[0]).glob("*.safetensors"))) if scheme == "http" else 0
+        for fault in (*CHANCES, ""):
+            ways = {fault: 0.05, "seed": seed_of(fault, num_before)} if fault else dict.fromkeys(CHANCES, 0.03)
+            place.set(**ways, only=r"\.safetensors$", retry_after_s=0, stall_s=2)
+            report = load_report(assert_loads_alike(url, case))
+            for name, number in place.stats()["faults"].items():
+                failed[f"{scheme} {name}"] = failed.get(f"{scheme} {name}", 0) + number
+            place.set(**dict.fromkeys(CHANCES, 0))
+            if report.requests.num_retries:
+                assert " of them again after " in str(report)
+    return failed
+
+
+def test_failures_that_pass_change_nothing(checkpoints: Path, place: Place) -> None:
+    first, second = run(load_in_spite_of, place, cases(checkpoints)[1])
+    assert first == second
+    expected = [f"{scheme} {fault}" for scheme in ("http", "s3") for fault in CHANCES]
+    assert {fault: first.get(fault, 0) for fault in expected if first.get(fault, 0) < 2} == {}
+
+
+# -- failures that do not ----------------------------------------------------------------------------------------------
+
+
+def error_of(act: Callable[[], object]) -> str:
+    """The text of the one error that all ranks have, in time."""
+    from lowmem_load import CheckpointError, RankError
+
+    began_s = time.monotonic()
+    with pytest.raises((RankError, CheckpointError)) as caught:
+        act()
+    assert time.monotonic() - began_s < PATIENCE_S
+    texts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, str(caught.value))
+    # Ranks that fail alike may have tried a different number of times.
+    assert len({re.sub(r"\(\d+ attempts in \d+ s\)", "", text) for text in texts}) == 1, texts
+    return str(texts[0])
+
+
+@contextlib.contextmanager
+def before_reading(act: Callable[[], object]) -> Iterator[None]:
+    """Inside, rank 0 does something between planning and reading."""
+    from lowmem_load.pipeline import load as loading
+
+    ordinary = loading.agree_on_bytes
+
+    def acting(*args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            act()
+        torch.distributed.barrier()
+        return ordinary(*args, **kwargs)
+
+    with mock.patch.object(loading, "agree_on_bytes", acting):
+        yield
+
+
+def fail(place: Place, case: Case, hub: Hub) -> None:
+    """Rank function: one failure after the other; a load after each is right."""
+    from lowmem_load import load_model
+    from lowmem_load.io import remote_file
+    from tests.hub import pointed_at
+
+    rank, folder = place.start(), case[0]
+    remote_file.PATIENCE_S = remote_file.THROTTLED_PATIENCE_S = 1.0
+    for scheme in ("http", "s3"):
+        url = place(folder, scheme)
+
+        def load(url: str = url, more: str = "") -> None:
+            load_model(url + more, BF16)
+
+        def replace() -> None:
+            for path in Path(folder).glob("*.safetensors"):
+                os.utime(path, ns=(time.time_ns(), time.time_ns()))
+
+        with before_reading(replace):
+            assert "was replaced after its header was read" in error_of(load)
+        with before_reading(lambda: place.server.set(gone=True)):
+            assert "refuses access" in error_of(load)
+        assert "refuses access" in error_of(load)
+        place.set(gone=False)
+        with before_reading(lambda: place.server.set(error_500=1)):
+            assert "cannot be read at bytes" in error_of(load)
+        place.set(error_500=0)
+        with before_reading(lambda: place.server.set(stall=1)):
+            assert "cannot be read at bytes" in error_of(load)
+        place.set(stall=0)
+        assert "no files are there" in error_of(functools.partial(load, more="-not"))
+        assert_loads_alike(url, case)
+    urls: list[Any] = [None]
+    own = RangeServer({BUCKET: Path(folder).parent}) if rank == 0 else None
+    if own is not None:
+        urls = [own.url]
+    torch.distributed.broadcast_object_list(urls)
+    with before_reading(lambda: own.close() if own is not None else None):
+        text = error_of(lambda: load_model(f"{urls[0]}/{BUCKET}/{os.path.basename(folder)}", BF16))
+    assert "cannot be read at bytes" in text and "ConnectionRefusedError" in text
+    assert "cannot be found" in error_of(lambda: load_model(f"{urls[0]}/{BUCKET}/any", BF16))
+    endpoint, refusing = os.environ["AWS_ENDPOINT_URL"], RangeServer(Path(folder), gone=True)
+    os.environ["AWS_ENDPOINT_URL"] = refusing.url if rank == 1 else endpoint
+    text = error_of(lambda: load_model(place(folder, "s3"), BF16))
+    assert "rank 1: CheckpointError: s3://" in text and "refuses access" in text and "rank 0" not in text
+    os.environ["AWS_ENDPOINT_URL"] = endpoint
+    refusing.close()
+    with pointed_at(hub.url, f"{place.temporary}/cache"):
+        token = "another-token" if rank == 1 else "hub-token"
+        text = error_of(lambda: load_model("org/model", BF16, stream=True, token=token))
+        assert "rank 1: " in text and "rank 0" not in text and "another-token" not in text
+        assert_loads_alike("org/model", case, stream=True, token="hub-token")
+
+
+def test_what_fails_is_one_error_on_all_ranks(checkpoints: Path, place: Place) -> None:
+    source = builders.tiny_llama(checkpoints, max_shard_size="50KB")
+    folder = shutil.copytree(source, checkpoints / "remote-failing", dirs_exist_ok=True)
+    with hub_of({"org/model": source}, token="hub-token") as (hub, _):
+        run(fail, place, (str(folder), BF16, None, torch.bfloat16), hub)
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+SECRETS = ("user-name", "pass%2Fword", "pass/word", "signature", "session-token", "dXNlci")
+
+
+def keep_secrets(place: Place, path: str) -> None:
+    """Rank function: neither logs nor reports nor errors have what only the server is told."""
+    from transformers import AutoModelForCausalLM
+
+    from lowmem_load import CheckpointError, RankError, load_model, load_report, streaming
+    from lowmem_load.io import remote_file
+
+    place.start()
+    remote_file.PATIENCE_S = remote_file.THROTTLED_PATIENCE_S = 0.5
+    log = io.StringIO()
+    logging.basicConfig(stream=log, level=logging.DEBUG, force=True)
+    os.environ["LOWMEM_LOAD_REPORT_DIR"] = reports = f"{place.temporary}/reports"
+    os.environ["AWS_SESSION_TOKEN"] = "session-token"
+
+    def secret(url: str) -> str:
+        return url.replace("://", "://user-name:pass%2Fword@") + "?X-Amz-Signature=signature"
+
+    def load(url: str) -> None:
+        load_model(url, BF16)
+
+    def stream(url: str) -> None:
+        with streaming(BF16):
+            AutoModelForCausalLM.from_pretrained(url)
+
+    texts = []
+    for scheme in ("http", "s3"):
+        url = place(path, scheme)
+        names = [secret(url), secret(url + "-not")] if scheme == "http" else [url, url + "-not"]
+        model = load_model(names[0], BF16)
+        with streaming(BF16):
+            again = AutoModelForCausalLM.from_pretrained(names[0])
+        for each in (model, again):
+            report = load_report(each)
+            assert each.config.name_or_path == each.name_or_path == report.name == url
+            texts += [str(report), repr(report), report.summary(), str(each.config), repr(each)]
+        for act in (load, stream):
+            texts.append(error_of(functools.partial(act, names[1])))
+            place.set(gone=True, repeats=True)
+            texts.append(error_of(functools.partial(act, names[0])))
+            place.set(gone=False, error_500=1)
+            texts.append(error_of(functools.partial(act, names[0])))
+            place.set(error_500=0)
+    own = secret(f"{place.url}/{torch.distributed.get_rank()}")
+    for act in (load, stream):
+        texts.append(error_of(functools.partial(act, "http://user-name:pass/word@host/a")))
+        with pytest.raises((RankError, CheckpointError)) as caught:  # another one on each rank
+            act(own)
+        texts.append(str(caught.value))
+    texts += [log.getvalue(), *(file.read_text() for file in Path(reports).iterdir()), *os.listdir(reports)]
+    for text in texts:
+        assert [each for each in SECRETS if each in text] == [], text
+
+
+def test_secrets_are_kept(checkpoints: Path, place: Place) -> None:
+    run(keep_secrets, place, str(builders.tiny_llama(checkpoints)))
+
+
+# -- servers of others -------------------------------------------------------------------------------------------------
+
+
+def load_from(url: str, case: Case) -> None:
+    """Rank function."""
+    assert_loads_alike(url, case)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("store", [stores.s3, stores.gcs, stores.azure])
+def test_real_stores(store: Callable[[], Any], checkpoints: Path, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(store())
+        except stores.StoreMissing as error:
+            pytest.skip(str(error))
+        for number, case in enumerate(cases(checkpoints)[1:4]):
+            url = server.upload(Path(case[0]), f"models/{number}")
+            run_ranks(load_from, url, case, env={**server.environment, "TMPDIR": str(tmp_path)})
