@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
 from lowmem_load.hf.names import adapter_sought_alike, commit_of
 from lowmem_load.hf.quantizers import refuse_quantized
-from lowmem_load.hf.remote_names import located, named_as_asked
+from lowmem_load.hf.remote_names import located, located_names, named_as_asked
+from lowmem_load.io.stand_ins import is_stand_in
 from lowmem_load.replaced import replaced
 from lowmem_load.report import OnLoad
 
@@ -38,9 +40,9 @@ class Request(NamedTuple):
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
 
-    def located(self) -> Request:
-        """Return the request with a folder in place of a URL."""
-        name, kwargs = located(self.name, self.kwargs)
+    def located(self, check: Callable[[], object] = int) -> Request:
+        """Return the request with a folder in place of a URL. `check` is called meanwhile, and may raise to end it."""
+        name, kwargs = located(self.name, self.kwargs, check=check)
         return self._replace(name=name, kwargs=kwargs)
 
     def checked(self, settings: Settings) -> Checked:
@@ -92,7 +94,11 @@ class Checked(NamedTuple):
 
     def from_pretrained(self) -> Any:
         """Call the class's `from_pretrained`."""
-        with replaced(adapter_sought_alike(self.name, self.kwargs)):
+        has_base = is_stand_in(self.name) or os.path.isfile(os.path.join(self.name, "adapter_config.json"))
+        with (
+            located_names(in_load=True) if has_base else nullcontext(),
+            replaced(adapter_sought_alike(self.name, self.kwargs)),
+        ):
             return named_as_asked(self.cls.from_pretrained(self.name, **self.kwargs))
 
 
@@ -102,7 +108,7 @@ def agree_on_request(
     """Return what `asked` asks for, checked and equal on all ranks. Collective: one step; three for a Hub id."""
     with ranks.step("checking the arguments") as step:
         request, settings = asked()
-        request = request.located()
+        request = request.located(ranks.check)
         names.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"

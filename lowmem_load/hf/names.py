@@ -101,7 +101,9 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
     try:
         adapter = adapter_config_file(name, hub) if given is None else None
         if adapter is not None:
-            where, hub = base_of_adapter(adapter), {}
+            from lowmem_load.hf.remote_names import located
+
+            where, hub = located(base_of_adapter(adapter), {})
         file = config_file(where, hub)
         if file is not None:
             check_model_config(file)

@@ -47,7 +47,9 @@ _OF_THE_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 
 
-def located(name: Any, kwargs: Mapping[str, Any], *, stream: bool = False) -> tuple[Any, dict[str, Any]]:
+def located(
+    name: Any, kwargs: Mapping[str, Any], *, stream: bool = False, check: Callable[[], object] = int
+) -> tuple[Any, dict[str, Any]]:
     """Return the folder that takes the place of a name, and the keywords that go with it.
 
     Other names, and models that the Hub's cache holds, stay as they are.
@@ -56,17 +58,18 @@ def located(name: Any, kwargs: Mapping[str, Any], *, stream: bool = False) -> tu
         name: a folder, a Hub id or a URL.
         kwargs: of `from_pretrained`.
         stream: whether a model on the Hub is read from there, if it is not in the cache.
+        check: called while this waits; may raise to end it.
     """
     subfolder = kwargs.get("subfolder") or ""
     if is_url(name):
         from lowmem_load.io.remote_checkpoint import folder_of_url
 
-        folder = folder_of_url(name, subfolder=subfolder)
+        folder = folder_of_url(name, subfolder=subfolder, check=check)
     elif stream and isinstance(name, str) and not os.path.isdir(name) and not _is_cached(name, kwargs):
         from lowmem_load.io.remote_checkpoint import folder_of_model
 
         keywords = hub_keywords(kwargs, ("revision", "token", "cache_dir"))
-        folder, _ = folder_of_model(name, subfolder=subfolder, **keywords)
+        folder, _ = folder_of_model(name, subfolder=subfolder, check=check, **keywords)
     else:
         return name, dict(kwargs)
     return folder, {key: value for key, value in kwargs.items() if key not in _OF_THE_HUB}
@@ -109,9 +112,10 @@ def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None =
 
 
 @contextlib.contextmanager
-def located_names(*, everywhere: bool = False) -> Iterator[None]:
-    """Inside, transformers takes URLs as names; models are left to the loads of this package."""
-    replacements = [_refusing(), *map(_from_pretrained, _auto_models(auto_factory._BaseAutoModelClass))]
+def located_names(*, everywhere: bool = False, in_load: bool = False) -> Iterator[None]:
+    """Inside, transformers takes URLs as names. Models are left to loads of this package; this may be one of them."""
+    replacements = [] if in_load else [_refusing()]
+    replacements += map(_from_pretrained, _auto_models(auto_factory._BaseAutoModelClass))
     for module, name in LOADERS:
         with contextlib.suppress(ImportError, AttributeError):  # a release without it
             replacements.append(_from_pretrained(getattr(importlib.import_module(module), name)))

@@ -73,7 +73,7 @@ class Tasks:
     def have_threads(self, num_threads: int) -> None:
         """Leave further tasks to so many threads; to the threads that there are, if any."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read")
+            self._pool = ThreadPoolExecutor(max(num_threads, self._late_threads), "lowmem_load-read")
 
     def run(self, task: Task) -> None:
         """Run a task now or later; `finish` waits for it. Raises what an earlier task raised, once it is known."""

@@ -13,13 +13,14 @@ import os
 import re
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, InvalidURL
 from typing import Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.remote_file import TIMEOUT_S, TransientError
 from lowmem_load.io.stand_ins import plain_url
 
@@ -28,6 +29,9 @@ THROTTLED = frozenset({429, 503})
 """Answers after which a request may be made again; those that mean "slow down"."""
 
 DENIED = frozenset({401, 403})
+EXPIRED = frozenset({400, 401, 403, 404, 410})
+"""Answers of stores to a signed URL that has expired."""
+
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 5
 
@@ -37,7 +41,10 @@ MAX_WAIT_S = 60.0
 """Longest `Retry-After` that is obeyed."""
 
 PART_BYTES = 1 << 20
-"""Bytes of a body between two looks whether it is still wanted."""
+"""Most bytes of a body between two looks whether it is still wanted."""
+
+LEAST_BYTES_PER_S = 64 << 10
+"""A body that comes slower, beside `TIMEOUT_S`, is asked for anew: a server may send a byte now and then for ever."""
 
 MAX_LEFT_BYTES = 64 << 10
 """Most bytes of a body that nobody wants which are read, so that the connection can be used again."""
@@ -58,7 +65,7 @@ class HttpObject:
         nbytes: its size.
         version: its ETag or date; for the Hub, its hash.
         headers: of each request to the host of `url`: a token.
-        is_pinned: whether `version` is sent as a condition. Files of one commit on the Hub cannot change.
+        of_hub: whether it is a file of one commit on the Hub, which cannot change: `version` is no condition then.
         sha256: of the file, if it is known.
     """
 
@@ -85,12 +92,12 @@ class HttpObject:
             headers["If-Match" if _is_etag(self.version) else "If-Unmodified-Since"] = self.version
         location = self._location
         with requested("GET", location, headers, self._headers, first=self._url) as (found, answer):
-            if answer.status in DENIED and location != self._url:
+            if answer.status in EXPIRED and location != self._url:
                 self._location = self._url  # the signed URL has expired
                 raise TransientError(f"the URL to which it redirects has expired (status {answer.status})")
             self._check_answer(answer, offset, memory.nbytes)
             self._location = found
-            _fill(self.name, memory, answer, check)
+            _fill(self.name, memory, answer, check, time.monotonic() + TIMEOUT_S + memory.nbytes / LEAST_BYTES_PER_S)
 
     def _check_answer(self, answer: HTTPResponse, offset: int, nbytes: int) -> None:
         refuse_status(self.name, answer)
@@ -166,7 +173,9 @@ def requested(
         else:
             raise CheckpointError(f"{plain_url(first)}: redirects more than {MAX_REDIRECTS} times")
         yield url, answer
-    except (InvalidURL, UnicodeError):
+    except CheckpointError:
+        raise
+    except (InvalidURL, ValueError):
         raise CheckpointError(f"{plain_url(url)}: is no URL; write other characters than ASCII as %..") from None
     except (OSError, HTTPException) as error:
         raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
@@ -193,24 +202,39 @@ def _host(url: str) -> tuple[str, str]:
     return urlsplit(url).scheme, urlsplit(url).netloc
 
 
-def _fill(name: str, memory: memoryview, answer: HTTPResponse, check: Callable[[], object]) -> None:
+def _fill(name: str, memory: memoryview, answer: HTTPResponse, check: Callable[[], object], until_s: float) -> None:
     """Read a body into memory. A body that is longer is an error as well."""
     filled = 0
     while filled < memory.nbytes:
-        num_bytes = answer.readinto(memory[filled : filled + PART_BYTES])
+        num_bytes = _received(answer, memory[filled : filled + PART_BYTES])
         if not num_bytes:
             raise TransientError(f"the server sent {filled} bytes, expected {memory.nbytes}")
         filled += num_bytes
         check()
+        if time.monotonic() > until_s:
+            raise TransientError(f"the server sent only {filled} bytes of {memory.nbytes} in time")
     if answer.read(1):
         raise CheckpointError(f"{name}: the server sent more than {memory.nbytes} bytes; {USE_ANOTHER}")
+
+
+def _received(answer: HTTPResponse, memory: memoryview) -> int:
+    """Receive once, where the length of the body is known: `readinto` would wait until the memory is full."""
+    if answer.chunked or answer.length is None:
+        return answer.readinto(memory)
+    num_bytes = answer.fp.readinto1(memory[: answer.length])
+    answer.length -= num_bytes
+    return num_bytes
 
 
 class _OpenConnections(dict[tuple[str, str], HTTPConnection]):
     """Connections by host, which end with the thread that has them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
     def __del__(self) -> None:
-        for connection in self.values():
+        for connection in self.values() if self._pid == os.getpid() else ():  # a forked process must not touch them
             connection.close()
 
 
@@ -218,6 +242,10 @@ class _Connections(threading.local):
     """Open connections of each thread, by host. A thread has one request at a time."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, without connections."""
         self._open: dict[tuple[str, str], HTTPConnection] = _OpenConnections()
         self._of_answer: dict[int, tuple[str, str]] = {}
 
@@ -227,6 +255,10 @@ class _Connections(threading.local):
         if parts.username is not None:
             headers = {**headers, "Authorization": _basic(parts.username, parts.password or "")}
         target = parts._replace(scheme="", netloc="", fragment="", path=parts.path or "/").geturl()
+        if parts.scheme == "http" and (proxy := _proxy(url)) is not None:  # asked for the URL, not for a tunnel
+            netloc = parts.netloc.rpartition("@")[2]
+            target = parts._replace(netloc=netloc, fragment="", path=parts.path or "/").geturl()
+            headers = {**headers, **_login(proxy)}
         for may_be_stale in (key in self._open, False):
             connection = self._open.pop(key, None) or _connected(url)
             try:
@@ -255,6 +287,7 @@ class _Connections(threading.local):
 
 
 _CONNECTIONS = _Connections()
+os.register_at_fork(after_in_child=_CONNECTIONS.reset)
 
 
 def _basic(user: str, password: str) -> str:
@@ -263,24 +296,34 @@ def _basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
 
 
-def _connected(url: str) -> HTTPConnection:
-    """Return a new connection, through the proxy that the environment names, if any."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port
-    kind: Any = HTTPConnection
-    options: dict[str, Any] = {"timeout": TIMEOUT_S, "blocksize": PART_BYTES}
-    if parts.scheme == "https":
-        kind, options["context"] = HTTPSConnection, _tls()
-    proxy = None if proxy_bypass(host) else getproxies().get(parts.scheme)
-    if proxy is None:
-        connection: HTTPConnection = kind(host, port, **options)
-        return connection
+def _proxy(url: str) -> SplitResult | None:
+    """Return the proxy that the environment names for a URL, if any."""
+    parts, found = urlsplit(url), getproxies()
+    proxy = found.get(parts.scheme) or found.get("all")
+    if proxy is None or proxy_bypass(parts.hostname or "") or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
     through = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    connection = kind(through.hostname or "", through.port, **options)
-    login = (
-        {} if through.username is None else {"Proxy-Authorization": _basic(through.username, through.password or "")}
-    )
-    connection.set_tunnel(host, port or (443 if parts.scheme == "https" else 80), headers=login)
+    if through.scheme != "http":
+        raise ConfigError(f"the environment names a proxy by {through.scheme}://; only http:// proxies can be used")
+    return through
+
+
+def _login(proxy: SplitResult) -> Headers:
+    return {} if proxy.username is None else {"Proxy-Authorization": _basic(proxy.username, proxy.password or "")}
+
+
+def _connected(url: str) -> HTTPConnection:
+    """Return a new connection, through the proxy if there is one."""
+    parts, proxy = urlsplit(url), _proxy(url)
+    is_secure = parts.scheme == "https"
+    there = parts.hostname or "", parts.port or (443 if is_secure else 80)
+    host, port = there if proxy is None else (proxy.hostname or "", proxy.port or 80)
+    options: dict[str, Any] = {"timeout": TIMEOUT_S, "blocksize": PART_BYTES}
+    if not is_secure:
+        return HTTPConnection(host, port, **options)
+    connection = HTTPSConnection(host, port, context=_tls(), **options)
+    if proxy is not None:
+        connection.set_tunnel(*there, headers=_login(proxy))
     return connection
 
 

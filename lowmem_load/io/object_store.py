@@ -26,6 +26,9 @@ METADATA_HOST = "169.254.169.254"
 """Where machines of the providers have their credentials."""
 
 
+_used_by: list[int] = []  # the process that has used obstore
+
+
 class StoreObject:
     """A `RemoteObject` in an object store."""
 
@@ -41,6 +44,7 @@ class StoreObject:
             return
         import obstore
 
+        _check_process(self.name)
         with _our_errors(self.name):
             options: Any = {"range": (offset, offset + memory.nbytes), "if_match": self.version}
             found = obstore.get(self._store, self._key, options=options)
@@ -76,17 +80,27 @@ def listed(url: str, subfolder: str) -> dict[str, StoreObject]:
     except (exceptions.BaseError, ValueError) as error:  # it has asked nobody yet
         reason = without_secrets(str(error).partition("\n")[0])[:200]
         raise CheckpointError(f"{plain_url(url)}: is no URL of a store, or one that lacks settings: {reason}") from None
+    _check_process(plain_url(url))
     with _our_errors(plain_url(url)):
         found: dict[str, StoreObject] = {}
         for prefix in dict.fromkeys(("", subfolder.strip("/"))):
             for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
                 key, tag = meta["path"], meta["e_tag"]
+                if key in ("", prefix):  # an empty object that marks a folder
+                    continue
                 if tag is None:
                     raise CheckpointError(f"{plain_url(url)}/{key}: the store gives no ETag, so it may change unseen")
                 found[key] = StoreObject(
                     store, key, f"{plain_url(url).rstrip('/')}/{key}", meta["size"], _quoted_tag(tag)
                 )
     return found
+
+
+def _check_process(name: str) -> None:
+    """Refuse a process that was forked from one that has used obstore: its threads are not there, and it would hang."""
+    if _used_by and _used_by[0] != os.getpid():
+        raise ConfigError(f"{name}: this process was forked from one that has read from a store; start it by spawn")
+    _used_by[:] = [os.getpid()]
 
 
 def _quoted_tag(tag: str) -> str:

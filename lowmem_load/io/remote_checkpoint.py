@@ -11,12 +11,15 @@ import fcntl
 import json
 import os
 import posixpath
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import huggingface_hub
@@ -37,9 +40,6 @@ MAX_SMALL_NBYTES = 64 << 20
 MAX_NAME_NBYTES = 255
 """Most bytes of a file name, as on most file systems."""
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".data", ".zip")
-"""Ends of names of files that are never fetched whole."""
-
 SAFETENSORS, TORCH = ("model.safetensors", "adapter_model.safetensors"), ("pytorch_model.bin", "adapter_model.bin")
 
 ON_HTTP = (
@@ -52,15 +52,31 @@ ON_HTTP = (
 )
 """Files that are looked for on an HTTP server, which has no list of its files."""
 
+LOCK_LOOK_S = 0.05
+"""Between two tries to take a lock that another process has."""
+
 NUM_THREADS = 16
 """Small requests at a time."""
+
+MAX_FILES = 4096
+"""Most files of a checkpoint: twenty times as many as the largest published ones have."""
+
+MAX_SMALL_NBYTES_IN_ALL = 256 << 20
+"""Most bytes of all files that are fetched whole."""
+
+SMALL = (".json", ".py", ".sha256", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", "SHA256SUMS")
+"""Ends of names of files that are fetched whole: configurations, tokenizers, code, checksums."""
+
+Check = Callable[[], object]
+T = TypeVar("T")
+Item = TypeVar("Item")
 
 Listing = Mapping[str, RemoteObject]
 """Files by their path in the checkpoint: "config.json", "subfolder/config.json"."""
 
 
-def folder_of_url(url: str, *, subfolder: str = "") -> str:
-    """Return the folder that stands for a URL.
+def folder_of_url(url: str, *, subfolder: str = "", check: Check = int) -> str:
+    """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
@@ -69,12 +85,12 @@ def folder_of_url(url: str, *, subfolder: str = "") -> str:
     _check_url(url)
     origin = plain_url(url).rstrip("/")
     if urlsplit(url).scheme in ("http", "https"):
-        listing: Listing = _listed_on_http(url, subfolder)
+        listing: Listing = _listed_on_http(url, subfolder, check)
     else:
-        listing = retried(lambda: object_store.listed(url, subfolder), f"{origin}: cannot be listed")
+        listing = retried(lambda: object_store.listed(url, subfolder), f"{origin}: cannot be listed", check=check)
     if not listing:
         raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
-    return _laid_out(origin, listing, lambda file: _content(listing[file]))
+    return _laid_out(origin, listing, lambda file, check: _content(listing[file], check), check)
 
 
 def _check_url(url: str) -> None:
@@ -96,6 +112,7 @@ def folder_of_model(
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    check: Check = int,
 ) -> tuple[str, str]:
     """Return the folder that stands for a model on the Hub, and its commit. Small files go through the Hub's cache.
 
@@ -114,7 +131,8 @@ def folder_of_model(
                 url, int(sibling.size or 0), version, lambda: build_hf_headers(token=token), of_hub=True, sha256=sha256
             )
 
-    def fetch(file: str) -> bytes:
+    def fetch(file: str, check: Check) -> bytes:
+        check()
         try:
             return Path(
                 huggingface_hub.hf_hub_download(name, file, revision=commit, token=token, cache_dir=cache_dir)
@@ -124,12 +142,13 @@ def folder_of_model(
                 f"{name}: {file} cannot be fetched from the Hub: {without_secrets(str(error))}"
             ) from None  # the error itself quotes signed URLs
 
-    return _laid_out(name, listing, fetch, _describes_a_model), commit
+    return _laid_out(name, listing, fetch, check, tokenizers=False), commit
 
 
-def _describes_a_model(file: str) -> bool:
+def _is_small(file: str, item: RemoteObject, *, tokenizers: bool) -> bool:
     name = file.rpartition("/")[2]
-    return name.endswith((".json", ".py", ".sha256")) and not name.startswith(("tokenizer", "vocab"))
+    is_wanted = tokenizers or not name.startswith(("tokenizer", "vocab", "merges"))
+    return name.endswith(SMALL) and item.nbytes <= MAX_SMALL_NBYTES and is_wanted
 
 
 def _model_info(name: str, revision: str | None, token: str | bool | None) -> Any:
@@ -148,28 +167,43 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
 # -- listings ----------------------------------------------------------------------------------------------------------
 
 
-def _listed_on_http(url: str, subfolder: str) -> Listing:
+def _listed_on_http(url: str, subfolder: str, check: Check) -> Listing:
     parts = urlsplit(url)
     base = parts._replace(path=parts.path.rstrip("/") + "/").geturl()
     prefixes = list(dict.fromkeys(("", f"{subfolder.strip('/')}/" if subfolder.strip("/") else "")))
-    found = _looked_up(base, [f"{prefix}{file}" for prefix in prefixes for file in ON_HTTP])
+    found = _looked_up(base, [f"{prefix}{file}" for prefix in prefixes for file in ON_HTTP], check)
     more: list[str] = []
     for prefix in prefixes:
         for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
             if (item := found.get(prefix + index)) is not None:
-                more += [prefix + file for file in _shards(item)]
+                more += [prefix + file for file in _shards(item, check)]
         if (item := found.get(f"{prefix}config.json")) is not None:
-            more += [prefix + file for file in _code(item)]
-    return {**found, **_looked_up(base, more)}
+            more += [prefix + file for file in _code(item, check)]
+    code = _looked_up(base, more, check)
+    while code:  # code may import more of it
+        found |= code
+        beside = {
+            posixpath.join(posixpath.dirname(file), name) for file in code for name in _imported(code[file], check)
+        }
+        code = _looked_up(base, beside - found.keys(), check)
+    return found
 
 
-def _looked_up(base: str, files: Iterable[str]) -> dict[str, RemoteObject]:
-    with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-look") as pool:
-        files = list(dict.fromkeys(files))
-        items = pool.map(
-            lambda file: retried(lambda: _head(base, file), f"{plain_url(base)}{file}: cannot be found"), files
-        )
-        return {file: item for file, item in zip(files, items, strict=True) if item is not None}
+def _imported(code: RemoteObject, check: Check) -> set[str]:
+    """Return the files beside it that a file of code imports."""
+    if not code.name.endswith(".py"):
+        return set()
+    modules = re.findall(r"^\s*from \.(\w+)[\w.]* import", _content(code, check).decode(errors="replace"), re.MULTILINE)
+    return {f"{module}.py" for module in modules}
+
+
+def _looked_up(base: str, files: Iterable[str], check: Check) -> dict[str, RemoteObject]:
+    def look_up(file: str, check: Check) -> RemoteObject | None:
+        return retried(lambda: _head(base, file), f"{plain_url(base)}{file}: cannot be found", check=check)
+
+    files = list(dict.fromkeys(files))
+    items = _in_threads(look_up, files, check)
+    return {file: item for file, item in zip(files, items, strict=True) if item is not None}
 
 
 def _head(base: str, file: str) -> RemoteObject | None:
@@ -180,9 +214,9 @@ def _head(base: str, file: str) -> RemoteObject | None:
             return None  # S3 says 403 for what is not there, to who may not list
         refuse_status(plain_url(url), answer)
         sent, length = answer.headers, str(answer.headers.get("Content-Length", ""))
-        version = sent.get("ETag") if not str(sent.get("ETag", "")).startswith("W/") else None
-        version = version or sent.get("Last-Modified")
-        if not version or not length.isdigit():
+        tag = str(sent.get("ETag", ""))
+        version = tag if tag.startswith('"') else sent.get("Last-Modified")  # a weak tag is no condition
+        if not version or not re.fullmatch(r"[0-9]{1,15}", length):
             raise CheckpointError(
                 f"{plain_url(url)}: the server sends no {'Content-Length' if version else 'ETag and no Last-Modified'}"
                 ", without which a file that is replaced goes unnoticed; use another server, or download the checkpoint"
@@ -190,19 +224,21 @@ def _head(base: str, file: str) -> RemoteObject | None:
         return HttpObject(url, int(length), version)
 
 
-def _shards(index: RemoteObject) -> set[str]:
+def _shards(index: RemoteObject, check: Check) -> set[str]:
     """Return the names in an index that may be files beside it; `check_index` refuses the others."""
-    content = _content(index)
+    content = _content(index, check)
     try:
         names = set(json.loads(content)["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return set()
+    if len(names) > MAX_FILES:
+        raise CheckpointError(f"{index.name}: names {len(names)} files, expected at most {MAX_FILES}")
     return {name for name in names if isinstance(name, str) and _is_plain(name)}
 
 
-def _code(config: RemoteObject) -> set[str]:
+def _code(config: RemoteObject, check: Check) -> set[str]:
     """Return the files of code that a configuration names."""
-    content = _content(config)
+    content = _content(config, check)
     try:
         modules = json.loads(content).get("auto_map", {}).values()
     except (ValueError, AttributeError, RecursionError):
@@ -221,50 +257,84 @@ def _is_plain(name: str) -> bool:
     return is_name and not any(each in name for each in ("/", "\\", "\0", "?", "#"))
 
 
-def _content(item: RemoteObject) -> bytes:
+def _content(item: RemoteObject, check: Check) -> bytes:
     if item.nbytes > MAX_SMALL_NBYTES:
         raise CheckpointError(f"{item.name}: has {item.nbytes} bytes, expected at most {MAX_SMALL_NBYTES}")
-    return read_bytes(RemoteFile(item), 0, item.nbytes)
+    return _front(item, item.nbytes, check)
+
+
+def _front(item: RemoteObject, nbytes: int, check: Check) -> bytes:
+    file = RemoteFile(item)
+    file.on_wait = check
+    return read_bytes(file, 0, nbytes)
+
+
+def _in_threads(act: Callable[[Item, Check], T], items: Iterable[Item], check: Check) -> list[T]:
+    """Return what `act` makes of each item, called with a check that raises once one of them, or this thread, has."""
+    ended = threading.Event()
+
+    def look() -> None:
+        if ended.is_set():
+            raise CheckpointError("another request has failed")
+        check()
+
+    pool = ThreadPoolExecutor(NUM_THREADS, "lowmem_load-find")
+    try:
+        return list(pool.map(lambda item: act(item, look), items))
+    finally:
+        ended.set()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
 def _laid_out(
-    origin: str, listing: Listing, fetch: Callable[[str], bytes], fetches: Callable[[str], bool] = lambda _: True
+    origin: str, listing: Listing, fetch: Callable[[str, Check], bytes], check: Check, *, tokenizers: bool = True
 ) -> str:
     """Return the folder for a listing, filled by this process or by another one of this user."""
+    small = {file for file, item in listing.items() if _is_small(file, item, tokenizers=tokenizers)}
+    small_nbytes = sum(listing[file].nbytes for file in small)
+    if len(listing) > MAX_FILES or small_nbytes > MAX_SMALL_NBYTES_IN_ALL:
+        raise CheckpointError(
+            f"{origin}: has {len(listing)} files, and {small_nbytes} bytes in small ones; expected at most {MAX_FILES} "
+            f"and {MAX_SMALL_NBYTES_IN_ALL}; name the folder of one checkpoint"
+        )
     for file in listing:
         _check_file_name(origin, file)
     lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
     base, last = _base(), origin.rpartition("/")[2]
     folder = os.path.join(base, fingerprint([origin, *lines]), last if _is_plain(last) else "model")
-    with _locked(os.path.join(base, "lock")):
-        if not os.path.isdir(folder):
-            _fill(base, os.path.dirname(folder), os.path.basename(folder), listing, fetch, fetches)
-    paths = {os.path.join(folder, file): item for file, item in listing.items()}
-    note_folder(folder, origin, {path: item for path, item in paths.items() if not os.path.getsize(path)})
+    with _locked(f"{os.path.dirname(folder)}.lock", check):
+        if not all(_is_there(folder, file, listing[file] if file in small else None) for file in listing):
+            shutil.rmtree(os.path.dirname(folder), ignore_errors=True)  # a cleaner of old files may have been at work
+            _fill(folder, listing, small, fetch, check)
+    note_folder(folder, origin, {os.path.join(folder, file): listing[file] for file in listing if file not in small})
     return folder
 
 
+def _is_there(folder: str, file: str, small: RemoteObject | None) -> bool:
+    path = os.path.join(folder, file)
+    return os.path.isfile(path) and os.path.getsize(path) == (0 if small is None else small.nbytes)
+
+
 def _fill(
-    base: str, target: str, last: str, listing: Listing, fetch: Callable[[str], bytes], fetches: Callable[[str], bool]
+    folder: str, listing: Listing, small: Container[str], fetch: Callable[[str, Check], bytes], check: Check
 ) -> None:
+    target, last = os.path.split(folder)
+    base = os.path.dirname(target)
     made = tempfile.mkdtemp(dir=base)
 
-    def fill(entry: tuple[str, RemoteObject]) -> None:
-        file, item = entry
+    def fill(file: str, check: Check) -> None:
         path = os.path.join(made, last, file)
-        is_small = not file.endswith(WEIGHTS) and item.nbytes <= MAX_SMALL_NBYTES and fetches(file)
-        Path(path).write_bytes(fetch(file) if is_small else b"")
+        Path(path).write_bytes(fetch(file, check) if file in small else b"")
         if file.endswith(".safetensors"):
-            Path(head_of(path)).write_bytes(read_bytes(RemoteFile(item), 0, HEAD_BYTES))
+            Path(head_of(path)).write_bytes(_front(listing[file], HEAD_BYTES, check))
 
     try:
         for file in listing:
             os.makedirs(os.path.dirname(head_of(os.path.join(made, last, file))), exist_ok=True)
-        with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-fetch") as pool:
-            list(pool.map(fill, listing.items()))
+        _in_threads(fill, listing, check)
         os.rename(made, target)  # there at once and whole, or not at all
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
@@ -291,10 +361,17 @@ def _base() -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
+def _locked(path: str, check: Check) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                check()
+                time.sleep(LOCK_LOOK_S)
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of copies in processes that were forked meanwhile
         os.close(descriptor)

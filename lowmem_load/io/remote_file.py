@@ -9,6 +9,7 @@ then adds a little. Requests of `REQUEST_BYTES` go straight into the memory wher
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -98,9 +99,12 @@ class Traffic:
     """The requests of this process: how many are in flight, and what they came to."""
 
     def __init__(self, limit: float = MAX_IN_FLIGHT) -> None:
-        self.counts = Counts()
-        self.limit = self._most = limit
-        self._in_flight = 0
+        self._most = limit
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, without requests in flight."""
+        self.counts, self.limit, self._in_flight = Counts(), self._most, 0
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -135,6 +139,7 @@ class Traffic:
 
 
 TRAFFIC = Traffic()
+os.register_at_fork(after_in_child=TRAFFIC.reset)  # its threads are not there
 
 
 def requests_in_flight(num_ranks: int) -> int:
@@ -189,16 +194,17 @@ def retried(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[
     Raises:
         CheckpointError: the request went on failing.
     """
-    started_s, num_failed = time.monotonic(), 0
+    failed_s, num_failed = 0.0, 0
     while True:
         check()
         try:
             with TRAFFIC.request(nbytes, is_retry=num_failed > 0):
                 return call()
         except TransientError as error:
+            failed_s = failed_s if num_failed else time.monotonic()
             num_failed += 1
             patience_s = THROTTLED_PATIENCE_S if error.is_throttled else PATIENCE_S
-            took_s = time.monotonic() - started_s
+            took_s = time.monotonic() - failed_s
             delay_s = max(error.wait_s, random.uniform(0, min(LAST_DELAY_S, FIRST_DELAY_S * 2**num_failed)))
             if took_s + delay_s > patience_s:
                 raise CheckpointError(f"{what}: {error} ({num_failed} attempts in {took_s:.0f} s)") from None

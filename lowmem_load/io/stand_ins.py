@@ -48,7 +48,7 @@ def open_file(path: str) -> ByteSource:
     found = _objects.get(path) or _objects.get(os.path.abspath(path))
     if found is None:
         return LocalFile(path)
-    head = head_of(_places[found.name])
+    head = head_of(_places[found.name] if is_url(path) else os.path.abspath(path))
     return RemoteFile(found, Path(head).read_bytes() if os.path.isfile(head) else b"")
 
 

@@ -114,7 +114,7 @@ class Load:
         """Have the call load from the folder that stands for a URL, or for a model on the Hub that is streamed."""
         if is_url(call.path) or (self.stream and not os.path.isdir(call.path)):
             with self.ranks.step("finding the files", name=call.name):
-                call.move(*located(call.path, call.kwargs, stream=self.stream))
+                call.move(*located(call.path, call.kwargs, stream=self.stream, check=self.ranks.check))
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""

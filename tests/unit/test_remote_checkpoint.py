@@ -277,7 +277,7 @@ def test_the_folder_is_inside_whatever_the_url_ends_with(last: str, tmp_path: Pa
         folder = Path(folder_of_url(f"{url}/{last}"))
     (base,) = temporary.iterdir()
     assert folder.resolve().parent.parent == base
-    assert {path.name for path in base.iterdir() if path.is_file()} == {"lock"}
+    assert {path.suffix for path in base.iterdir() if path.is_file()} == {".lock"}
     assert {path.name for path in temporary.iterdir()} == {base.name}
 
 
@@ -429,7 +429,7 @@ def test_a_fetch_that_fails_leaves_nothing(server: RangeServer, temporary: Path,
     with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read at bytes 0 to 65535"):
         folder_of_url(url_of(server))
     (base,) = temporary.iterdir()
-    assert [path.name for path in base.iterdir()] == ["lock"]
+    assert [path.suffix for path in base.iterdir()] == [".lock"]
     server.set(reset_middle=0)
     folder_of_url(url_of(server))
 
