@@ -34,7 +34,7 @@ export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-fast test-device test-nodes check coverage bench modes pipelines frameworks
+.PHONY: help setup libaio demo test test-fast test-device test-nodes test-stores check coverage bench modes pipelines frameworks
 .PHONY: compat compat-here zoo fuzz faults clean gpu-check docs release release-check
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make test-nodes  loads and saves of two nodes, made of network namespaces (root on Linux; 2 minutes)"
+	@echo "make test-stores  loads from S3, Azure and GCS servers (npm; 2 minutes, first 700 MB of downloads)"
 	@echo "make gpu-check  parity, hazards, memory and speed on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
 	@echo "make docs    the documentation site, into build/site (half a minute the first time)"
@@ -143,6 +144,12 @@ test-device: export LOWMEM_TEST_DEVICE := sim
 test-device: export SIM_DEVICES := 8
 test-device: $(EXTENSIONS)
 	cd $(ROOT) && $(RUN) -m pytest $(ON_DEVICE) $(ARGS)
+
+# Servers are installed once, into .cache/stores and .cache/azurite (700 MB): moto, fake-gcs-server, rclone, Azurite.
+test-stores: export HF_HUB_OFFLINE := 1
+test-stores: $(SHM_COMM)
+	cd $(ROOT) && $(RUN) -m tests.remote.stores && $(RUN) -m pytest -m release tests/multi_rank/test_remote_loads.py \
+	  tests/unit/test_object_store.py $(ARGS)
 
 test-nodes: export HF_HUB_OFFLINE := 1
 test-nodes: $(EXTENSIONS)
