@@ -194,6 +194,7 @@ def verify(
     lowmem-load verify s3://bucket/models/Llama-3.1-8B
     """
     with working():
+        from lowmem_load.io.stand_ins import origin_of
         from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
 
         checks = verify_checkpoint(name, subfolder=subfolder, revision=revision, stream=stream)
@@ -205,7 +206,7 @@ def verify(
     answer(
         as_json,
         [{**asdict(check), "is_proven": check.is_proven} for check in checks],
-        lambda: [table(name, columns, rows, right=("size",))],
+        lambda: [table(origin_of(name), columns, rows, right=("size",))],
     )
     if not all(check.is_proven for check in checks):
         raise typer.Exit(NO)

@@ -94,7 +94,7 @@ def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None =
     from lowmem_load.io.remote_checkpoint import folder_of_model, folder_of_url
 
     if is_url(name):
-        return Located(name, folder_of_url(name, subfolder=subfolder), None)
+        return Located(origin_of(name), folder_of_url(name, subfolder=subfolder), None)
     if os.path.isdir(name):
         return Located(name, name, None)
     if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
