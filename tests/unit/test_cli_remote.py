@@ -1,0 +1,250 @@
+"""Subcommands of checkpoints at URLs and on the Hub: the answers of a local folder, and no downloads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_load.cli.start import app, main
+from lowmem_load.errors import CheckpointError
+from lowmem_load.io import remote_file
+from lowmem_load.io.remote_file import HEAD_BYTES
+from tests import builders
+from tests.hub import pointed_at
+from tests.ranks import REPO, reserved_port
+from tests.remote.hub_front import COMMIT, hub_front
+from tests.remote.range_server import RangeServer, range_server
+
+DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 2000}
+"""Of a checkpoint of 1 MB, of which headers are little."""
+
+Answer = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Answer:
+    """Run a subcommand in this process; return its exit code, and what it says: text, or with --json a value."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run(*arguments: object) -> tuple[int, Any]:
+        given = list(map(str, arguments))
+        capsys.readouterr()
+        try:
+            code = app(given, standalone_mode=False) or 0
+        except SystemExit as ended:
+            code = ended.code
+        text = capsys.readouterr().out
+        return code, json.loads(text) if "--json" in given else text
+
+    return run
+
+
+@pytest.fixture
+def checkpoint(checkpoints: Path, tmp_path: Path) -> Path:
+    """A folder of this test, with checksums beside it."""
+    folder = Path(
+        shutil.copytree(builders.tiny_llama(checkpoints, max_shard_size="400KB", **SIZES), tmp_path / "llama")
+    )
+    shards = sorted(folder.glob("*.safetensors"))
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in shards]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def server(checkpoint: Path) -> Iterator[RangeServer]:
+    with range_server({"models/llama": checkpoint, "bucket": checkpoint.parent}) as found:
+        yield found
+
+
+@pytest.fixture(params=["http", "s3"])
+def url(request: pytest.FixtureRequest, server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "http":
+        return f"{server.url}/models/llama"
+    pytest.importorskip("obstore")
+    credentials = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    for name, value in {**credentials, "AWS_ENDPOINT_URL": server.url}.items():
+        monkeypatch.setenv(name, value)
+    return "s3://bucket/llama"
+
+
+def sent(server: RangeServer) -> int:
+    """Bytes of weights that were fetched."""
+    return sum(nbytes for path, nbytes in server.stats()["path_bytes"].items() if path.endswith(".safetensors"))
+
+
+def heads(checkpoint: Path) -> int:
+    return sum(min(HEAD_BYTES, path.stat().st_size) for path in checkpoint.glob("*.safetensors"))
+
+
+def test_inspect_says_of_a_url_what_it_says_of_a_folder(
+    answer: Answer, url: str, checkpoint: Path, server: RangeServer
+) -> None:
+    assert heads(checkpoint) < sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) / 3
+    code, found = answer("inspect", url, "--json")
+    assert code == 0 and found["name"] == url and found["revision"] is None
+    assert sent(server) == heads(checkpoint)
+    assert {**found, "name": ""} == {**answer("inspect", checkpoint, "--json")[1], "name": ""}
+    assert found["num_elements"] > 0 and found["not_described"] is None
+    code, text = answer("inspect", url)
+    assert code == 0 and text.startswith(url) and "as it lies" in text
+    assert sent(server) == heads(checkpoint)
+
+
+def test_plan_says_of_a_url_what_a_load_fetches(
+    answer: Answer, url: str, checkpoint: Path, server: RangeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    job = ("--ds-config", tmp_path / "ds.json", "--world-size", 2, "--json")
+    code, found = answer("plan", url, *job)
+    assert code == 0 and found["name"] == url
+    assert sent(server) == heads(checkpoint)
+    local = answer("plan", checkpoint, *job)[1]
+    assert found["costs"]["needed_bytes"] == local["costs"]["needed_bytes"] > 0
+    assert found["about"]["requests to the store"].endswith(" by a node, beside those for small files")
+    assert "requests to the store" not in local["about"]
+
+
+def test_plan_takes_urls_for_meshes(answer: Answer, url: str, checkpoint: Path) -> None:
+    pytest.importorskip("transformers.distributed")
+    code, found = answer("plan", url, "--fsdp", 4, "--json")
+    assert code == 0
+    assert (
+        found["costs"]["needed_bytes"] == answer("plan", checkpoint, "--fsdp", 4, "--json")[1]["costs"]["needed_bytes"]
+    )
+
+
+def test_verify_hashes_a_url_and_keeps_nothing(
+    answer: Answer, url: str, checkpoint: Path, server: RangeServer, tmp_path: Path
+) -> None:
+    shards = sorted(checkpoint.glob("*.safetensors"))
+    code, found = answer("verify", url, "--json")
+    assert code == 0
+    assert [check["path"] for check in found] == [f"{url}/{path.name}" for path in shards]
+    assert [check["nbytes"] for check in found] == [path.stat().st_size for path in shards]
+    assert all(check["is_proven"] for check in found)
+    assert (
+        sum(path.stat().st_size for path in shards)
+        <= sent(server)
+        <= 2 * heads(checkpoint) + sum(path.stat().st_size for path in shards)
+    )
+    kept = [path for path in tmp_path.rglob("*.safetensors") if checkpoint not in path.parents]
+    assert sum(path.stat().st_size for path in kept) == heads(checkpoint)
+    code, text = answer("verify", url)
+    assert code == 0 and text.startswith(url) and text.count("as expected") == len(shards)
+
+
+def test_verify_says_what_differs_and_what_is_not_known(answer: Answer, url: str, checkpoint: Path) -> None:
+    name = min(path.name for path in checkpoint.glob("*.safetensors"))
+    lines = (checkpoint / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (checkpoint / "SHA256SUMS").write_text("".join(["0" * 64 + lines[0][64:], *lines[1:]]))
+    with pytest.raises(CheckpointError, match=rf"{url}/{name}: its sha256 is [0-9a-f]{{64}}, expected 0{{64}} "):
+        answer("verify", url)
+    (checkpoint / "SHA256SUMS").unlink()
+    code, found = answer("verify", url, "--json")
+    assert code == 1
+    assert {check["expected"] for check in found} == {None}
+
+
+def test_verify_streams_a_model_on_the_hub(answer: Answer, checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "SHA256SUMS").unlink()
+    with hub_front({"org/model": checkpoint}) as hub, pointed_at(hub.url, str(tmp_path / "cache")):
+        with pytest.raises(CheckpointError, match="download it first, or pass a folder"):
+            answer("verify", "org/model")
+        code, found = answer("verify", "org/model", "--stream", "--json")
+        assert code == 0
+        of_weights = [check for check in found if check["path"].endswith(".safetensors")]
+        assert len(of_weights) == len(list(checkpoint.glob("*.safetensors")))
+        assert all(check["is_proven"] for check in of_weights)
+        assert {check["origin"] for check in of_weights} == {"the Hub"}
+        assert answer("inspect", "org/model", "--json")[1]["revision"] == COMMIT
+        path = max(checkpoint.glob("*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        hub._hash(path)  # the Hub tells what it had
+        known = dict(hub._hashes)
+        path.write_bytes(content)
+        status = path.stat()
+        old = next(value for (each, _, _), value in known.items() if each == path)
+        hub._hashes[(path, status.st_size, status.st_mtime_ns)] = old
+        with pytest.raises(CheckpointError, match=rf"{path.name}: its sha256 is .* \(from the Hub\)"):
+            answer("verify", "org/model", "--stream")
+
+
+def test_errors_of_urls_are_one_line_without_secrets(
+    url: str, server: RangeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
+    server.set(gone=True, repeats=True)
+    secret = url.replace("://", "://user:pass%2Fword@", 1) + "?X-Amz-Signature=signature"
+    for command in ("inspect", "verify"):
+        monkeypatch.setattr(sys, "argv", ["lowmem-load", command, secret if url.startswith("http") else url])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        text = capsys.readouterr().err
+        assert ended.value.code == 3
+        assert text.startswith(f"lowmem-load: {url}") and "refuses access" in text and text.count("\n") == 1
+        assert not [each for each in ("pass", "user", "signature") if each in text]
+
+
+def test_answers_have_no_secrets(answer: Answer, server: RangeServer) -> None:
+    plain = f"{server.url}/models/llama"
+    url = plain.replace("://", "://user:pass%2Fword@", 1) + "?X-Amz-Signature=signature"
+    for arguments in (("inspect", url), ("inspect", url, "--json"), ("verify", url), ("verify", url, "--json")):
+        code, found = answer(*arguments)
+        assert code == 0 and plain in str(found)
+        assert not [each for each in ("pass%2F", "user:", "signature") if each in str(found)], found
+
+
+SCRIPT = """
+import sys
+import torch
+import transformers
+from transformers.integrations import HfDeepSpeedConfig
+
+alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+print(model.config.name_or_path, sum(parameter.ds_tensor.double().sum().item() for parameter in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--stream"], []])
+def test_run_streams_models_on_the_hub_if_it_is_told_to(options: list[str], checkpoint: Path, tmp_path: Path) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    with hub_front({"org/model": checkpoint}) as hub, reserved_port() as port:
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        own = {"HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPO)}
+        run = subprocess.run(
+            [sys.executable, "-m", "lowmem_load", "run", *options, "--", sys.executable, "-c", SCRIPT, "org/model"],
+            env={**environment, **rank, **own, **hub.environment},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            cwd=REPO,
+        )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = sum(parameter.double().sum().item() for parameter in model.parameters())
+    name, total = run.stdout.split()[-2:]
+    assert name == "org/model" and float(total) == pytest.approx(expected, rel=1e-9)
+    assert "lowmem_load: org/model: rank 0 of 1: read " in run.stderr
+    kept = [path for path in (tmp_path / "home").rglob("*.safetensors") if path.stat().st_size]
+    assert bool(kept) is not bool(options)
