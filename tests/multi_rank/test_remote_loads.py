@@ -298,25 +298,29 @@ def test_scripts_take_urls_as_names(place: Place, with_tokenizer: Path) -> None:
 # -- what is asked for -------------------------------------------------------------------------------------------------
 
 
-def count_requests(place: Place, path: str, scheme: str) -> tuple[Any, dict[str, Any]]:
-    """Rank function: what this rank has asked for, and all ranks."""
-    from lowmem_load import load_model, load_report
+def count_requests(place: Place, path: str, scheme: str) -> tuple[Any, dict[str, Any], int]:
+    """Rank function: what this rank has asked for, and all ranks, and how many requests were planned for all."""
+    from lowmem_load import load_model, load_report, plan
+    from lowmem_load.planning.sharing import node_requests
 
     place.start()
     load_model(place(path, scheme), BF16)  # fetches small files and headers
     place.set()
-    report = load_report(load_model(place(path, scheme), BF16))
-    return report.requests, place.stats()
+    report, stats = load_report(load_model(place(path, scheme), BF16)), place.stats()
+    plans = [plan(place(path, scheme), BF16, rank=rank, world_size=2) for rank in range(2)]
+    return report.requests, stats, node_requests(plans)
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_requests_are_counted(checkpoints: Path, place: Place, scheme: str, sharded: bool) -> None:
     path = builders.tiny_llama(checkpoints, max_shard_size="50KB" if sharded else None)
-    (first, stats), (second, _) = run(count_requests, place, str(path), scheme)
+    (first, stats, num_planned), (second, _, _) = run(count_requests, place, str(path), scheme)
     counts = (first, second)
     of_weights = [line for line in stats["asked"] if line.startswith("GET") and ".safetensors " in line]
-    assert sum(each.num_requests for each in counts) == len(of_weights) > 0
+    of_headers = [line for line in of_weights if " bytes=8-" in line]
+    assert sum(each.num_requests for each in counts) == len(of_weights)
+    assert len(of_weights) - len(of_headers) == num_planned > 0
     sent = sum(nbytes for name, nbytes in stats["path_bytes"].items() if name.endswith(".safetensors"))
     assert sum(each.received_bytes for each in counts) == sent > 0
     assert all("if-match=" in line for line in of_weights)
