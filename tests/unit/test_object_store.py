@@ -285,6 +285,26 @@ def test_longer_bodies_are_refused_and_not_read(server: RangeServer, source: Rem
         read_bytes(source, 8, 4)
 
 
+@pytest.mark.parametrize(
+    ("parts", "said"), [([5], "the store sent 5 bytes, expected 8"), ([5, 4], "more than 8 bytes")]
+)
+def test_the_bytes_of_a_body_are_counted(
+    parts: list[int], said: str, source: RemoteFile, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore does it by itself, so far."""
+    import obstore
+
+    class Found:
+        meta = {"e_tag": source.version}  # noqa: RUF012
+
+        def stream(self, min_chunk_size: int) -> list[bytes]:
+            return [bytes(part) for part in parts]
+
+    monkeypatch.setattr(obstore, "get", lambda *_, **__: Found())
+    with pytest.raises(CheckpointError, match=said):
+        read_bytes(source, 0, 8)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

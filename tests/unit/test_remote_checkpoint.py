@@ -459,7 +459,11 @@ def test_two_processes_fetch_small_files_once(server: RangeServer, temporary: Pa
     try:
         for process in processes:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        folders = [process.communicate("go\n", timeout=60)[0] for process in processes]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        folders = [process.communicate(timeout=60)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
