@@ -337,6 +337,16 @@ def test_a_file_that_is_replaced_in_the_middle_is_an_error(server: RangeServer, 
     assert server.stats()["statuses"] == {206: 1, 412: 1}
 
 
+def test_so_it_is_where_the_store_ignores_conditions(
+    server: RangeServer, source: RemoteFile, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(file, ns=(1, 1))
+    monkeypatch.setattr("tests.remote.range_server._matches", lambda wanted, etag: True)
+    with pytest.raises(CheckpointError, match=f"{NAME}: was replaced after its header was read"):
+        read_bytes(source, 0, 8)
+    assert server.stats()["statuses"] == {206: 1}
+
+
 def test_a_file_that_was_cut_is_an_error(server: RangeServer, source: RemoteFile, file: Path) -> None:
     os.truncate(file, 100)
     with pytest.raises(CheckpointError, match="was replaced after its header was read"):
