@@ -108,7 +108,7 @@ class RankGroup:
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
         step, entry, error, channel = Step(), Entry(title, name), None, self._channel()
-        with self._doing(entry.full_title, progress):
+        with self.doing(entry.full_title, progress):
             try:
                 if channel is not None:
                     absence_s = default_store().timeout.total_seconds()
@@ -138,7 +138,7 @@ class RankGroup:
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
         """Send heartbeats within the block, also between steps. An error of this rank alone aborts it for all."""
-        with self._doing(what, None):
+        with self.doing(what):
             try:
                 yield
             except RankError:
@@ -161,7 +161,8 @@ class RankGroup:
             channel.check()
 
     @contextlib.contextmanager
-    def _doing(self, what: str, progress: Callable[[], Progress] | None) -> Iterator[None]:
+    def doing(self, what: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
+        """Send heartbeats within the block, also between steps, and nothing else. Local."""
         channel = self._channel()
         with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
             yield

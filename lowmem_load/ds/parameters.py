@@ -88,6 +88,17 @@ def master_partition(parameter: torch.Tensor) -> torch.Tensor:
     return safe_get_local_fp32_param(parameter).detach().reshape(-1)
 
 
+def optimizers_of(engine: Any, parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the optimizers that train ZeRO-3 parameters, or an engine's, with those of torch inside of them."""
+    # Source: deepspeed 0.19.8 engine.py, _configure_optimizer; stage3.py:807.
+    outer = [getattr(engine, "optimizer", None), *(getattr(p, "_z3_optimizer", None) for p in parameters)]
+    found = {id(one): one for one in outer if one is not None}
+    for one in list(found.values()):
+        while (one := getattr(one, "optimizer", None)) is not None and id(one) not in found:
+            found[id(one)] = one
+    return list(found.values())
+
+
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the full shape of a ZeRO-3 parameter."""
     return tuple(parameter.ds_shape)

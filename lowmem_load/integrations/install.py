@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import ModuleType
 
 from lowmem_load.api.load_model import following
 from lowmem_load.api.request import Options
 from lowmem_load.integrations.accelerate_fsdp2 import llamafactory_loads, pending_loads
 from lowmem_load.integrations.startup_hook import once_imported
 from lowmem_load.report import OnLoad
+
+_ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer"
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
@@ -44,6 +47,9 @@ def install(
     `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
     another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
 
+    TRL's trainers send the weights of partitioned and sharded models to vLLM in buckets; see docs/situations/
+    rlhf_weights.md.
+
     Local: no rank waits for another here. Call it before the first model is loaded.
 
     Args:
@@ -63,6 +69,8 @@ def install(
         stack.enter_context(pending_loads(options))
         stack.enter_context(llamafactory_loads(options))
         stack.enter_context(once_imported("deepspeed", lambda _: _hooks(saves=saves)))
+        stack.enter_context(once_imported("trl.generation.vllm_generation", _sends_hooked))
+        stack.enter_context(once_imported(_ONLINE_DPO, _sends_of_online_dpo_hooked))
         _installed.append(stack.pop_all())
 
 
@@ -80,3 +88,15 @@ def _hooks(*, saves: bool) -> Iterator[None]:
 
     with saves_hooked() if saves else contextlib.nullcontext(), engines_hooked():
         yield
+
+
+def _sends_hooked(module: ModuleType) -> contextlib.AbstractContextManager[None]:
+    from lowmem_load.integrations.trl_weights import weights_hooked
+
+    return weights_hooked(module)
+
+
+def _sends_of_online_dpo_hooked(module: ModuleType) -> contextlib.AbstractContextManager[None]:
+    from lowmem_load.integrations.trl_weights import online_dpo_hooked
+
+    return online_dpo_hooked(module)

@@ -13,6 +13,9 @@ import torch
 from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.reads import BLOCK_NUMEL
 
+MANY_BYTES = 1 << 20
+"""Bytes that are worth memory of their own: glibc takes fewer than 32 MiB from its heap, which keeps holes."""
+
 Take = Callable[[int, torch.dtype], torch.Tensor]
 """Returns uninitialised flat host memory for a number of elements of a dtype."""
 
@@ -79,6 +82,13 @@ def mapped(num_bytes: int) -> torch.Tensor:
     """Return bytes in memory of their own, which goes back to the system when freed."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def own_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return uninitialised bytes that go back to the system when freed, also on the host if they are many."""
+    if device.type == "cpu" and num_bytes >= MANY_BYTES:
+        return mapped(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def trim_heap() -> None:
