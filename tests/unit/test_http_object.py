@@ -47,7 +47,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     monkeypatch.setattr(remote_file, "TRAFFIC", found)
     monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
-    monkeypatch.setattr(http_object, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_object, "TIMEOUT_S", 1)
     return found
 
 
@@ -74,7 +74,7 @@ def read_all(source: RemoteFile, nbytes: int = len(CONTENT)) -> bytes:
 
 @pytest.mark.parametrize("fault", CHANCES)
 def test_bytes_are_right_although_requests_fail(fault: str, file: Path, traffic: Traffic) -> None:
-    behaviour = {fault: 0.3, "at_most": 8, "retry_after_s": 0, "stall_s": 1}
+    behaviour = {fault: 0.3, "at_most": 8, "retry_after_s": 0, "stall_s": 2}
     with range_server(file.parent, **behaviour) as server:
         assert read_all(RemoteFile(item_at(server, file))) == CONTENT
         stats = server.stats()
@@ -87,7 +87,7 @@ def test_bytes_are_right_although_requests_fail(fault: str, file: Path, traffic:
 
 
 def test_bytes_are_right_although_requests_fail_in_all_ways(file: Path) -> None:
-    behaviour = {**dict.fromkeys(CHANCES, 0.05), "retry_after_s": 0, "stall_s": 1}
+    behaviour = {**dict.fromkeys(CHANCES, 0.05), "retry_after_s": 0, "stall_s": 2}
     with range_server(file.parent, **behaviour) as server:
         assert read_all(RemoteFile(item_at(server, file))) == CONTENT
         assert len(server.stats()["faults"]) > 4
@@ -98,7 +98,7 @@ def test_retry_after_is_obeyed(fault: str, status: int, file: Path, traffic: Tra
     with range_server(file.parent, **{fault: 1, "at_most": 1, "retry_after_s": 1}) as server:
         began_s = time.monotonic()
         assert read_bytes(RemoteFile(item_at(server, file)), 0, 8) == CONTENT[:8]
-        assert 1 <= time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s >= 1
         assert server.stats()["statuses"] == {status: 1, 206: 1}
     assert 1 <= traffic.counts.waited_s < 1.1
 
@@ -109,7 +109,7 @@ def test_a_strange_retry_after_is_no_reason_to_wait_for_ever(text: str, impatien
         began_s = time.monotonic()
         with pytest.raises(CheckpointError, match="the server answers with status 503"):
             read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
-        assert time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "error_503", "too_many"])
@@ -144,7 +144,7 @@ def test_patience_ends_with_one_error(fault: str, said: str, file: Path, impatie
         began_s = time.monotonic()
         with pytest.raises(CheckpointError) as caught:
             read_bytes(RemoteFile(item_at(server, file)), 10, 100)
-        assert time.monotonic() - began_s < 1.5
+        assert time.monotonic() - began_s < 5
     text = str(caught.value)
     assert text.startswith(f"{server.url}/model.safetensors: cannot be read at bytes 10 to 109: {said}")
     assert " attempts in " in text
@@ -200,15 +200,15 @@ def test_connections_end_with_their_thread(file: Path) -> None:
 
 def test_closing_a_file_ends_the_wait_for_its_bytes(file: Path) -> None:
     """Bytes come slowly, but they come, so no request fails."""
-    os.truncate(file, 16 << 20)
+    os.truncate(file, 32 << 20)
     with range_server(file.parent, bytes_per_s=4e6) as server:
         source = RemoteFile(item_at(server, file))
         timer = threading.Timer(0.3, source.close)
         timer.start()
         began_s = time.monotonic()
         with pytest.raises(CheckpointError, match="was closed while it was read"):
-            read_bytes(source, 0, 16 << 20)
-        assert time.monotonic() - began_s < 2  # and not 4
+            read_bytes(source, 0, 32 << 20)
+        assert time.monotonic() - began_s < 4  # and not 8
         timer.join()
 
 

@@ -248,7 +248,7 @@ def test_patience_ends_with_one_error(fault: str, server: RangeServer, source: R
     began_s = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         read_bytes(source, 10, 100)
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < 5
     assert str(caught.value).startswith(f"{NAME}: cannot be read at bytes 10 to 109: ")
     assert " attempts in " in str(caught.value)
     assert len(str(caught.value)) < 300

@@ -45,7 +45,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(remote_file, "TRAFFIC", Traffic())
     monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
-    monkeypatch.setattr(http_object, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_object, "TIMEOUT_S", 1)
     return found
 
 

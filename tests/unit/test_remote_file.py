@@ -139,7 +139,7 @@ def test_the_wait_that_the_store_asks_for_is_obeyed(traffic: Traffic) -> None:
     item = Memory(TransientError("x", wait_s=0.3))
     read_bytes(RemoteFile(item), 0, 8)
     first_s, second_s = item.at_s
-    assert 0.3 <= second_s - first_s < 1
+    assert 0.3 <= second_s - first_s < 5
     assert traffic.counts.waited_s == pytest.approx(0.3, abs=0.01)
 
 
@@ -148,7 +148,7 @@ def test_patience_ends_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     began_s = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         read_bytes(RemoteFile(Memory(*[TransientError("status 500")] * 10_000)), 16, 8)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 5
     text = str(caught.value)
     assert text.startswith("s3://bucket/file: cannot be read at bytes 16 to 23: status 500 (")
     assert text.endswith(" attempts in 0 s)")
@@ -160,7 +160,7 @@ def test_a_wait_beyond_patience_is_not_begun(monkeypatch: pytest.MonkeyPatch) ->
     began_s = time.monotonic()
     with pytest.raises(CheckpointError, match=r"x \(1 attempts in 0 s\)"):
         read_bytes(RemoteFile(Memory(TransientError("x", wait_s=6))), 0, 8)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 5
 
 
 def test_who_is_told_to_slow_down_has_more_patience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_closing_a_file_ends_the_wait_of_another_thread() -> None:
     began_s = time.monotonic()
     with pytest.raises(CheckpointError, match="was closed while it was read"):
         read_bytes(source, 0, 8)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 5
     timer.join()
     source.close()  # again
     with pytest.raises(CheckpointError, match="was closed"):
@@ -263,7 +263,7 @@ def test_a_check_may_end_a_wait() -> None:
     source.on_wait, began_s = check, time.monotonic()
     with pytest.raises(StoppedError):
         read_bytes(source, 0, 8)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 15.0])
@@ -283,7 +283,7 @@ def test_an_interrupt_ends_a_load_from_a_store_that_does_not_answer(wait_s: floa
     try:
         with pytest.raises(KeyboardInterrupt):
             load()
-        assert 0.2 < time.monotonic() - began_s < 1.5
+        assert 0.2 < time.monotonic() - began_s < 5  # and not 15
     finally:
         released.set()
         timer.join()
