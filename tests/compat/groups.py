@@ -14,8 +14,8 @@ from tests.compat.environments import Environment
 from tests.compat.install import folder_of, python_of, variables
 from tests.ranks import REPO
 
-SEAMS = ("active", "contract", "ds_engine", "ds_hooks", "initialise", "intercept", "loader", "parameters")
-SEAMS += ("partition", "precision", "releases", "replaced", "tensor")
+SEAMS = ("active", "contract", "ds_config_precision", "ds_engine", "ds_hooks", "initialise", "loader")
+SEAMS += ("loader_handlers", "parameters", "partition", "releases", "replaced", "tensor")
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "seams": ("tests/contracts/", *(f"tests/unit/test_{name}.py" for name in SEAMS)),

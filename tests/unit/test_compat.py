@@ -11,9 +11,10 @@ from packaging.version import Version
 from lowmem_load import contract
 from tests.compat import page
 from tests.compat.environments import MOST, Environment, read_environments
-from tests.compat.groups import counted
+from tests.compat.groups import GROUPS, counted
 from tests.compat.pins import broken
 from tests.compat.results import read_results, write_results
+from tests.ranks import REPO
 
 
 def test_the_page_says_what_the_results_say() -> None:
@@ -55,6 +56,11 @@ def test_requirements_that_pins_break_are_named() -> None:
         "deep-speed<=0.16.9; extra == 'zero', and deep-speed is 0.18.4",
     ]
     assert broken(requirements, pins, set()) == ["Torch<2.8,>=2.6, and Torch is 2.8.0"]
+
+
+def test_groups_name_tests_that_exist() -> None:
+    """pytest runs nothing at all, and ends with status 4, when one of its arguments is gone."""
+    assert [name for names in GROUPS.values() for name in names if not (REPO / name).exists()] == []
 
 
 def test_what_came_of_tests_is_counted_by_group() -> None:
