@@ -138,7 +138,7 @@ class RankGroup:
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
         """Send heartbeats within the block, also between steps. An error of this rank alone aborts it for all."""
-        with self._doing(what, None):
+        with self._doing(what):
             try:
                 yield
             except RankError:
@@ -154,6 +154,21 @@ class RankGroup:
             channel.abort(self._members(channel), f"left {what}: {spelled(error, MAX_TEXT)}")
             _known(error)
 
+    def next_step(self) -> int:
+        """Return the number of the group's next step, for `leave`; 0 where there are no other ranks. Local."""
+        channel = self._channel()
+        return 0 if channel is None else self._members(channel).number
+
+    def leave(self, number: int, title: str, why: str) -> None:
+        """Tell the other ranks that this one does not come to step `number`, which has this title. For finalizers.
+
+        Local. Does nothing where the process group or the interpreter is at its end, or other steps have begun.
+        """
+        with contextlib.suppress(ConfigError):  # of a process that was forked meanwhile
+            channel = self._channel() if dist.is_initialized() else None
+            if channel is not None:
+                channel.leave(self._members(channel), number, title, why)
+
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes microseconds."""
         channel = RankGroup._channels.get(default_group())
@@ -161,7 +176,7 @@ class RankGroup:
             channel.check()
 
     @contextlib.contextmanager
-    def _doing(self, what: str, progress: Callable[[], Progress] | None) -> Iterator[None]:
+    def _doing(self, what: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
         channel = self._channel()
         with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
             yield

@@ -27,6 +27,7 @@ import math
 import os
 import platform
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,7 @@ class Group:
     members: tuple[int, ...]  # as ranks in the world
     number: int = 0  # of the next step
     left: str = ""  # why this rank does not come to that step, or went on without its verdict; "" if it comes
+    left_title: str = ""  # of the step that it does not come to; "" for any
     old_keys: list[str] = field(default_factory=list)  # of steps that are over; the leader deletes them
     unread: Sequence[int] = ()  # ranks that may not have read the leader's last verdict yet
 
@@ -101,6 +103,7 @@ class _News(NamedTuple):
     failed: Sequence[int] = ()  # ranks
     lost: Sequence[tuple[int, str]] = ()  # ranks that this one gives up, and why
     broken: str = ""  # what is wrong with the store
+    have_left: bool = False  # whether lost ranks have said that they do not come
 
 
 class _Client:
@@ -140,6 +143,7 @@ class StoreChannel:
         self._process = pid_space(), self.pid, start_time(self.pid) or "", platform.node()
         self._client: _Client | None = None
         self._groups: dict[str, Group] = {}
+        self._caller = 0  # the thread of the last step
         self._doing: list[tuple[Group, str, Callable[[], Progress] | None]] = []
         self._state = _State(Group("", ()), 0)
         self._news = _News()
@@ -181,12 +185,13 @@ class StoreChannel:
 
     def agree(self, group: Group, entry: Entry) -> Verdict:
         """Bring an entry to the group's next step; return the verdict. Collective; within `doing`."""
+        self._caller = threading.get_ident()
         try:
             if group.left:
                 self._catch_up(group)
             while True:
-                verdict = self._verdict(group, entry)
-                group.number, group.left = group.number + 1, ""
+                verdict = self._verdict(group, entry._replace(left=group.left, left_title=group.left_title))
+                group.number, group.left, group.left_title = group.number + 1, "", ""
                 if not verdict.passes_over(self._rank):
                     return verdict._replace(title=verdict.title or entry.full_title)
         except _STORE_ERRORS as error:
@@ -197,12 +202,21 @@ class StoreChannel:
         finally:
             self._note_state()
 
-    def abort(self, group: Group, why: str) -> None:
-        """Say that this rank does not come to the group's next step. Local."""
+    def abort(self, group: Group, why: str, title: str = "") -> None:
+        """Say that this rank does not come to the group's next step, or only to none of this title. Local."""
         with self.doing(group, ""):  # the last heartbeat says so
             with contextlib.suppress(*_STORE_ERRORS):
                 self._catch_up(group)
-            group.left = why
+            group.left, group.left_title = why, title
+
+    def leave(self, group: Group, number: int, title: str, why: str) -> None:
+        """Say that this rank does not come to step `number`, which has this title. Local; for finalizers.
+
+        They may run at any time, in any thread. So nothing is said if the group is past that step, or if another one
+        may be under way: then that one will end with an error, as the ranks are not at the same one.
+        """
+        if (group.number, self._caller) == (number, threading.get_ident()) and not (self._doing or sys.is_finalizing()):
+            self.abort(group, why, title)
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
@@ -216,10 +230,10 @@ class StoreChannel:
         start_s = time.monotonic()
         self._note_state(entry)
         self._send_heartbeat()
-        is_leader, first_s = self._rank == group.members[0], POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL)
+        is_leader = self._rank == group.members[0]
         while True:
             # A look right behind the entry comes too early: the leader has yet to read it.
-            time.sleep(min(self._beat_s, max(first_s, POLL_SHARE * (time.monotonic() - start_s))))
+            self._pause(group, start_s)
             if is_leader:
                 awaited = [rank for rank in group.members[1:] if self._entry_of(rank, group) is None]
                 self._read_heartbeats(awaited)
@@ -233,8 +247,13 @@ class StoreChannel:
             if (not is_leader or has_failed) and (content := self._peek(group.key("verdict"))) != _NOTHING:
                 return self._decoded(group, content)
             if has_failed and self._news.lost:
-                lost = Verdict(entry.full_title, self._news.lost, may_be_skipped=self.limits.is_prompt)
+                may_be_skipped = self.limits.is_prompt or self._news.have_left
+                lost = Verdict(entry.full_title, self._news.lost, may_be_skipped=may_be_skipped)
                 return self._decide(group, lost)
+
+    def _pause(self, group: Group, start_s: float) -> None:
+        first_s = POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL)
+        time.sleep(min(self._beat_s, max(first_s, POLL_SHARE * (time.monotonic() - start_s))))
 
     def _may_decide(self) -> bool:
         """Return whether the others know that this rank is there: not if it was stopped, until they could say so."""
@@ -355,13 +374,14 @@ class StoreChannel:
         peers = {rank: self._peers[rank] for rank in watched}
         number = -1 if group.left else state.number  # what this rank left, others may have left with it
         found = {
-            rank: each.why_lost(self.limits, group.name, number, self._clock_s, waited_s)
+            rank: each.why_lost(self.limits, group.name, number, state.title, self._clock_s, waited_s)
             for rank, each in peers.items()
         }
         lost = [(rank, why) for rank, why in found.items() if why]
         beats = [peer.seen_in(group.name, state.number) for peer in peers.values()]
         failed |= {rank for beat in beats if beat is not None for rank in beat.failed} | dict(lost).keys()
-        return _News(group.name, state.number, [*failed], lost)
+        have_left = any(beat is not None and beat.left for beat in beats)
+        return _News(group.name, state.number, [*failed], lost, have_left=have_left)
 
     def _send_heartbeat(self) -> None:
         state = self._state
@@ -379,8 +399,8 @@ class StoreChannel:
             self._num_beats += 1
             place = state.group.name, state.number
             beat = Heartbeat(
-                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed], state.group.left),
-                *self._process,
+                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed]),
+                *(state.group.left, state.group.left_title, *self._process),
             )
             sent = self._submit("set", _key(self._rank), json.dumps(beat))
         self._answer(sent)
@@ -401,14 +421,15 @@ class StoreChannel:
 
     def _close(self, closing: threading.Event, thread: threading.Thread) -> None:
         closing.set()
-        until_s = time.monotonic() + FAREWELL_S
+        start_s = time.monotonic()
         with contextlib.suppress(*_STORE_ERRORS):  # the store is gone; the other ranks will have noticed
             for group in self._groups.values():
-                while group.unread and time.monotonic() < until_s:
+                while group.unread and time.monotonic() < start_s + FAREWELL_S:
                     self._read_heartbeats(group.unread)
                     last = group.name, group.number - 1
                     group.unread = [rank for rank in group.unread if self._peers[rank].seen_in(*last)]
-                    time.sleep(5 * POLL_S)
+                    if group.unread:
+                        self._pause(group, start_s)
             self._send_heartbeat()
         thread.join(2 * self._beat_s)
         if self._news.broken and self._client is not None:

@@ -20,6 +20,8 @@ class Entry(NamedTuple):
     is_stopped: bool = False  # whether this rank only stopped because another one failed
     digest: Mapping[str, str] = {}  # values that must be equal on all ranks, by topic
     payload: Any = None  # for the other ranks
+    left: str = ""  # why this rank does not come to a step of title `left_title`, at which others may be
+    left_title: str = ""
 
     @property
     def full_title(self) -> str:
@@ -36,7 +38,7 @@ class Verdict(NamedTuple):
     is_complete: bool = (
         False  # whether the entries of all ranks were there; else `failures` are the ranks that were lost
     )
-    may_be_skipped: bool = False  # whether a lost rank goes on as if there had been no such step: `Limits.is_prompt`
+    may_be_skipped: bool = False  # whether ranks that did not come go on as if there had been no such step
     payloads: Sequence[Any] = ()  # of all ranks, if the step succeeded and a rank brought one
 
     def passes_over(self, rank: int) -> bool:
@@ -48,8 +50,12 @@ def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
     """Return the verdict on the entries of all ranks, by rank in the world, in the group's order.
 
     Errors count before different titles, and those before different digests. A rank that stopped because of another
-    one is named only if no other rank failed.
+    one is named only if no other rank failed. Ranks that have left the step where others are go on with their own.
     """
+    titles = {entry.full_title for entry in entries.values()}
+    left = [(rank, entry.left) for rank, entry in entries.items() if entry.left_title in titles]
+    if left:
+        return Verdict(entries[left[0][0]].left_title, left, is_complete=True, may_be_skipped=True)
     errors = {rank: entry.error for rank, entry in entries.items() if entry.error is not None}
     failures = (
         {rank: error for rank, error in errors.items() if not entries[rank].is_stopped}

@@ -22,7 +22,7 @@ _ZERO = "deepspeed.runtime.zero.partition_parameters"
 require(
     DEEPSPEED,
     {
-        _ZERO: ("PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
+        _ZERO: ("PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE", "ZeroParamStatus.INFLIGHT"),
         "deepspeed.runtime.zero.utils": ("is_zero_param",),
         "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
             *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
@@ -88,6 +88,17 @@ def master_partition(parameter: torch.Tensor) -> torch.Tensor:
     return safe_get_local_fp32_param(parameter).detach().reshape(-1)
 
 
+def optimizers_of(engine: Any, parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the optimizers that train ZeRO-3 parameters, or an engine's, with those of torch inside of them."""
+    # Source: deepspeed 0.19.8 engine.py, _configure_optimizer; stage3.py:807.
+    outer = [getattr(engine, "optimizer", None), *(getattr(p, "_z3_optimizer", None) for p in parameters)]
+    found = {id(one): one for one in outer if one is not None}
+    for one in list(found.values()):
+        while (one := getattr(one, "optimizer", None)) is not None and id(one) not in found:
+            found[id(one)] = one
+    return list(found.values())
+
+
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the full shape of a ZeRO-3 parameter."""
     return tuple(parameter.ds_shape)
@@ -118,6 +129,43 @@ def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Te
         yield partition
     finally:
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+
+
+def mix_partitions(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], share: float) -> bool:
+    """Set each target to `(1 - share) * target + share * source`, where this rank holds the same elements of both.
+
+    Local. Returns False, and changes nothing, where it does not: of other partitions, on nvme, under hpZ and MiCS, or
+    where DeepSpeed keeps only one of the two gathered.
+    """
+    pairs = list(zip(targets, sources, strict=True))
+    if not all(_held_alike(*pair) for pair in pairs):
+        return False
+    with torch.no_grad():
+        for target, source in pairs:
+            tensors = [(target.ds_tensor, source.ds_tensor)]
+            if target.ds_status == ZeroParamStatus.AVAILABLE:  # it is small, and stays gathered
+                tensors.append((target.data, source.data))
+            for to, value in tensors:
+                to.data.mul_(1.0 - share).add_(value.data.to(to.device), alpha=share)
+    return True
+
+
+def _held_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
+    def held(parameter: torch.Tensor) -> tuple[Any, ...]:
+        group = group_of(parameter)
+        return tuple(parameter.ds_shape), parameter.ds_tensor.shape, dist.get_rank(group), parameter.ds_status
+
+    def is_plain(parameter: torch.Tensor) -> bool:
+        return (
+            bool(is_zero_param(parameter))
+            and parameter.ds_tensor.is_floating_point()
+            and getattr(parameter, "ds_secondary_tensor", None) is None
+            and getattr(parameter, "nvme_swapper", None) is None
+            and group_of(parameter) is replicas_group_of(parameter)
+            and parameter.ds_status != ZeroParamStatus.INFLIGHT
+        )
+
+    return is_plain(target) and is_plain(source) and held(target) == held(source)
 
 
 def gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -33,12 +33,16 @@ class Merge:
         found = {id(p): p for layer in self.layers for p in layer.parameters() if id(p) not in bases}
         return list(found.values())
 
-    def run(self) -> list[torch.Tensor]:
-        """Return the merged parameters, as new tensors. All parameters must be gathered."""
-        device = self.parameters[0].device  # adapters may be on another one, such as the host
-        values = {id(parameter): parameter.detach().clone() for parameter in self.parameters}
-        values |= {id(adapter): adapter.detach().to(device) for adapter in self.adapters()}
-        parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in values.items()}
+    def run(self, given: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Return the merged parameters, as new tensors, or in the memory of the values that are given.
+
+        `given` has the whole value of each parameter and adapter, by `id`. Without it, all of them must be gathered.
+        """
+        if given is None:
+            device = self.parameters[0].device  # adapters may be on another one, such as the host
+            given = {id(parameter): parameter.detach().clone() for parameter in self.parameters}
+            given |= {id(adapter): adapter.detach().to(device) for adapter in self.adapters()}
+        parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in given.items()}
         copies: dict[int, Any] = {}
         for layer in self.layers:
             with torch.no_grad():

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import ModuleType
 
 from lowmem_load.api.load_model import following
 from lowmem_load.api.request import Options
 from lowmem_load.integrations.accelerate_fsdp2 import llamafactory_loads, pending_loads
 from lowmem_load.integrations.imports import once_imported
 from lowmem_load.report import OnLoad
+
+_TRL = "trl.generation.vllm_generation", "trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.callbacks"
+"""Modules of TRL that gather weights."""
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
@@ -45,6 +49,9 @@ def install(
     `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
     another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
 
+    TRL's trainers send the weights of partitioned and sharded models to vLLM in buckets, and mix reference models
+    partition by partition; see docs/situations/rlhf_weights.md.
+
     Local: no rank waits for another here. Call it before the first model is loaded.
 
     Args:
@@ -65,6 +72,8 @@ def install(
         stack.enter_context(pending_loads(options))
         stack.enter_context(llamafactory_loads(options))
         stack.enter_context(once_imported("deepspeed", lambda _: _hooks(saves=saves)))
+        for name in _TRL:
+            stack.enter_context(once_imported(name, _trl_hooked))
         _installed.append(stack.pop_all())
 
 
@@ -82,3 +91,9 @@ def _hooks(*, saves: bool) -> Iterator[None]:
 
     with saves_hooked() if saves else contextlib.nullcontext(), engines_hooked():
         yield
+
+
+def _trl_hooked(module: ModuleType) -> contextlib.AbstractContextManager[None]:
+    from lowmem_load.integrations.trl_weights import weights_hooked
+
+    return weights_hooked(module)

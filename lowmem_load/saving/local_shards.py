@@ -7,17 +7,19 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.ranges import FlatRange, flat_ranges
+from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges
 
 Piece: TypeAlias = "tuple[torch.Tensor, int]"
 """Flat memory, and the number of its first element in the whole tensor."""
+
+_NOTHING = FlatRange(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,37 +29,85 @@ class LocalShard:
     Attributes:
         source: the whole tensor in the plan: its first name, its shape, and the dtype of its memory.
         tensor: the parameter or buffer.
-        mine: elements that this rank writes, in the order of its memory. Only a DTensor has more than one range.
+        held: elements that are in its memory, of a whole tensor on rank 0 alone. Only a DTensor has a grid.
+        region: elements that this rank writes: those that it holds, if it is the first of the ranks that hold them.
         is_partitioned, is_master: whether it is a ZeRO-3 parameter, and whether its fp32 values are written.
     """
 
     source: Source
     tensor: torch.Tensor
-    mine: tuple[FlatRange, ...]
+    held: Region
+    region: Region
     is_partitioned: bool
     is_master: bool
+
+    @property
+    def mine(self) -> tuple[FlatRange, ...]:
+        """The elements that this rank writes, in the order of its memory. Only a DTensor has more than one range."""
+        if isinstance(self.region, Grid):
+            return tuple(flat_ranges(self.region, self.source.shape))
+        return (self.region,) if self.region.numel else ()
+
+    @property
+    def version(self) -> int:
+        """Grows when the memory is changed in place, but not by DeepSpeed's optimizers, which torch does not see."""
+        if self.is_partitioned:
+            from lowmem_load.ds.parameters import partition_of
+
+            return partition_of(cast("nn.Parameter", self.tensor))._version  # noqa: SLF001  torch documents it
+        if is_dtensor(self.tensor):  # operations on it are seen on the DTensor, those of FSDP2 on its memory
+            from lowmem_load.dtensor.shards import local_shard
+
+            memory = local_shard(self.source.name, self.tensor, needs_memory=True)[1]
+            return memory._version + self.tensor._version  # noqa: SLF001
+        return self.tensor._version  # noqa: SLF001
+
+    @property
+    def address(self) -> int:
+        """Where a parameter's memory begins. 0 of what moves by itself: partitions on nvme, DTensors, buffers."""
+        if not isinstance(self.tensor, nn.Parameter) or is_dtensor(self.tensor):
+            return 0
+        if not self.is_partitioned:
+            return self.tensor.data_ptr()
+        if getattr(self.tensor, "nvme_swapper", None) is not None:
+            return 0
+        from lowmem_load.ds.parameters import partition_of
+
+        return partition_of(self.tensor).data_ptr()
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[list[Piece]]:
         """Yield the pieces of memory that hold the elements this rank writes, and of whole tensors all others."""
+        if isinstance(self.region, Grid):
+            mine = self.mine
+            ends = itertools.accumulate(part.numel for part in mine)
+            with self.flat() as memory:
+                yield [(memory[end - part.numel : end], part.start) for part, end in zip(mine, ends, strict=True)]
+        elif not (self.is_partitioned or is_dtensor(self.tensor)):
+            with self.flat() as memory:
+                yield [(memory, 0)]
+        elif not self.region.numel:  # another replica's are written
+            yield []
+        else:
+            with self.flat() as memory:
+                yield [(memory[: self.region.numel], self.region.start)]
+
+    @contextlib.contextmanager
+    def flat(self) -> Iterator[torch.Tensor]:
+        """Yield the flat memory that begins with the elements of `held`, in order."""
         if is_dtensor(self.tensor):
             from lowmem_load.dtensor.shards import local_shard
 
-            _, memory = local_shard(self.source.name, self.tensor, needs_memory=True)
-            ends = itertools.accumulate(part.numel for part in self.mine)
-            yield [(memory[end - part.numel : end], part.start) for part, end in zip(self.mine, ends, strict=True)]
+            yield local_shard(self.source.name, self.tensor, needs_memory=True)[1]
         elif not self.is_partitioned:
-            yield [(self.tensor.detach().reshape(-1), 0)]
-        elif not self.mine:  # another replica's are written
-            yield []
+            yield self.tensor.detach().reshape(-1)
         else:
             from lowmem_load.ds.parameters import master_partition, partition_in_memory
 
-            (mine,), name = self.mine, self.source.name
-            is_master, tensor = self.is_master, self.tensor
+            is_master, tensor, name = self.is_master, self.tensor, self.source.name
             held = contextlib.nullcontext(master_partition(tensor)) if is_master else partition_in_memory(tensor, name)
             with held as partition:
-                yield [(partition.detach()[: mine.numel], mine.start)]
+                yield partition.detach()
 
 
 def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:
@@ -117,19 +167,18 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
                 raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
             is_master = masters and tensor.dtype != torch.float32 and parameters.has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
-            mine: tuple[FlatRange, ...] = ()
-            if parameters.is_first_replica(tensor):
-                mine = (parameters.held_range(tensor),)
-            return LocalShard(Source("", name, 0, parameters.full_shape(tensor), dtype), tensor, mine, True, is_master)
+            held = parameters.held_range(tensor)
+            region = held if parameters.is_first_replica(tensor) else _NOTHING
+            whole = Source("", name, 0, parameters.full_shape(tensor), dtype)
+            return LocalShard(whole, tensor, held, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
         from lowmem_load.dtensor.shards import is_first_replica, local_shard
 
         grid, _ = local_shard(name, tensor, needs_memory=True)
-        runs = tuple(flat_ranges(grid, source.shape)) if is_first_replica(tensor) else ()
-        return LocalShard(source, tensor, runs, False, False)
+        return LocalShard(source, tensor, grid, grid if is_first_replica(tensor) else _NOTHING, False, False)
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise UnsupportedError(f"{name}: is {state}, so it has no values")
-    mine = (FlatRange(0, tensor.numel()),) if rank == 0 else ()
-    return LocalShard(source, tensor, mine, False, False)
+    all_or_none = FlatRange(0, tensor.numel()) if rank == 0 else _NOTHING
+    return LocalShard(source, tensor, all_or_none, all_or_none, False, False)

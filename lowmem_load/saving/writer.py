@@ -39,7 +39,17 @@ from lowmem_load.io.elements import source_elements
 from lowmem_load.io.source import LocalFile, read_bytes
 from lowmem_load.phases import Phases
 from lowmem_load.planning.copies import Copy, plan_copies
-from lowmem_load.planning.expression import Expression, Held, Shape, Source, leaves, numel
+from lowmem_load.planning.expression import (
+    Computed,
+    Elementwise,
+    Expression,
+    Held,
+    Leaf,
+    Shape,
+    Source,
+    leaves,
+    numel,
+)
 from lowmem_load.planning.nest import Nest, offsets
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange
@@ -187,19 +197,31 @@ def plan_writes(files: Sequence[FileLayout]) -> list[Write]:
     writes: list[Write] = []
     for number, layout in enumerate(files):
         for name, expression in sorted(layout.tensors.items(), key=lambda item: layout.starts[item[0]]):
-            copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
-            for copy in copies:
+            for copy in proved_copies(f"{layout.name}: {name}", expression):
                 leaf = copy.leaf
                 if isinstance(leaf, Source):
                     writes.append(Write(number, leaf.name, layout.starts[name], expression.dtype, copy))
-                elif not (isinstance(leaf, Held) and _offset(layout, name, copy) in layout.others):
-                    what = leaf.origin if isinstance(leaf, Held) else leaf.operation
-                    raise UnsupportedError(
-                        f"{layout.name}: {name}: is made by {what}, which needs gathered parameters; save it with "
-                        "save_original_format=False, or with stage3_gather_16bit_weights_on_model_save"
-                    )
-            prove_coverage(f"{layout.name}: {name}", [copy.nest for copy in copies], numel(expression))
+                elif _offset(layout, name, copy) not in layout.others:
+                    raise _needs_gathering(f"{layout.name}: {name}", leaf)
     return writes
+
+
+def proved_copies(what: str, expression: Expression) -> list[Copy]:
+    """Return the copies, from parameters and values in memory, that fill a tensor once. `what` names it in errors."""
+    copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
+    for copy in copies:
+        if not isinstance(copy.leaf, Source | Held):
+            raise _needs_gathering(what, copy.leaf)
+    prove_coverage(what, [copy.nest for copy in copies], numel(expression))
+    return copies
+
+
+def _needs_gathering(what: str, leaf: Leaf) -> UnsupportedError:
+    made_by = leaf.operation if isinstance(leaf, Computed | Elementwise) else getattr(leaf, "origin", leaf)
+    return UnsupportedError(
+        f"{what}: is made by {made_by}, which needs gathered parameters; save it with save_original_format=False, or "
+        "with stage3_gather_16bit_weights_on_model_save"
+    )
 
 
 def held_writes(writes: Iterable[Write], held: Mapping[str, Sequence[FlatRange]]) -> dict[str, list[Write]]:

@@ -221,6 +221,38 @@ def test_a_rank_that_aborts_is_named_at_once_and_all_can_go_on(leaver: int) -> N
     assert all(not failed(verdict) for verdict in ranks.all(late))
 
 
+@pytest.mark.parametrize("leaver", [0, 2])
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_a_rank_that_leaves_one_step_comes_to_another(leaver: int, pause_s: float) -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        step(channel, group)
+        if rank != leaver:
+            assert failed(step(channel, group, "loop")) == {leaver: "left the loop"}
+        else:
+            channel.leave(group, group.number, "loop", "left the loop")
+            time.sleep(pause_s)  # others may give it up, or be at their step together with it
+        return step(channel, group, "after")
+
+    ranks = Ranks(3)
+    for _ in range(2):
+        assert all(not failed(verdict) for verdict in ranks.all(work))
+
+
+def test_nothing_is_said_of_a_step_that_is_over() -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Verdict:
+        step(channel, group)
+        if rank == 1:
+            channel.leave(group, group.number - 1, "step", "left")
+            thread = threading.Thread(target=channel.leave, args=(group, group.number, "step", "left"))
+            thread.start()
+            thread.join()
+            with channel.doing(group, "step"):
+                channel.leave(group, group.number, "step", "left")
+        return step(channel, group)
+
+    assert all(not failed(verdict) for verdict in Ranks(3).all(work))
+
+
 def test_ranks_that_all_abort_can_all_come_again() -> None:
     ranks = Ranks(3)
     for _ in range(2):

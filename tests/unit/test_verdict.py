@@ -61,6 +61,15 @@ def test_an_error_comes_before_a_difference_of_titles_and_that_before_one_of_dig
     assert verdict(other, saving, other).title == "folder: saving"
 
 
+def test_ranks_that_left_a_step_go_on_with_their_own() -> None:
+    left = Entry("saving", left="its loop ended", left_title="model: planning")
+    found = verdict(entry(), left, left)
+    assert (found.title, dict(found.failures)) == ("model: planning", dict.fromkeys((1, 2), "its loop ended"))
+    assert [found.passes_over(rank) for rank in range(3)] == [False, True, True]
+    assert failures(left, left, left) == {}, "all have left"
+    assert verdict(entry(error="no"), left).passes_over(1)
+
+
 def test_what_differs_is_measured_against_what_most_hold() -> None:
     def of(*digests: str) -> dict[int, str]:
         return failures(*(entry(digest={"files": digest} if digest else {}) for digest in digests))

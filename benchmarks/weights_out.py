@@ -1,0 +1,187 @@
+"""Weights for an inference engine: TRL's own sync, and the same under `install`, in one run.
+
+    python -m benchmarks.weights_out [--params 1.5e9] [--ranks 2 4] [--repeats 3]
+
+What runs is `VLLMGeneration.sync_weights` of the installed TRL. vLLM's place has a consumer that reads every byte and
+drops it: on rank 0 (a server), or on each rank (colocated). Each turn has a first sync and a later one: in its first
+one to a server, TRL gathers twice. The methods take turns. Their values are compared by a sum of the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.checkpoint import checkpoint_of
+from benchmarks.launch import REPOSITORY, run_processes
+from benchmarks.memory import MemorySampler
+from benchmarks.methods import zero3_config
+from benchmarks.results import MIB, show_table
+
+METHODS = [(mode, is_ours) for mode in ("server", "colocate") for is_ours in (False, True)]
+COLUMNS = ("ranks", "vLLM", "method", "first sync, s", "later ones, s", "peak anonymous, MiB", "collectives")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What the parent asks a group of ranks to do; it travels as JSON."""
+
+    checkpoint: str
+    out: str
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One method on one rank; bytes of memory above its start."""
+
+    mode: str
+    is_ours: bool
+    first_seconds: float
+    later_seconds: float
+    peak_anon: int
+    num_collectives: int  # of a later sync
+    total: int  # of all bytes that the consumer has seen
+
+
+class Consumer:
+    """Stands for vLLM in the same process, and for TRL's client of a server."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def load_weights(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Read all values."""
+        import torch
+
+        for _, tensor in pairs:
+            units = tensor.detach().reshape(-1).view(torch.int16)
+            self.total += sum(int(piece.sum()) for piece in units.split(1 << 20))  # a sum casts all that it gets
+            del tensor, units
+
+    def update_named_params(self, _: Any, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Read all values."""
+        self.load_weights(pairs)
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing."""
+
+
+def _generation(model: Any, mode: str, rank: int, consumer: Consumer) -> Any:
+    """Return TRL's generation, with a consumer in the place of vLLM."""
+    import torch
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    VLLMGeneration._init_vllm = lambda _: None
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3), fsdp_plugin=None)
+    accelerator = SimpleNamespace(is_main_process=rank == 0, state=state, device=torch.device("cpu"))
+    generation = VLLMGeneration(model, accelerator, None, mode=mode)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=consumer))
+    executor = SimpleNamespace(driver_worker=worker)
+    engine = SimpleNamespace(model_executor=executor)
+    generation.llm = SimpleNamespace(llm_engine=engine, reset_prefix_cache=consumer.reset_prefix_cache)
+    generation.vllm_client = consumer if rank == 0 else None
+    return generation
+
+
+def _run_rank(spec: Spec) -> list[Result]:
+    import deepspeed
+    import torch.distributed as dist
+
+    import lowmem_load
+    from lowmem_load.integrations.install import uninstall
+
+    found: list[str] = []
+    _count(dist, found)
+    config = zero3_config("bf16")
+    engine = deepspeed.initialize(model=lowmem_load.load_model(spec.checkpoint, config), config=config)[0]
+    results = []
+    for turn in range(spec.repeats):
+        for mode, is_ours in METHODS if turn % 2 else METHODS[::-1]:
+            if is_ours:
+                lowmem_load.install()
+            consumer = Consumer()
+            generation = _generation(engine.module, mode, dist.get_rank(), consumer)
+            seconds, peak = [], 0
+            for _ in range(2):
+                dist.barrier()
+                found.clear()
+                with MemorySampler() as memory:
+                    start = time.perf_counter()
+                    generation.sync_weights()
+                    seconds.append(time.perf_counter() - start)
+                peak = max(peak, memory.use.peak_anon)
+            results.append(Result(mode, is_ours, *seconds, peak, len(found), consumer.total))
+            uninstall()
+    return results
+
+
+def _count(dist: Any, found: list[str]) -> None:
+    """Note the collectives of torch's that run, by whoever calls them."""
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_gather", "gather", "broadcast", "isend", "irecv"):
+        if (ordinary := getattr(dist, name, None)) is not None:
+
+            def call(*args: Any, ordinary: Any = ordinary, name: str = name, **kwargs: Any) -> Any:
+                found.append(name)
+                return ordinary(*args, **kwargs)
+
+            setattr(dist, name, call)
+
+
+def _cells(world_size: int, mode: str, is_ours: bool, ranks: list[list[Result]]) -> list[str]:
+    """Return a row: medians over the repeats of the slowest rank, and the largest peak of all ranks."""
+    mine = [[each for each in results if (each.mode, each.is_ours) == (mode, is_ours)] for results in ranks]
+    turns = list(zip(*mine, strict=True))
+    first, later = (
+        statistics.median(max(getattr(each, name) for each in turn) for turn in turns)
+        for name in ("first_seconds", "later_seconds")
+    )
+    every = [result for results in mine for result in results]
+    peak, collectives = max(each.peak_anon for each in every), max(each.num_collectives for each in every)
+    method = "lowmem_load" if is_ours else "TRL"
+    return [str(world_size), mode, method, f"{first:.2f}", f"{later:.2f}", f"{peak / MIB:.0f}", str(collectives)]
+
+
+def main() -> None:
+    """Run all, print the table, and fail if the methods gave different bytes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=1.5e9)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "weights_out")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    arguments = parser.parse_args()
+    cache = REPOSITORY / ".cache" / "benchmarks"
+    rows: list[Sequence[str]] = [COLUMNS]
+    with checkpoint_of(int(arguments.params), cache, keep=False, log=lambda text: print(text, file=sys.stderr)) as path:
+        for world_size in arguments.ranks:
+            out = arguments.out / f"{world_size}-ranks"
+            spec = Spec(str(path), str(out), arguments.repeats)
+            texts = run_processes("benchmarks.weights_out", asdict(spec), out, world_size, on_gpu=False)
+            ranks = [[Result(**result) for result in json.loads(text)] for text in texts]
+            totals = {
+                each.total for number, rank in enumerate(ranks) for each in rank if each.mode != "server" or not number
+            }
+            if len(totals) != 1:
+                raise SystemExit(f"{world_size} ranks: the methods gave different bytes: {totals}")
+            rows += [_cells(world_size, mode, is_ours, ranks) for mode, is_ours in METHODS]
+    show_table("benchmarks.weights_out", rows, docs=arguments.docs)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].endswith("spec.json"):
+        given = Spec(**json.loads(Path(sys.argv[1]).read_text()))
+        (Path(given.out) / f"rank{os.environ['RANK']}.json").write_text(
+            json.dumps([asdict(result) for result in _run_rank(given)])
+        )
+    else:
+        main()

@@ -1,0 +1,119 @@
+"""TRL's weights under `install`: in buckets to vLLM, in partitions to the reference model, where TRL gathers.
+
+GRPO, RLOO and other trainers of trl 1.16 have a `VLLMGeneration`, whose `sync_weights` hands what `_iter_named_params`
+yields to the server's client, or to vLLM in the same process. Here it runs unchanged, but gets the tensors of
+`iter_weights`. With these come the names of the checkpoint, which vLLM loads by. Online DPO has a method of its own,
+which gathers and sends; it is replaced. So is `SyncRefModelCallback.sync_target_model` (`sync_ref_model`), which
+gathers both models whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.replaced import Replacement, holding, replaced
+from lowmem_load.saving.iter_weights import Arguments, Weights, plan_weights
+from lowmem_load.saving.local_shards import is_dtensor
+from lowmem_load.saving.push_weights import flat, give, handed_out, metadata_of
+
+BUCKET_BYTES = 1 << 28
+"""Enough for the bandwidth of a network. TRL by itself takes the memory of one parameter."""
+
+_SYNC, _ITERATE, _METADATA = "sync_weights", "_iter_named_params", "_weight_metadata"
+
+_MOVE, _MIX = "_move_model_to_vllm_inner", "sync_target_model"
+
+_PAIRS: ContextVar[Iterator[tuple[str, torch.Tensor]] | None] = ContextVar("lowmem_load_pairs", default=None)
+"""What the running `sync_weights` sends."""
+
+
+def weights_hooked(module: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, this module of TRL gathers no weights. Modules of releases that work otherwise are left alone."""
+    found: list[Replacement] = []
+    generation, callback = getattr(module, "VLLMGeneration", None), getattr(module, "SyncRefModelCallback", None)
+    if hasattr(generation, _SYNC) and hasattr(generation, _ITERATE) and _METADATA in inspect.getsource(module):
+        found += [(generation, _SYNC, sync), (generation, _ITERATE, iterate)]
+    if hasattr(trainer := getattr(module, "OnlineDPOTrainer", None), _MOVE):
+        found.append((trainer, _MOVE, move))
+    if hasattr(callback, _MIX):
+        found.append((callback, _MIX, mix))
+    return replaced(*found, everywhere=True)
+
+
+def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
+    """Do what `VLLMGeneration.sync_weights` does. Collective: all ranks, as that is."""
+    weights = _planned(generation.model, generation.mode)
+    if weights is None:
+        ordinary(generation)
+        return
+    # Else TRL takes all weights twice, to see what there is. It keeps what it has seen, under other names.
+    before = getattr(generation, _METADATA)
+    setattr(generation, _METADATA, metadata_of(weights))
+    try:
+        with handed_out(weights) as buckets, holding(_PAIRS, flat(buckets)):
+            ordinary(generation)
+    finally:
+        setattr(generation, _METADATA, before)
+
+
+def move(ordinary: Callable[[Any], None], trainer: Any) -> None:
+    """Do what `OnlineDPOTrainer._move_model_to_vllm_inner` does. Collective: all ranks, as that is."""
+    weights = _planned(trainer.model, trainer.vllm_mode)
+    if weights is None:
+        ordinary(trainer)
+        return
+    if trainer.vllm_mode == "server":
+        client = trainer.vllm_client if trainer.accelerator.is_main_process else None
+    else:
+        client = trainer.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
+    with handed_out(weights) as buckets:
+        give(client, weights, buckets)
+
+
+def mix(ordinary: Callable[[Any, Any, float], None], model: Any, target_model: Any, alpha: float) -> None:
+    """Do what `SyncRefModelCallback.sync_target_model` does, each rank with its own partitions. Local if it can be."""
+    is_done = False
+    if "deepspeed" in sys.modules:
+        from lowmem_load.ds.parameters import mix_partitions
+
+        is_done = mix_partitions([*target_model.parameters()], [*model.parameters()], alpha)
+    if not is_done:
+        ordinary(model, target_model, alpha)
+
+
+def _planned(model: Any, mode: str) -> Weights | None:
+    """Return the weights to send, for rank 0 or for all; None if they need not, or cannot, be sent in buckets."""
+    if not any(map(_is_in_pieces, model.parameters())):
+        return None
+    is_peft = hasattr(model, "merge_adapter")  # TRL merges adapters, too
+    to: Any = "all" if mode == "colocate" else 0
+    try:
+        return plan_weights(model, Arguments(BUCKET_BYTES, to, None, None, is_peft))
+    except UnsupportedError as error:  # on all ranks alike
+        warnings.warn(f"TRL gathers the weights for vLLM, as they cannot be sent in buckets: {error}", stacklevel=2)
+        return None
+
+
+def iterate(ordinary: Callable[[Any], Iterator[Any]], generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return what `sync` sends, if it runs."""
+    pairs = _PAIRS.get()
+    return ordinary(generation) if pairs is None else pairs
+
+
+def _is_in_pieces(parameter: torch.Tensor) -> bool:
+    if is_dtensor(parameter):
+        return True
+    if "deepspeed" not in sys.modules:
+        return False
+    from lowmem_load.ds.parameters import is_partitioned
+
+    return is_partitioned(parameter)

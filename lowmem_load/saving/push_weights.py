@@ -1,0 +1,178 @@
+"""push_weights: the buckets of `iter_weights`, handed to an inference engine's client.
+
+Sources of the methods: trl 1.16 `generation/vllm_client.py`; sglang 0.5 `srt/entrypoints/engine.py`; vllm 0.28
+`distributed/weight_transfer/base.py`, whose engines for trainers take a source of weights. Any other engine is a
+function that takes a bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import ConfigError
+from lowmem_load.planning.buckets import Wanted
+from lowmem_load.saving.iter_weights import Arguments, Names, Tensors, Weights, plan_weights
+from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.save import ranks_of
+
+_OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
+_METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG
+
+_RESETS = "reset_prefix_cache", "flush_cache"
+"""Methods that drop what was computed with the old weights."""
+
+
+def push_weights(
+    engine_or_model: nn.Module,
+    client: Any,
+    *,
+    bucket_bytes: int = 1 << 30,
+    dtype: torch.dtype | None = None,
+    names: Names | None = None,
+    merge_adapters: bool = False,
+) -> None:
+    """Hand all weights of a model to an inference engine, bucket by bucket. See `iter_weights`.
+
+    Args:
+        engine_or_model: as for `iter_weights`.
+        client: a function that takes a bucket, `[(name, tensor), ...]`, such as the `load_weights` of a vLLM model; or
+            an object with TRL's `update_named_params(metadata, named_params)` or `update_named_param(name, weights)`,
+            such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
+            as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
+            None on ranks that take no weights. Where one rank has a client, the weights go to it alone.
+        bucket_bytes: as for `iter_weights`.
+        dtype: as for `iter_weights`.
+        names: as for `iter_weights`.
+        merge_adapters: as for `iter_weights`.
+
+    Collective: all ranks that hold the model.
+    Memory: as `iter_weights`, on ranks with a client.
+
+    Raises:
+        ConfigError: no rank has a client, or it cannot be used; and as `iter_weights`.
+        RankError: the client of a rank failed, or did not take all weights; it is chained to the client's own error.
+    """
+    ranks = ranks_of(unwrapped(engine_or_model))
+    with ranks.step("finding who takes the weights") as step:
+        step.payload = client is not None
+        if client is not None and not callable(client) and _method_of(client) is None:
+            raise ConfigError(
+                f"push_weights: client: a {type(client).__name__} is no function and has none of {', '.join(_METHODS)}"
+            )
+    takers = [rank for rank, takes in enumerate(step.payloads or [client is not None]) if takes]
+    if not takers:
+        raise ConfigError("push_weights: client: no rank has one")
+    to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
+    weights = plan_weights(engine_or_model, Arguments(bucket_bytes, to, dtype, names, merge_adapters))
+    with handed_out(weights) as buckets:
+        give(client, weights, buckets)
+    with ranks.step("resetting the cache"):
+        reset = next((name for name in _RESETS if hasattr(client, name)), None)
+        if reset is not None:
+            getattr(client, reset)()
+
+
+class WeightSource:
+    """The weights of a model, as the engines for trainers in vLLM 0.28 and later take them: their `WeightSource`.
+
+    Each iteration yields the present weights as (name, tensor), and is collective: all ranks have to make it, and to
+    its end. Between two tensors, so within `send_weights`, no weight may change.
+
+    Args:
+        engine_or_model: as for `iter_weights`.
+        bucket_bytes: as for `iter_weights`.
+        to: as for `iter_weights`. 0 is enough for vLLM's NCCL engine, whose rank 0 sends; its IPC engine needs "all".
+        dtype: as for `iter_weights`.
+        names: as for `iter_weights`.
+        merge_adapters: as for `iter_weights`.
+
+    Raises:
+        ConfigError, UnsupportedError, RankError: as `iter_weights`, when the metadata is asked for or when iterated.
+    """
+
+    def __init__(
+        self,
+        engine_or_model: nn.Module,
+        *,
+        bucket_bytes: int = 1 << 30,
+        to: int | Literal["all"] = "all",
+        dtype: torch.dtype | None = None,
+        names: Names | None = None,
+        merge_adapters: bool = False,
+    ) -> None:
+        self._engine, self._arguments = engine_or_model, Arguments(bucket_bytes, to, dtype, names, merge_adapters)
+        self._metadata: list[Wanted] | None = None
+
+    def metadata(self) -> list[Wanted]:
+        """Return the `name`, `dtype` and `shape` of each tensor, in order. The first call is collective."""
+        if self._metadata is None:
+            self._metadata = plan_weights(self._engine, self._arguments).tensors
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the value of each tensor, on ranks that get any. Collective."""
+        yield from flat(plan_weights(self._engine, self._arguments).buckets())
+
+
+def _method_of(client: Any) -> str | None:
+    return next((name for name in _METHODS if callable(getattr(client, name, None))), None)
+
+
+def give(client: Any, weights: Weights, buckets: Iterator[Tensors]) -> None:
+    """Hand all buckets to a client; of a rank that has none, take them."""
+    method = _method_of(client)
+    if client is None:
+        for _ in buckets:
+            pass
+    elif method == _OF_TRL:
+        client.update_named_params(metadata_of(weights), flat(buckets))
+    elif method == _OF_OLD_TRL:
+        for name, tensor in flat(buckets):
+            client.update_named_param(name, tensor)
+            del tensor
+    elif method == _OF_SGLANG:
+        for bucket in buckets:
+            answer = client.update_weights_from_tensor(bucket, flush_cache=False)
+            if isinstance(answer, tuple) and not answer[0]:  # whether it succeeded, and a message
+                raise ConfigError(f"push_weights: client: {_OF_SGLANG} says: {answer[1]}")
+    else:
+        for bucket in buckets:
+            client(bucket)
+
+
+def metadata_of(weights: Weights) -> list[tuple[str, str, list[int]]]:
+    """Return name, dtype ("bfloat16") and shape of each tensor in order, as TRL's client wants to know them before."""
+    return [(one.name, str(one.dtype).removeprefix("torch."), list(one.shape)) for one in weights.tensors]
+
+
+def flat(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of all buckets."""
+    for bucket in buckets:
+        bucket.reverse()
+        while bucket:
+            yield bucket.pop()  # so that nothing here keeps it while the next bucket is made
+
+
+@contextlib.contextmanager
+def handed_out(weights: Weights) -> Iterator[Iterator[Tensors]]:
+    """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises."""
+    buckets = weights.buckets()
+    # Of errors that come after the last bucket, such as an answer of the server, the other ranks learn at this step.
+    with weights.ranks.step("handing out the weights"):
+        # The first one is asked for here: an error before a generator has begun would not reach the other ranks.
+        first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
+        try:
+            yield itertools.chain(first, buckets)
+            if next(buckets, None) is not None:
+                raise ConfigError("the client did not take all of the weights")
+        except BaseException as error:
+            buckets.throw(error)  # raised on all ranks, unless it came from the buckets, and all know of it
+            raise
+        finally:
+            buckets.close()

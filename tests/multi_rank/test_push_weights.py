@@ -1,0 +1,377 @@
+"""`push_weights` to functions and clients; TRL's own sync under `install`, to a receiver that speaks its protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import queue
+import threading
+import urllib.request
+import weakref
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from json import dumps, loads
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from lowmem_load.errors import ConfigError, RankError
+from tests import builders
+from tests.multi_rank.test_iter_weights import assert_equal, counted
+from tests.multi_rank.test_load_into import built, meshes
+from tests.multi_rank.test_save import FP32, adapted
+from tests.ranks import run_ranks
+
+
+class Taker:
+    """A client with the method of TRL's."""
+
+    def __init__(self, fails_after: int | None = None, takes: int | None = None) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.fails_after, self.takes, self.num_resets = fails_after, takes, 0
+
+    def update_named_params(self, metadata: list[Any], named_params: Iterator[Any]) -> None:
+        """Take all, or some."""
+        if self.fails_after == 0:
+            raise ConnectionError("the server is gone")
+        for (name, dtype, shape), (given, tensor) in zip(metadata, named_params, strict=self.takes is None):
+            assert (name, dtype, shape) == (given, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            self.found[name] = tensor
+            if len(self.found) == self.fails_after:
+                raise ConnectionError("the server is gone")
+            if len(self.found) == self.takes:
+                return
+
+    def reset_prefix_cache(self) -> None:
+        """Count."""
+        self.num_resets += 1
+
+
+class FailsAtLast(Taker):
+    """A client whose server answers with an error once it has all weights."""
+
+    def update_named_params(self, metadata: list[Any], named_params: Iterator[Any]) -> None:
+        """Take all, and raise."""
+        super().update_named_params(metadata, named_params)
+        raise ConnectionError("the server says 500")
+
+
+class OneByOne(Taker):
+    """A client of an older TRL."""
+
+    update_named_params = None  # type: ignore[assignment]
+
+    def update_named_param(self, name: str, weights: torch.Tensor) -> None:
+        """Take one."""
+        self.found[name] = weights
+
+
+class OfSglang:
+    """A client with the methods of SGLang's engine."""
+
+    def __init__(self, says: tuple[bool, str] = (True, "Success")) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.says, self.num_resets = says, 0
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: Any = None, flush_cache: bool = True) -> Any:
+        """Take a bucket."""
+        assert not flush_cache and isinstance(named_tensors, list)
+        self.found.update(named_tensors)
+        return self.says
+
+    def flush_cache(self) -> None:
+        """Count."""
+        self.num_resets += 1
+
+
+def iter_weights_of(model: Any, bucket_bytes: int) -> list[tuple[str, torch.Tensor]]:
+    from lowmem_load import iter_weights
+
+    return [pair for bucket in iter_weights(model, bucket_bytes=bucket_bytes) for pair in bucket]
+
+
+def push_all(path: str) -> None:
+    """Rank function."""
+    from lowmem_load import DistributedInterface, WeightSource, iter_weights, load_model, push_weights
+
+    rank = DistributedInterface().rank
+    model = load_model(path, FP32)
+    wanted = dict(pair for bucket in iter_weights(model) for pair in bucket)
+    some = sum(value.nbytes for value in wanted.values()) // 4
+    for takers in ((0, 1, 2), (1,), (0, 2)):
+        found: dict[str, torch.Tensor] = {}
+        push_weights(model, found.update if rank in takers else None, bucket_bytes=some)
+        assert_equal(found, wanted if rank in takers else {}, takers)
+    for kind in (Taker, OneByOne, OfSglang):
+        client: Any = kind()
+        push_weights(model, client if rank == 2 else None, bucket_bytes=some)
+        assert_equal(client.found, wanted if rank == 2 else {}, kind)
+        assert client.num_resets == (rank == 2)
+    bad = {"the server is gone": (0, None), "server is gone": (5, None), "did not take all of the weights": (None, 3)}
+    for match, (fails_after, takes) in bad.items():
+        client = Taker(fails_after, takes)
+        with pytest.raises(RankError, match=rf"sending the weights .*\n.*rank 1: .*{match}") as caught:
+            push_weights(model, client if rank == 1 else None, bucket_bytes=some)
+        assert (caught.value.__cause__ is not None) == (rank == 1)
+        assert not client.num_resets
+    with pytest.raises(
+        RankError, match=r"handing out the weights failed .*\n.*rank 1: .*the server says 500"
+    ) as caught:
+        push_weights(model, FailsAtLast() if rank == 1 else None, bucket_bytes=some)
+    assert (caught.value.__cause__ is not None) == (rank == 1)
+    with pytest.raises(RankError, match=r"rank 2: .*update_weights_from_tensor says: no such name"):
+        push_weights(model, OfSglang((False, "no such name")) if rank == 2 else None, bucket_bytes=some)
+    for to in ("all", 1):
+        source = WeightSource(model, bucket_bytes=some, to=to)
+        for _ in range(2):
+            assert [(one.name, one.dtype, tuple(one.shape)) for one in source.metadata()] == [
+                (name, value.dtype, tuple(value.shape)) for name, value in iter_weights_of(model, some)
+            ]
+            assert_equal(dict(source), wanted if to in ("all", rank) else {}, to)
+    with pytest.raises(ConfigError, match="no rank has one"):
+        push_weights(model, None)
+    with pytest.raises(RankError, match=r"rank 0: ConfigError: push_weights: client: a object is no function"):
+        push_weights(model, object() if rank == 0 else None)
+    push_weights(model, (final := Taker()), bucket_bytes=1)
+    assert_equal(final.found, wanted, "at the end")
+
+
+def test_clients_get_all_weights_or_all_ranks_raise(checkpoints: Path) -> None:
+    path = builders.tiny_mixtral(checkpoints, torch.float32)
+    run_ranks(push_all, str(path), world_size=3, timeout_s=200)
+
+
+def test_clients_keep_nothing_while_the_next_bucket_is_made() -> None:
+    from lowmem_load.saving.push_weights import give
+
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def buckets() -> Iterator[Any]:
+        for _ in range(3):
+            bucket = [("a", torch.zeros(1)), ("b", torch.zeros(1))]
+            tensors.extend(weakref.ref(tensor) for _, tensor in bucket)
+            yield bucket
+            bucket.clear()
+            alive.append(sum(tensor() is not None for tensor in tensors))
+
+    give(SimpleNamespace(update_named_param=lambda name, tensor: None), SimpleNamespace(), buckets())  # type: ignore[arg-type]
+    assert alive == [0, 0, 0]
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """The endpoints of a vLLM server that TRL's client calls for weights. The values come through `data`."""
+
+    data: ClassVar[queue.Queue[bytes]] = queue.Queue()
+    calls: ClassVar[list[str]] = []
+    weights: ClassVar[dict[str, torch.Tensor]] = {}
+
+    def do_POST(self) -> None:
+        """Answer one request."""
+        body = loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        self.calls.append(self.path)
+        if self.path == "/update_weights":
+            info = body["update_info"]
+            for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+                values = torch.frombuffer(bytearray(self.data.get(timeout=20)), dtype=getattr(torch, dtype))
+                self.weights[name] = values.view(shape)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: Any) -> None:
+        """Be quiet."""
+
+
+class Session:
+    """Stands for one of requests, which TRL's client uses."""
+
+    @staticmethod
+    def post(url: str, json: Any = None) -> Any:
+        """Post."""
+        request = urllib.request.Request(url, dumps(json or {}).encode(), method="POST")
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            text = answer.read().decode()
+            return SimpleNamespace(status_code=answer.status, text=text, json=lambda: loads(text))
+
+
+class Engine:
+    """Stands for the part of vLLM in the trainer, which sends values by NCCL: here to the receiver of this process."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
+        """Send."""
+        assert trainer_args.packed
+        for _, tensor in iterator:
+            Receiver.data.put(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+@contextlib.contextmanager
+def receiver() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def generation_of(model: Any, rank: int, url: str, mode: str = "server", zero_stage: int = 3, fsdp: int = 0) -> Any:
+    """TRL's generation, without vLLM, and with TRL's client."""
+    from trl.generation import vllm_client, vllm_generation
+
+    vllm_client.NCCLWeightTransferEngine, vllm_client.NCCLTrainerSendWeightsArgs = Engine, SimpleNamespace
+    client = object.__new__(vllm_client.VLLMClient)  # its __init__ needs vLLM
+    vars(client).update(session=Session(), base_url=url, communicator=None, _updating_weights=False)
+    plugins = {"deepspeed_plugin": SimpleNamespace(zero_stage=zero_stage) if zero_stage else None}
+    plugins["fsdp_plugin"] = SimpleNamespace(fsdp_version=fsdp) if fsdp else None
+    accelerator = SimpleNamespace(
+        is_main_process=rank == 0, state=SimpleNamespace(**plugins), device=torch.device("cpu")
+    )
+    vllm_generation.VLLMGeneration._init_vllm = lambda self: None
+    generation = vllm_generation.VLLMGeneration(model, accelerator, None, mode=mode)
+    generation.vllm_client = client if rank == 0 else None
+    return generation
+
+
+def sync_as_trl(paths: dict[str, str]) -> None:
+    """Rank function: TRL's sync under `install` sends what it sends by itself, without GatheredParameters."""
+    import deepspeed
+    from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
+
+    import lowmem_load
+    from lowmem_load import DistributedInterface, load_into, load_model, streaming
+
+    rank = DistributedInterface().rank
+
+    def sent(send: Any) -> tuple[dict[str, torch.Tensor], int]:
+        Receiver.weights, Receiver.calls[:] = {}, []
+        with counted() as collectives:
+            send()
+        calls = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+        assert list(dict.fromkeys(Receiver.calls)) == (calls if rank == 0 else [])
+        return Receiver.weights, len(collectives)
+
+    def online_dpo(generation: Any) -> Any:
+        trainer = object.__new__(OnlineDPOTrainer)
+        vars(trainer).update(vars(generation), vllm_mode=generation.mode, is_fsdp_enabled=generation._dist.is_fsdp)
+        return trainer
+
+    def loaded(name: str) -> Any:
+        if name == "sharded":
+            model = built(paths["llama"], torch.float32)
+            next(iter(meshes(2).values()))(model)
+            model.to_empty(device="cpu")
+            load_into(model, paths["llama"])
+            return model
+        with streaming(FP32):
+            model = load_model(paths[name.split(maxsplit=1)[0]], FP32)
+            return adapted("odd", model) if "lora" in name else model
+
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("gathers")
+
+    stock_gather = deepspeed.zero.GatheredParameters
+    with receiver() as url:
+        for name in ("llama", "tied", "llama lora", "sharded"):
+            kind = {"zero_stage": 0, "fsdp": 2} if name == "sharded" else {}
+            wanted, _ = sent(generation_of(loaded(name), rank, url, **kind).sync_weights)
+            if name == "llama lora" or name == "llama":
+                of_dpo, _ = sent(online_dpo(generation_of(loaded(name), rank, url, **kind))._move_model_to_vllm)
+                assert_equal(of_dpo, wanted, name)
+            lowmem_load.install()
+            model = loaded(name)
+            deepspeed.zero.GatheredParameters = refuse
+            generation = generation_of(model, rank, url, **kind)
+            for send in (generation.sync_weights, online_dpo(generation)._move_model_to_vllm):
+                found, num_collectives = sent(send)
+                assert num_collectives <= 2, name  # one for what is partitioned, one for what is not
+                assert_equal(found, wanted, name)
+                assert len(Receiver.calls) == 4 * (rank == 0)
+            pairs: dict[str, torch.Tensor] = {}
+            colocated = generation_of(model, rank, url, "colocate", **kind)
+            runner = SimpleNamespace(model=SimpleNamespace(load_weights=pairs.update))
+            worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+            colocated.llm = SimpleNamespace(
+                llm_engine=SimpleNamespace(model_executor=worker), reset_prefix_cache=lambda: None
+            )
+            for send in (colocated.sync_weights, online_dpo(colocated)._move_model_to_vllm):
+                pairs.clear()
+                send()
+                if rank == 0:
+                    assert_equal(pairs, wanted, (name, "colocate"))
+                assert len(pairs) > 20
+            broken = generation_of(model, rank, "http://127.0.0.1:9", **kind)
+            with pytest.raises(RankError, match=r"rank 0: URLError: .*refused"):
+                broken.sync_weights()
+            deepspeed.zero.GatheredParameters = stock_gather
+            from lowmem_load.integrations.install import uninstall
+
+            uninstall()
+            del model
+            gc.collect()
+
+
+def test_trl_syncs_in_buckets(checkpoints: Path) -> None:
+    pytest.importorskip("trl.generation.vllm_generation")
+    paths = {
+        "llama": str(builders.tiny_llama(checkpoints, torch.float32)),
+        "tied": str(builders.tiny_qwen2_tied(checkpoints, torch.float32)),
+    }
+    run_ranks(sync_as_trl, paths, timeout_s=200)
+
+
+def mix_references(path: str) -> None:
+    """Rank function: under `install`, TRL's `sync_ref_model` mixes partitions, and gets what it gets by itself."""
+    import deepspeed
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    import lowmem_load
+    from lowmem_load import load_model
+    from lowmem_load.integrations.install import uninstall
+    from tests.multi_rank.test_save import stage_3
+
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("gathers")
+
+    def changed(model: Any, change: float) -> Any:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            for parameter in model.parameters():
+                parameter.data += change
+        return model
+
+    accelerate_state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+    SyncRefModelCallback.sync_target_model.__globals__["AcceleratorState"] = lambda: accelerate_state
+    stock_gather = deepspeed.zero.GatheredParameters
+    offload = {"offload_param": {"device": "cpu", "pin_memory": False}}
+    ways = {"plain": (FP32, FP32), "small stay": (stage_3(stage3_param_persistence_threshold=1000),) * 2}
+    ways |= {"host": (FP32, {**FP32, "zero_optimization": {**FP32["zero_optimization"], **offload}})}
+    for way, configs in ways.items():
+        found = []
+        for installed in (False, True):
+            policy, reference = (load_model(path, config) for config in configs)
+            engines = [
+                deepspeed.initialize(model=model, config={**config, "train_micro_batch_size_per_gpu": 1})[0]
+                for model, config in zip((policy, reference), configs, strict=True)
+            ]
+            changed(policy, 0.5)
+            if installed:
+                lowmem_load.install()
+                deepspeed.zero.GatheredParameters = refuse
+            SyncRefModelCallback.sync_target_model(policy, reference, 0.25)
+            deepspeed.zero.GatheredParameters = stock_gather
+            if installed:
+                uninstall()
+            tokens = torch.arange(8).view(1, 8)
+            with torch.no_grad():
+                found.append((engines[1](input_ids=tokens).logits.clone(), dict(iter_weights_of(reference, 1 << 20))))
+            del policy, reference, engines
+            gc.collect()
+        assert_equal(found[1][1], found[0][1], way)
+        assert torch.equal(found[0][0], found[1][0]), way
+
+
+def test_reference_models_are_mixed_in_partitions(checkpoints: Path) -> None:
+    pytest.importorskip("trl.trainer.callbacks")
+    run_ranks(mix_references, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=150)

@@ -1,0 +1,213 @@
+"""Buckets and messages: what all ranks send is put together to what a whole model holds. No ranks are started."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_load.dtensor.shards import Split, grid_of
+from lowmem_load.errors import PlanError
+from lowmem_load.io.elements import scatter_elements, source_elements
+from lowmem_load.planning.buckets import (
+    Bucket,
+    Message,
+    Unit,
+    Wanted,
+    lengths,
+    nests_within,
+    plan_buckets,
+    plan_messages,
+)
+from lowmem_load.planning.copies import Copy, plan_copies
+from lowmem_load.planning.expression import Expression, Source, cast, concat, numel, permute, slice_dim
+from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges, partition_range
+
+NOTHING = FlatRange(0, 0)
+
+
+def source(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Source:
+    return Source("", name, 0, shape, dtype)
+
+
+def wanted(name: str, expression: Expression) -> Wanted:
+    copies = tuple(plan_copies(expression, FlatRange(0, numel(expression))))
+    return Wanted(name, expression.shape, expression.dtype, copies)
+
+
+def unit(name: str, nbytes: int) -> Unit:
+    return Unit((wanted(name, source(name, nbytes, dtype=torch.uint8)),))
+
+
+def names(buckets: list[Bucket]) -> list[str]:
+    return ["".join(one.name for one in bucket.sent) for bucket in buckets]
+
+
+def test_a_bucket_ends_with_the_tensor_that_fills_it() -> None:
+    units = [unit(name, nbytes) for name, nbytes in zip("abcdefg", (6, 3, 10, 4, 4, 12, 1), strict=True)]
+    regions: list[dict[str, Region]] = [dict.fromkeys("abcdefg", FlatRange(0, 1)) for _ in range(2)]
+    # c and f have 10 bytes or more. a + b = 9, + d = 13; e + g = 5.
+    assert names(plan_buckets(units, regions, 10)) == ["c", "f", "abd", "eg"]
+    assert names(plan_buckets(units, regions, 1)) == list("abcdefg")
+    assert names(plan_buckets(units, regions, 1000)) == ["abcdefg"]
+    regions[1] |= {"b": NOTHING, "f": NOTHING}
+    assert names(plan_buckets(units, regions, 10)) == ["f", "b", "c", "ad", "eg"]
+
+
+def senders(bucket: Bucket, regions: Any) -> list[int]:
+    return [rank for rank, message in enumerate(plan_messages(bucket, regions)) if message.nbytes]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 7, 50, 333, 10_000])
+def test_there_are_few_buckets(bucket_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 200, (100,), generator=generator).tolist()
+    units = [unit(str(number), nbytes) for number, nbytes in enumerate(sizes)]
+    regions = [{str(n): FlatRange(0, 1) for n in range(100)}, {str(n): FlatRange(0, n % 3) for n in range(100)}]
+    found = plan_buckets(units, regions, bucket_bytes)
+    assert len(found) <= sum(sizes) / bucket_bytes + 2
+    assert sorted(one.name for bucket in found for one in bucket.sent) == sorted(map(str, range(100)))
+    for bucket in found:
+        assert len(bucket.units) == 1 or sum(each.nbytes for each in bucket.units) < 2 * bucket_bytes
+
+
+def flat_regions(shape: tuple[int, ...], world_size: int) -> list[Region]:
+    return [partition_range(math.prod(shape), rank, world_size) for rank in range(world_size)]
+
+
+def grids(shape: tuple[int, ...], world_size: int, dim: int, split_factor: int = 1) -> list[Region]:
+    return [grid_of(shape, [Split(dim, world_size, rank, split_factor)]) for rank in range(world_size)]
+
+
+def put_together(one: Wanted, values: dict[str, torch.Tensor], regions: list[dict[str, Region]]) -> torch.Tensor:
+    """Fills and reads the messages of all ranks."""
+    result = torch.full((math.prod(one.shape),), -1, dtype=one.dtype)
+    bucket = Bucket((Unit((one,)),))
+    for held, message in zip(regions, plan_messages(bucket, regions), strict=True):
+        data = torch.empty(message.nbytes, dtype=torch.uint8)
+        for part in message.parts:
+            region, flat = held[part.parameter], values[part.parameter].reshape(-1)
+            spans = flat_ranges(region, values[part.parameter].shape) if isinstance(region, Grid) else [region]
+            memory = torch.cat([flat[span.start : span.end] for span in spans])
+            piece = data[part.start :][: part.nest.numel * one.dtype.itemsize].view(one.dtype)
+            piece.view([axis.size for axis in part.nest.axes]).copy_(source_elements(part.nest, memory))
+            scatter_elements(Nest(0, part.nest.destination, part.nest.axes).gathered(), piece, result)
+    return result.view(one.shape)
+
+
+SHAPES = [(7, 5), (4, 6, 3), (11,), (1, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_messages_are_put_together(shape: tuple[int, ...], world_size: int) -> None:
+    values = {"p": torch.arange(math.prod(shape), dtype=torch.float32).view(shape), "q": torch.rand(shape)}
+    p, q = source("p", *shape), source("q", *shape)
+    last = len(shape) - 1
+    cases: list[tuple[Expression, torch.Tensor]] = [
+        (p, values["p"]),
+        (concat([p, q], last), torch.cat([values["p"], values["q"]], last)),
+        (slice_dim(p, 0, 0, 1, 1), values["p"][:1]),
+        (permute(p, tuple(range(last, -1, -1))), values["p"].permute(*range(last, -1, -1))),
+        (cast(q, torch.float16), values["q"].half()),
+    ]
+    layouts = [flat_regions(shape, world_size), *(grids(shape, world_size, dim) for dim in range(len(shape)))]
+    layouts.append(grids(shape, world_size, 0, split_factor=2))
+    layouts += [[*layout, *layout, *layout] for layout in layouts]  # three replicas
+    for (expression, expected), layout in itertools.product(cases, layouts):
+        regions = [{"p": region, "q": region} for region in layout]
+        assert torch.equal(put_together(wanted("x", expression), values, regions), expected)
+
+
+def test_a_grid_of_columns_is_one_nest() -> None:
+    # Columns 2 and 3 of a 5 x 4 tensor: 5 rows, 2 apart in the memory of the grid, and 4 apart in the tensor.
+    (found,) = nests_within(Nest(0, 100, (Axis(20, 1, 1),)), Grid((((0, 5),), ((2, 4),))), (5, 4))
+    assert found == Nest(0, 102, (Axis(5, 2, 4), Axis(2, 1, 1)))
+
+
+def test_wide_elements_come_first_and_are_aligned() -> None:
+    sizes: list[tuple[str, torch.dtype]] = [("a", torch.uint8), ("b", torch.int64), ("c", torch.bfloat16)]
+    units = tuple(Unit((wanted(name, source(name, 3, dtype=dtype)),)) for name, dtype in sizes)
+    (message,) = plan_messages(Bucket(units), [dict.fromkeys("abc", FlatRange(0, 3))])
+    assert [(part.parameter, part.start) for part in message.parts] == [("b", 0), ("c", 24), ("a", 30)]
+    assert message.nbytes == 33
+
+
+def test_elements_that_no_rank_holds_are_an_error() -> None:
+    bucket = Bucket((unit("a", 10),))
+    regions: Any = [{"a": FlatRange(0, 5)}, {"a": NOTHING}]
+    with pytest.raises(PlanError, match=r"a: the ranks hold 5 elements of 10; were all ranks of the model called\?"):
+        plan_messages(bucket, regions)
+
+
+def test_values_in_memory_are_not_sent() -> None:
+    one = wanted("a", source("a", 4))
+    held = Wanted("x", (4,), torch.float32, (Copy(object(), one.copies[0].nest),))  # type: ignore[arg-type]
+    assert held.sources == [] and one.sources == [source("a", 4)]
+    assert plan_messages(Bucket((Unit((held,)),)), [{}])[0].parts == ()
+
+
+def test_replicas_send_a_share_each() -> None:
+    bucket = Bucket((unit("a", 10),))
+    regions: Any = [{"a": FlatRange(0, 5)}, {"a": FlatRange(5, 10)}] * 2
+    assert [message.nbytes for message in plan_messages(bucket, regions)] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_experts", "rows", "columns"),
+    [(16, 8, 14336, 4), (64, 256, 2048, 7), (64, 128, 1536, 4), (7, 8, 1000, 3), (128, 128, 2048, 7)],
+)
+def test_ranks_send_alike_where_experts_lie_on_few(world_size: int, num_experts: int, rows: int, columns: int) -> None:
+    """Layers of stacked experts under flat partitions; an element stands for 2 KiB."""
+    bucket_bytes, num_layers = 1 << 19, 3
+    units, regions = [], [{} for _ in range(world_size)]  # type: ignore[var-annotated]
+    for layer, (kind, factor) in itertools.product(range(num_layers), [("gate_up", 2), ("down", 1)]):
+        name, numel_of_one = f"{layer}.{kind}", rows * columns
+        stacked = source(name, num_experts, factor, numel_of_one, dtype=torch.uint8)
+        for region, held in zip(regions, flat_regions(stacked.shape, world_size), strict=True):
+            region[name] = held
+        for place in range(num_experts * factor):
+            nest = Nest(place * numel_of_one, 0, (Axis(numel_of_one, 1, 1),))
+            units.append(Unit((Wanted(f"{name}.{place}", (numel_of_one,), torch.uint8, (Copy(stacked, nest),)),)))
+    found = plan_buckets(units, regions, bucket_bytes)
+    assert sorted(one.name for each in found for one in each.sent) == sorted(unit.sent[0].name for unit in units)
+    alone = [found_senders for bucket in found if len(found_senders := senders(bucket, regions)) == 1]
+    assert len(found) <= sum(unit.nbytes for unit in units) / bucket_bytes + 1 + len(set(map(tuple, alone)))
+    for bucket in found:
+        size, messages = sum(unit.nbytes for unit in bucket.units), plan_messages(bucket, regions)
+        assert sum(lengths(messages, bucket_bytes, are_equal=True)) <= 2 * max(size, bucket_bytes)
+        if len(senders(bucket, regions)) == 1:
+            assert size < 2 * bucket_bytes
+        else:
+            assert len(set(lengths(messages, bucket_bytes, are_equal=True))) == 1, "one collective"
+
+
+def test_messages_are_equal_unless_that_takes_too_much() -> None:
+    def of(*nbytes: int, are_equal: bool = True) -> list[int]:
+        return lengths([Message((), each) for each in nbytes], 100, are_equal=are_equal)
+
+    assert of(30, 32, 0) == [32, 32, 32]
+    assert of(0, 90, 0) == [0, 96, 0], "one sender"
+    assert of(0, 0, 300, 300) == [304] * 4
+    assert of(0, 0, 0, 0, 300, 300) == [0, 0, 0, 0, 304, 304]
+    assert of(60, 60, 0, 0) == [64] * 4
+    assert of(0, 0) == [0, 0]
+    assert of(7) == [16]
+    assert of(30, 32, 0, are_equal=False) == [32, 32, 0]
+
+
+def test_what_all_ranks_hold_alike_comes_in_the_models_order() -> None:
+    units = [unit(name, nbytes) for name, nbytes in zip("abcdef", (8, 4, 4, 8, 4, 4), strict=True)]
+    regions: list[dict[str, Region]] = [
+        {name: partition_range(one.nbytes, rank, 2) for name, one in zip("abcdef", units, strict=True)}
+        for rank in range(2)
+    ]
+    assert names(plan_buckets(units, regions, 12)) == ["ab", "cd", "ef"]
+    # Of "c" and "d" only one rank has something: they come last, and fill up what is left of the others.
+    for name in "cd":
+        regions[0][name], regions[1][name] = NOTHING, FlatRange(0, {"c": 4, "d": 8}[name])
+    assert names(plan_buckets(units, regions, 12)) == ["ab", "efc", "d"]
