@@ -97,9 +97,10 @@ class Tasks:
         """End the threads. Tasks that have not begun are dropped; those that take longer than `patience_s` are left."""
         if self._pool is not None:
             self._pool.shutdown(wait=patience_s is None, cancel_futures=True)
-            with self._changed:
-                self._num_enough = 0
-                self._changed.wait_for(lambda: not self._num_given, patience_s)
+            if patience_s is not None:  # an interrupt of `run` may have left a count of a task that never was
+                with self._changed:
+                    self._num_enough = 0
+                    self._changed.wait_for(lambda: not self._num_given, patience_s)
 
     def _run_delayed(self) -> None:
         tasks, self._delayed = self._delayed, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -103,3 +104,18 @@ def test_a_failure_is_heard_of_while_earlier_tasks_go_on(is_waiting: bool) -> No
     assert time.monotonic() - begin_s < LONG_S / 2
     go_on.set()
     tasks.close()
+
+
+def test_an_interrupt_while_a_task_is_given_away_does_not_hang_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks(2)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.run(lambda: None)
+    closing = threading.Thread(target=tasks.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
