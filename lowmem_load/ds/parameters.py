@@ -40,6 +40,11 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return bool(is_zero_param(parameter))
 
 
+def may_be_on_nvme(parameter: torch.Tensor) -> bool:
+    """Return whether the partition of a ZeRO-3 parameter comes from nvme, and so has no place of its own in memory."""
+    return getattr(parameter, "nvme_swapper", None) is not None
+
+
 def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of `parameter`, partitioned or not."""
     return parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
@@ -160,7 +165,7 @@ def _held_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
             bool(is_zero_param(parameter))
             and parameter.ds_tensor.is_floating_point()
             and getattr(parameter, "ds_secondary_tensor", None) is None
-            and getattr(parameter, "nvme_swapper", None) is None
+            and not may_be_on_nvme(parameter)
             and group_of(parameter) is replicas_group_of(parameter)
             and parameter.ds_status != ZeroParamStatus.INFLIGHT
         )

@@ -21,9 +21,10 @@ import torch
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.replaced import Replacement, holding, replaced
-from lowmem_load.saving.iter_weights import Arguments, Weights, plan_weights
+from lowmem_load.saving.iter_weights import Arguments, plan_weights
 from lowmem_load.saving.local_shards import is_dtensor
 from lowmem_load.saving.push_weights import flat, give, handed_out, metadata_of
+from lowmem_load.saving.send_weights import Weights
 
 BUCKET_BYTES = 1 << 28
 """Enough for the bandwidth of a network. TRL by itself takes the memory of one parameter."""

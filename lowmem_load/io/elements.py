@@ -111,11 +111,11 @@ class SpareMemory:
         self._held, free = [], {}
         taken = []
         for size, pages in zip(sizes, chosen, strict=True):
-            if device.type != "cpu" or size < MANY_BYTES:
-                taken.append(torch.empty(size, dtype=torch.uint8, device=device))
-                continue
-            self._held.append(pages or _pages(size))
-            taken.append(torch.frombuffer(self._held[-1], dtype=torch.uint8))
+            if device.type == "cpu" and size >= MANY_BYTES:
+                self._held.append(pages or _pages(size))
+                taken.append(torch.frombuffer(self._held[-1], dtype=torch.uint8))
+            else:
+                taken.append(own_memory(size, device))
         return taken
 
 

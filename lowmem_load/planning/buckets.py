@@ -126,7 +126,7 @@ def plan_buckets(units: Sequence[Unit], regions: Sequence[Regions], bucket_bytes
     mine: list[Unit] = []  # of rank 0
     even: list[Unit] = []
     uneven: dict[tuple[int, ...], list[Unit]] = {}  # by bytes of each rank
-    sent = _Sent(regions)
+    sent = _SentBytes(regions)
     for unit in units:
         if elsewhere.isdisjoint(_names(unit)):
             mine.append(unit)
@@ -204,7 +204,7 @@ def _dealt(
     yield tuple(held)  # the first ones, if there are no others
 
 
-class _Sent:
+class _SentBytes:
     """The bytes that each rank sends of a unit. Layers are alike, so most are known from an earlier one."""
 
     def __init__(self, regions: Sequence[Regions]) -> None:

@@ -69,11 +69,9 @@ class LocalShard:
             return 0
         if not self.is_partitioned:
             return self.tensor.data_ptr()
-        if getattr(self.tensor, "nvme_swapper", None) is not None:
-            return 0
-        from lowmem_load.ds.parameters import partition_of
+        from lowmem_load.ds.parameters import may_be_on_nvme, partition_of
 
-        return partition_of(self.tensor).data_ptr()
+        return 0 if may_be_on_nvme(self.tensor) else partition_of(self.tensor).data_ptr()
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[list[Piece]]:

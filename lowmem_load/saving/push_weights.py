@@ -17,9 +17,10 @@ from torch import nn
 
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.buckets import Wanted
-from lowmem_load.saving.iter_weights import Arguments, Names, Tensors, Weights, plan_weights
+from lowmem_load.saving.iter_weights import Arguments, Names, plan_weights
 from lowmem_load.saving.model_digest import unwrapped
 from lowmem_load.saving.save import ranks_of
+from lowmem_load.saving.send_weights import Tensors, Weights
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
 _METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG

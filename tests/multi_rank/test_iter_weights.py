@@ -23,7 +23,7 @@ from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
 from tests.ranks import run_ranks
 
-MODULE = "lowmem_load.saving.iter_weights"
+MODULE = "lowmem_load.saving.send_weights"
 
 COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadcast", "isend", "irecv")
 

@@ -185,11 +185,12 @@ def test_a_rank_that_waits_in_another_group_is_not_waited_for_for_ever() -> None
 
 
 def test_computing_counts_as_progress_and_sleeping_does_not() -> None:
-    progress = computing()
+    progress = computing()  # in units of 100 ms, so a moment of computing may complete one that had begun
     before = progress().amount
     time.sleep(0.3)
-    assert progress().amount == before
+    slept = progress().amount
+    assert slept <= before + 1
     until = time.thread_time() + 0.3
     while time.thread_time() < until:
         pass
-    assert progress().amount > before
+    assert progress().amount >= slept + 2
