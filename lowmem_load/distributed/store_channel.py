@@ -270,7 +270,7 @@ class StoreChannel:
         parts = [group.key(f"payloads/{start // PART}") for start in range(0, len(text), PART)]
         for place, key in enumerate(parts):
             self._ask("set", key, text[place * PART : (place + 1) * PART])
-        content = json.dumps([parts, *verdict._replace(payloads=())])
+        content = verdict.encoded(parts)
         found = self._ask("compare_set", group.key("verdict"), "", content)
         while found == content and verdict.is_complete and group.old_keys:  # all ranks are past the steps before
             self._submit("delete_key", group.old_keys.pop())
@@ -281,9 +281,7 @@ class StoreChannel:
         return verdict
 
     def _decoded(self, group: Group, content: str) -> Verdict:
-        parts, *fields = json.loads(content)
-        verdict = Verdict(*fields)
-        verdict = verdict._replace(failures=[(rank, text) for rank, text in verdict.failures])
+        verdict, parts = Verdict.decoded(content)
         self._note_verdict(group, verdict)
         payloads = json.loads("".join(map(self._peek, parts))) if parts else ()
         return verdict._replace(payloads=payloads)
@@ -297,7 +295,7 @@ class StoreChannel:
     def _catch_up(self, group: Group) -> None:
         """Pass the steps that have ended without this rank. One that failed may be news to it, unless it left."""
         while (content := self._peek(group.key("verdict"))) != _NOTHING:
-            verdict = Verdict(*json.loads(content)[1:])
+            verdict, _ = Verdict.decoded(content)
             if verdict.failures and not group.left and not verdict.passes_over(self._rank):
                 return
             group.number += 1
@@ -315,8 +313,8 @@ class StoreChannel:
         broken = self._news.broken or self._broken(error)
         self._news, group.left = _News(failed=[0], broken=broken), f"went on without the others: {broken}"
         if self._client is not None:
-            lost = [[], *Verdict("", [(self._rank, group.left)])]  # written when the store answers again
-            self._client.submit("compare_set", group.key("verdict"), "", json.dumps(lost))
+            lost = Verdict("", [(self._rank, group.left)])  # written when the store answers again
+            self._client.submit("compare_set", group.key("verdict"), "", lost.encoded())
             self._client.end()
             self._client = None
         return broken
@@ -369,7 +367,7 @@ class StoreChannel:
         watched = group.members[1:] if self._rank == group.members[0] else group.members[:1]
         self._read_heartbeats(watched)
         content = self._peek(f"{group.name}/{state.number}/verdict")  # there if the others went on without this rank
-        verdict = Verdict() if content == _NOTHING else Verdict(*json.loads(content)[1:])
+        verdict = Verdict() if content == _NOTHING else Verdict.decoded(content)[0]
         failed = set() if verdict.passes_over(self._rank) else {rank for rank, _ in verdict.failures}
         peers = {rank: self._peers[rank] for rank in watched}
         number = -1 if group.left else state.number  # what this rank left, others may have left with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,11 +36,20 @@ class Verdict(NamedTuple):
     title: str = ""  # of the step that failed, for messages
     failures: Sequence[tuple[int, str]] = ()  # ranks of the world that failed, each with its message
     is_alike: bool = False  # whether all ranks failed with the same message
-    is_complete: bool = (
-        False  # whether the entries of all ranks were there; else `failures` are the ranks that were lost
-    )
+    is_complete: bool = False  # whether the entries of all ranks were there; else `failures` are those that were lost
     may_be_skipped: bool = False  # whether ranks that did not come go on as if there had been no such step
     payloads: Sequence[Any] = ()  # of all ranks, if the step succeeded and a rank brought one
+
+    @classmethod
+    def decoded(cls, content: str) -> tuple[Verdict, list[str]]:
+        """Return the verdict that `encoded` wrote, without its payloads, and the keys that hold these."""
+        keys, *fields = json.loads(content)
+        verdict = cls(*fields)
+        return verdict._replace(failures=[(rank, text) for rank, text in verdict.failures]), keys
+
+    def encoded(self, keys: Sequence[str] = ()) -> str:
+        """Return it as JSON, with the keys that hold its payloads in their place."""
+        return json.dumps([keys, *self._replace(payloads=())])
 
     def passes_over(self, rank: int) -> bool:
         """Return whether the rank goes on as if there had been no such step."""
