@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.api.load_into import load_into as load_into
     from lowmem_load.api.load_model import load_model as load_model
     from lowmem_load.api.load_model import load_report as load_report
-    from lowmem_load.api.load_model import streaming as streaming
     from lowmem_load.api.plan_model import plan as plan
+    from lowmem_load.api.streaming import streaming as streaming
     from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
     from lowmem_load.errors import CheckpointError as CheckpointError
     from lowmem_load.errors import ConfigError as ConfigError
@@ -46,7 +46,8 @@ _HOMES = {
     "pipeline.verify_checkpoint": ("verify_checkpoint",),
     "saving.model_digest": ("model_digest",),
     "api.load_into": ("load_into",),
-    "api.load_model": ("load_model", "load_report", "streaming"),
+    "api.load_model": ("load_model", "load_report"),
+    "api.streaming": ("streaming",),
     "api.plan_model": ("plan",),
     "partial.initialize": ("initialize", "partial_zero3"),
     "integrations.arguments": ("DistConfig", "ModelArguments"),

@@ -21,7 +21,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from _pytest.assertion import util as assertion
 
 from benchmarks.methods import wait_for_all_gathers
-from lowmem_load.ds.comm import load_shm_comm
+from lowmem_load.ds.ops import load_shm_comm
 from tests.dtype_keyword import accept_dtype
 from tests.own_configs import copy_configs
 

@@ -23,6 +23,7 @@ from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located, named_as_asked
+from lowmem_load.hf.sharding import blocks, is_kept_on_host, refuse_parted
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
@@ -149,7 +150,7 @@ def load_sharded(
 
         def shard(model: nn.Module) -> None:
             if has_mesh:
-                shard_fully(model, sharding, names.blocks(model), policy_of_mesh)
+                shard_fully(model, sharding, blocks(model), policy_of_mesh)
 
         if not has_mesh:
             kwargs["distributed_config"] = sharding
@@ -170,9 +171,9 @@ def filling(
     how: Any = {key: getattr(options, key) for key in ("progress", "verify", "stream")} | file_keywords(kwargs)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
-        names.refuse_parted(model)
+        refuse_parted(model)
         shard(model)
-        on_host = is_offloaded or names.offloads(model)
+        on_host = is_offloaded or is_kept_on_host(model)
         allocate(model, torch.device("cpu") if on_host else mesh_device(model))
         with loader.outermost():
             report = load_into(model, name, dtype=dtype, **how)

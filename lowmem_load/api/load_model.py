@@ -1,15 +1,12 @@
-"""Loads by a ds_config: of a model by name, and inside code that calls `from_pretrained` by itself."""
+"""load_model: a model by name, by a ds_config or a mesh."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowmem_load.api.request import Options, Request, agree_on_request, spelled
 from lowmem_load.config.settings import Partition, Settings, read_settings
@@ -18,17 +15,10 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import (
     ConfigError,
-    LoadOrderWarning,
-    NotStreamedWarning,
-    RankError,
-    UnsupportedError,
-    outside_level,
 )
-from lowmem_load.hf import loader, names
-from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
+from lowmem_load.hf import loader
 from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.remote_names import located_names
-from lowmem_load.pipeline.checks import SHARDS
+from lowmem_load.hf.sharding import is_distributed_config
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
 
@@ -138,118 +128,4 @@ def _is_sharding(target: Any) -> bool:
         return False
     from lowmem_load.dtensor.mesh import is_mesh
 
-    return names.is_distributed_config(target) or is_mesh(target)
-
-
-# -- inside code that calls `from_pretrained` by itself ----------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def streaming(
-    ds_config: Any = None,
-    *,
-    progress: bool | None = None,
-    partition: Partition | None = None,
-    data_parallel_group: Any = None,
-    verify: bool = False,
-    stream: bool = False,
-) -> Iterator[None]:
-    """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
-
-    Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as with
-    stock ZeRO-3. Other threads load in the ordinary way. On exit everything is as before.
-
-    Args:
-        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that
-            TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set. While there is none, loads are
-            ordinary.
-        progress: as for `load_model`.
-        partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
-            whole.
-        data_parallel_group: as for `load_model`.
-        verify: as for `load_model`.
-        stream: as for `load_model`.
-
-    Raises:
-        ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
-    """
-    options = Options(progress, verify, stream=stream)
-    if ds_config is None:
-        if partition is not None or data_parallel_group is not None:
-            raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-        with following(options):
-            yield
-        return
-    with load_lock():
-        ranks = DistributedInterface().subgroup(data_parallel_group)
-        with ranks.step("checking the ds_config") as step:
-            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
-            step.digest = {"ds_config": settings.fingerprint}
-    with (
-        located_names(),
-        deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-        loader.intercepted(load_on(ranks, settings, options)),
-        _sharded_calls(options),
-    ):
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, RankError):
-                ranks.abort("streaming()", error)
-            raise
-
-
-@contextlib.contextmanager
-def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
-    """Do what `streaming()` does without a ds_config: for all threads with `everywhere`."""
-
-    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-        ds_config = active_zero3_config()
-        assert ds_config is not None  # asked a moment ago, by _zero3_is_active
-        ranks = DistributedInterface()
-        with ranks.step("checking the active ds_config") as step:
-            settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
-            step.digest = {"ds_config": settings.fingerprint}
-        return load_on(ranks, settings, options)(call)
-
-    with (
-        located_names(everywhere=everywhere),
-        loader.intercepted(load, _zero3_is_active, everywhere=everywhere),
-        _sharded_calls(options, everywhere=everywhere),
-    ):
-        yield
-
-
-def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.AbstractContextManager[None]:
-    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-        from lowmem_load.api.load_into import filling
-
-        random_state = torch.get_rng_state()
-        try:
-            with filling(call.path, call.kwargs, options):
-                return call.run()
-        except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
-            if options.verify or not options.is_lenient:
-                raise
-            text = f"{call.name}: not streamed, but left to transformers: {error}"
-        warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
-        torch.set_rng_state(random_state)
-        return call.run()
-
-    def is_sharded(kwargs: Mapping[str, Any]) -> bool:
-        return any(kwargs.get(keyword) is not None for keyword in SHARDS)
-
-    return loader.intercepted(load, is_sharded, everywhere=everywhere)
-
-
-def _zero3_is_active(_: Mapping[str, Any]) -> bool:
-    if was_dropped():
-        text = (
-            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not "
-            "into ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models "
-            "are loaded. If the load is meant to be an ordinary one, call "
-            "transformers.integrations.unset_hf_deepspeed_config() before it"
-        )
-        warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
-    note_load()
-    return active_zero3_config() is not None
+    return is_distributed_config(target) or is_mesh(target)

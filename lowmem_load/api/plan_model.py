@@ -25,6 +25,7 @@ from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located
+from lowmem_load.hf.sharding import is_distributed_config, is_kept_on_host
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
@@ -76,7 +77,7 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
-    if names.is_distributed_config(ds_config):
+    if is_distributed_config(ds_config):
         if partition is not None:
             raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
         options: Any = {"rank": rank, "world_size": world_size, "auto_class": auto_class, "dtype": dtype}
@@ -100,7 +101,7 @@ def plan_sharded(
 
     def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
         allocate(model, None)
-        device = "cpu" if names.offloads(model) else mesh_device(model).type
+        device = "cpu" if is_kept_on_host(model) else mesh_device(model).type
         sharded = ShardedModel(model, planned_device=device)
         request, settings = ordinary_load(model, where, dtype, auto_class, file_keywords(kwargs), world_size)
         checked = request.checked(settings)

@@ -14,7 +14,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import names
-from lowmem_load.hf.names import adapter_sought_alike, commit_of
+from lowmem_load.hf.hub_files import adapter_sought_alike, commit_of
 from lowmem_load.hf.quantizers import refuse_quantized
 from lowmem_load.hf.remote_names import located, located_names, named_as_asked
 from lowmem_load.io.stand_ins import is_stand_in

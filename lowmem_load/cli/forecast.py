@@ -16,8 +16,9 @@ from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
 from lowmem_load.cli.job_memory import Job, Model, Need, held_bytes, memory_needs, world_sizes
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.names import distributed_config, model_config
+from lowmem_load.hf.names import model_config
 from lowmem_load.hf.remote_names import Located
+from lowmem_load.hf.sharding import distributed_config
 from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.load import MAX_THREADS

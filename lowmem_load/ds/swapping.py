@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
-from lowmem_load.ds.comm import load_async_io
+from lowmem_load.ds.ops import load_async_io
 from lowmem_load.errors import ConfigError
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"

@@ -27,7 +27,8 @@ from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import described_collecting, symbolic_files
-from lowmem_load.hf.names import MAX_QUOTED, asked_once, refuse_foreign
+from lowmem_load.hf.hub_files import asked_once
+from lowmem_load.hf.names import MAX_QUOTED, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.replaced import Replacement, holding, replaced

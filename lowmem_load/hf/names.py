@@ -1,35 +1,23 @@
-"""What the name of a model stands for: its files, on the Hub and in its cache, configuration, class and processor."""
+"""What the name of a model stands for: its configuration, class and processor."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import huggingface_hub
 import transformers
-import transformers.models.auto.auto_factory as auto_factory
-import transformers.utils.hub as transformers_hub
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, spelled
 from lowmem_load.formats.index import base_of_adapter, check_model_config
-from lowmem_load.replaced import Replacement
-from lowmem_load.symbolic.context import Once
+from lowmem_load.hf.hub_files import adapter_config_file, config_file, has_file, hub_keywords
 
 MAX_QUOTED = 1000  # characters of another package's error in a message: transformers lists all model types
 
 DTYPE_KEYWORD = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
 """The keyword of `from_pretrained`. transformers 4.56 renamed it and made the old name a property."""
-
-_DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
-HUB_KEYWORDS = (*_DOWNLOAD_KEYWORDS, "proxies", "code_revision", "trust_remote_code")
-"""Keywords of `from_pretrained` that say where files come from."""
 
 
 def check_name(name: str, subfolder: str) -> None:
@@ -203,153 +191,3 @@ def enable_checkpointing(model: Any, checkpoint_kwargs: Mapping[str, Any]) -> No
     for config in configs:
         if hasattr(config, "use_cache"):
             config.use_cache = False
-
-
-def distributed_config(sizes: Mapping[str, int]) -> Any:
-    """Return a `DistributedConfig` of these sizes: fsdp_size, tp_size, ..."""
-    try:
-        from transformers.distributed import DistributedConfig
-    except ImportError as error:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__} has no DistributedConfig; install transformers 5.13 or newer"
-        ) from error
-    try:
-        return DistributedConfig(**sizes)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"DistributedConfig({dict(sizes)}): {error}") from error
-
-
-def is_distributed_config(value: object) -> bool:
-    """Return whether this is a `DistributedConfig` of transformers 5."""
-    return type(value).__name__ == "DistributedConfig" and type(value).__module__.startswith("transformers.")
-
-
-def offloads(model: Any) -> bool:
-    """Return whether the `DistributedConfig` of a model keeps its shards in host memory."""
-    return bool(getattr(getattr(model.config, "distributed_config", None), "fsdp_cpu_offload", False))
-
-
-def refuse_parted(model: Any) -> None:
-    """Refuse a tensor-parallel plan by which some ranks would hold gates only, as transformers has for Inkling."""
-    config = getattr(model.config, "distributed_config", None)
-    for name, style in (model.tp_plan if (getattr(config, "tp_size", None) or 1) > 1 else {}).items():
-        if style == "colwise" and name.endswith(".gate_up_proj"):
-            raise UnsupportedError(
-                f"{name}: the plan of {type(model).__name__} shards it by 'colwise', which parts gates from what they "
-                f"gate; pass DistributedConfig(..., tp_plan={{{name!r}: 'packed_colwise'}})"
-            )
-
-
-def blocks(model: Any) -> list[Any]:
-    """Return the modules that a model does not want to be split, those inside others first, as FSDP2 shards them."""
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in whole][::-1]
-
-
-# -- files on the Hub and in its cache: one rank of a node asks, the others take them from the cache -------------------
-
-
-def hub_keywords(kwargs: Mapping[str, Any], keys: Sequence[str] = HUB_KEYWORDS) -> dict[str, Any]:
-    """Return these keywords with their values, as far as they are given."""
-    return {key: kwargs[key] for key in keys if key in kwargs}
-
-
-def adapter_config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the path of the adapter_config.json that a name stands for; None if it stands for no adapter."""
-    found: str | None = find_adapter_config_file(name, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
-    return found
-
-
-def config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the path of the config.json that a name stands for, downloaded if need be; None if there is none."""
-    if os.path.isfile(name):
-        return name
-    if os.path.isdir(name):
-        file = os.path.join(name, kwargs.get("subfolder") or "", "config.json")
-        return file if os.path.exists(file) else None
-    try:
-        path: str = huggingface_hub.hf_hub_download(
-            name, "config.json", **{**hub_keywords(kwargs, _DOWNLOAD_KEYWORDS), "force_download": False}
-        )
-        return path
-    except (OSError, ValueError):  # such as that there is no such model
-        return None
-
-
-def has_file(name: str, file: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a folder, or a model on the Hub (offline: in its cache), has the file, which is downloaded."""
-    if os.path.isdir(name):
-        return os.path.isfile(os.path.join(name, kwargs.get("subfolder") or "", file))
-    try:
-        huggingface_hub.hf_hub_download(name, file, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
-    except EntryNotFoundError:  # also raised offline, for a file that is not in the cache
-        return False
-    return True
-
-
-def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:
-    """Return the folder in the Hub's cache that holds the configuration of a model. Nothing is downloaded."""
-    for file in ("config.json", "adapter_config.json"):
-        inside = "/".join((*Path(subfolder).parts, file))
-        try:
-            found = huggingface_hub.try_to_load_from_cache(name, inside, cache_dir=cache_dir, revision=revision)
-        except ValueError as error:
-            raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
-        if isinstance(found, str):
-            return os.path.dirname(found)
-    raise CheckpointError(
-        f"{name}: neither a folder nor, with this revision and subfolder, in the Hub's cache; download it first, or "
-        "pass a folder"
-    )
-
-
-def commit_in(path: str) -> str:
-    """Return the commit of a file in the Hub's cache; "" for a file elsewhere."""
-    found = re.search(r"/models--[^/]+/snapshots/([0-9a-f]{40})/", path)
-    return found[1] if found else ""
-
-
-def pinned_commit(kwargs: Mapping[str, Any]) -> str:
-    """Return the commit that keywords of `from_pretrained` name; "" where the Hub has to say."""
-    revision = kwargs.get("revision")
-    commit = str(getattr(revision, "resolved", revision))  # huggingface_hub 1.x: a string with the commit on it
-    return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
-
-
-def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
-    """Return the commit that a name stands for now; "" where it is not known, and for an adapter."""
-    commit = pinned_commit(kwargs) or commit_in(config_file(name, kwargs) or "")
-    if not commit:
-        return ""
-    there = {**kwargs, "revision": commit, "force_download": False}
-    return "" if adapter_config_file(name, there) is not None else commit
-
-
-def asked_once(once: Once) -> Replacement:
-    """Have one rank of a node ask the Hub and download; the others then take the files from the cache."""
-
-    def cached_files(
-        ordinary: Callable[..., Any], path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any
-    ) -> Any:
-        def ask() -> Any:
-            return ordinary(path_or_repo_id, filenames, *args, **kwargs)
-
-        def look(_: bytes) -> Any:
-            return ordinary(path_or_repo_id, filenames, *args, **{**kwargs, "force_download": False})
-
-        if os.path.isdir(path_or_repo_id):
-            return ask()
-        key = f"hub {path_or_repo_id} {kwargs.get('subfolder') or ''} {filenames}"
-        return once(key, ask, lambda _: b"asked", look)
-
-    return transformers_hub, "cached_files", cached_files
-
-
-def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Replacement:
-    """Have an auto class look for the adapter of a model in the cache that the load uses, not in the default one."""
-    passed_on = {key: kwargs[key] for key in ("cache_dir", "local_files_only") if key in kwargs}
-
-    def find(ordinary: Callable[..., Any], asked: Any, **keywords: Any) -> Any:
-        return ordinary(asked, **({**passed_on, **keywords} if asked == name else keywords))
-
-    return auto_factory, "find_adapter_config_file", find

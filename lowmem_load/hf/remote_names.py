@@ -19,8 +19,8 @@ import transformers.models.auto.modeling_auto  # noqa: F401  defines the auto cl
 from transformers import PreTrainedModel
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.hf.hub_files import hub_keywords
 from lowmem_load.hf.loader import is_loading
-from lowmem_load.hf.names import hub_keywords
 from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of
 from lowmem_load.replaced import Replacement, replaced
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.names import HUB_KEYWORDS, hub_keywords
+from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
 from lowmem_load.replaced import replaced
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from types import ModuleType
 
-from lowmem_load.api.load_model import following
 from lowmem_load.api.request import Options
+from lowmem_load.api.streaming import following
 from lowmem_load.integrations.accelerate_fsdp2 import llamafactory_loads, pending_loads
 from lowmem_load.integrations.imports import once_imported
 from lowmem_load.report import OnLoad

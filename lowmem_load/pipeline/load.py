@@ -26,7 +26,7 @@ from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_lev
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host
-from lowmem_load.hf.names import commit_in
+from lowmem_load.hf.hub_files import commit_in
 from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost

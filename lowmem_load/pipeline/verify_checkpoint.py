@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, listed
-from lowmem_load.hf.names import cached_folder
+from lowmem_load.hf.hub_files import cached_folder
 from lowmem_load.hf.remote_names import located
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
 from lowmem_load.io.open_sources import OpenSources

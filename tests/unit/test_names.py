@@ -24,8 +24,8 @@ from lowmem_load.hf.names import (
     model_class,
     model_config,
     refuse_foreign,
-    refuse_parted,
 )
+from lowmem_load.hf.sharding import refuse_parted
 from tests import builders
 
 

@@ -11,7 +11,7 @@ import pytest
 import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
 
-from lowmem_load.hf.names import adapter_sought_alike, asked_once, commit_in, commit_of, pinned_commit
+from lowmem_load.hf.hub_files import adapter_sought_alike, asked_once, commit_in, commit_of, pinned_commit
 from lowmem_load.replaced import replaced
 from tests.hub import COMMIT, hub
 

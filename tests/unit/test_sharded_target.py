@@ -19,7 +19,7 @@ from lowmem_load.dtensor.mesh import shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.dtensor.shards import is_first_replica
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.names import blocks
+from lowmem_load.hf.sharding import blocks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.planner import Planner

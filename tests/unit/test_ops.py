@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch.utils import cpp_extension
 
-from lowmem_load.ds.comm import ABANDONED_S, OUR_LOCK, POLL_S, load_op
+from lowmem_load.ds.ops import ABANDONED_S, OUR_LOCK, POLL_S, load_op
 from lowmem_load.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no comp
 BUILD = """
 import ctypes, logging, sys
 from torch.utils.cpp_extension import load
-from lowmem_load.ds import comm
+from lowmem_load.ds import ops
 
 class Tiny:
     name, _loaded_ops = "tiny", {}
@@ -36,8 +36,8 @@ class Tiny:
         load("tiny", [sys.argv[1]], is_python_module=False)
 
 logging.basicConfig()
-comm.ABANDONED_S = 1.0
-comm.load_op(Tiny())
+ops.ABANDONED_S = 1.0
+ops.load_op(Tiny())
 print(ctypes.CDLL(sys.argv[2]).answer())
 """
 
