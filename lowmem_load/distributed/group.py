@@ -121,7 +121,7 @@ class RankGroup:
                 entry = Entry(title, name, digest=step.digest, payload=payload)
             except RankError:
                 raise
-            except (Exception, KeyboardInterrupt, SystemExit, StoppedError) as caught:
+            except BaseException as caught:  # also what is no Exception, such as asyncio's CancelledError
                 if getattr(caught, _KNOWN, False):  # an inner step has ended with it
                     raise
                 error = caught

@@ -45,6 +45,17 @@ def may_be_on_nvme(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "nvme_swapper", None) is not None
 
 
+def refuse_parallel(name: str, parameter: torch.Tensor) -> None:
+    """Raise UnsupportedError for a parameter of which other ranks hold other rows or experts.
+
+    Source: deepspeed 0.19.8 `module_inject/layers.py:501`, `moe/experts.py:25`, `module_inject/auto_ep_layer.py:673`.
+    """
+    is_expert = not getattr(parameter, "allreduce", True) and getattr(parameter, "group_name", "") != "ep_size_1"
+    if is_expert or getattr(parameter, "tensor_model_parallel", False):
+        kind = "expert" if is_expert else "tensor"
+        raise UnsupportedError(f"{name}: is split by DeepSpeed's {kind} parallelism; use the engine's own methods")
+
+
 def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of `parameter`, partitioned or not."""
     return parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
@@ -149,9 +160,9 @@ def mix_partitions(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
         for target, source in pairs:
             tensors = [(target.ds_tensor, source.ds_tensor)]
             if target.ds_status == ZeroParamStatus.AVAILABLE:  # it is small, and stays gathered
-                tensors.append((target.data, source.data))
-            for to, value in tensors:
-                to.data.mul_(1.0 - share).add_(value.data.to(to.device), alpha=share)
+                tensors.append((target, source))
+            for to, value in tensors:  # not by `.data`, which hides the change
+                to.mul_(1.0 - share).add_(value.to(to.device), alpha=share)
     return True
 
 

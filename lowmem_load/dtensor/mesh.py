@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -34,6 +34,13 @@ def shard_fully(model: nn.Module, mesh: Any, blocks: Iterable[nn.Module], policy
     for block in blocks:
         fully_shard(block, mesh=mesh, **policy)
     fully_shard(model, mesh=mesh, **policy)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def mesh_device(model: nn.Module) -> torch.device:

@@ -72,10 +72,12 @@ def describe_save(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     kwargs: Mapping[str, Any],
+    has_configs: bool = True,
 ) -> list[SavedFile]:
     """Return the files of weights that `save_pretrained` would write; write all its other files to `scratch`.
 
     `tensors` has the source of each parameter and buffer of the model, by `id`. With a dtype of None they keep theirs.
+    Without `has_configs` the configurations of transformers are neither checked nor written.
     """
     _refuse(model, dtype, kwargs)
     files: list[SavedFile] = []
@@ -97,10 +99,13 @@ def describe_save(
         replacements.append((sys.modules["peft.peft_model"], _WRITE_WEIGHTS, record))
     if hasattr(transformers.PreTrainedModel, "should_save_on_this_rank"):  # 5.23 on: False on all ranks but the first
         replacements.append((transformers.PreTrainedModel, "should_save_on_this_rank", lambda *_: True))
+    if not has_configs:
+        for owner in (transformers.PretrainedConfig, transformers.GenerationConfig):
+            replacements.append((owner, "save_pretrained", lambda *_, **__: None))
     with replaced(*replacements), quiet(), _as_plain_model(model):
         save: Any = model.save_pretrained
         save(scratch, **arguments)
-    if dtype is not None:
+    if dtype is not None and has_configs:
         _note_dtype(scratch / "config.json", dtype)
     if not files:
         raise UnsupportedError(f"{type(model).__name__}.save_pretrained wrote no safetensors file; save it with torch")

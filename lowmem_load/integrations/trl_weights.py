@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from lowmem_load.saving.iter_weights import Arguments, plan_weights
 from lowmem_load.saving.local_shards import is_dtensor
 from lowmem_load.saving.push_weights import flat, give, handed_out, metadata_of
 from lowmem_load.saving.send_weights import Weights
+
+logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 1 << 28
 """Enough for the bandwidth of a network. TRL by itself takes the memory of one parameter."""
@@ -60,10 +63,19 @@ def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
     before = getattr(generation, _METADATA)
     setattr(generation, _METADATA, metadata_of(weights))
     try:
-        with handed_out(weights) as buckets, holding(_PAIRS, flat(buckets)):
+        with handed_out(weights) as buckets, holding(_PAIRS, _logged(flat(buckets))):
             ordinary(generation)
     finally:
         setattr(generation, _METADATA, before)
+
+
+def _logged(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Log an error before it is raised: on its way TRL's client waits for an answer that may not come."""
+    try:
+        yield from pairs
+    except Exception:
+        logger.exception("the weights cannot be sent to vLLM")
+        raise
 
 
 def move(ordinary: Callable[[Any], None], trainer: Any) -> None:

@@ -155,12 +155,14 @@ def _in_order(units: Sequence[Unit], bucket_bytes: int) -> tuple[list[tuple[Unit
     """Return the units of full buckets, in order, and the rest, which fill none. Large units come first."""
     buckets: list[tuple[Unit, ...]] = [(unit,) for unit in units if unit.nbytes >= bucket_bytes]
     held: list[Unit] = []
+    num_held = 0
     for unit in units:
         if unit.nbytes < bucket_bytes:
             held.append(unit)
-            if sum(each.nbytes for each in held) >= bucket_bytes:
+            num_held += unit.nbytes
+            if num_held >= bucket_bytes:
                 buckets.append(tuple(held))
-                held = []
+                held, num_held = [], 0
     return buckets, tuple(held)
 
 

@@ -80,12 +80,7 @@ def iter_weights(
         RankError: another rank failed, stopped early, or did not come for the next bucket within the timeout of the
             process group. A rank whose own loop is left by `break` or an error gets none of these.
     """
-    arguments = Arguments(bucket_bytes, to, dtype, names, merge_adapters)
-    return _planned_and_sent(engine_or_model, arguments)
-
-
-def _planned_and_sent(engine: nn.Module, arguments: Arguments) -> Generator[Tensors, None, None]:
-    yield from plan_weights(engine, arguments).buckets()
+    yield from plan_weights(engine_or_model, Arguments(bucket_bytes, to, dtype, names, merge_adapters)).buckets()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +140,11 @@ def _described(model: nn.Module, arguments: Arguments, shards: Sequence[LocalSha
     whole, merges = merging.unloaded(model) if arguments.merge_adapters else (model, [])
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
         files = saver.describe_save(
-            *(whole, Path(scratch), sources), dtype=arguments.dtype, max_shard_size=_ONE_FILE, kwargs={}
+            *(whole, Path(scratch), sources),
+            dtype=arguments.dtype,
+            max_shard_size=_ONE_FILE,
+            kwargs={},
+            has_configs=False,
         )
     tensors = arguments.chosen({name: part for file in files for name, part in file.tensors.items()})
     wanted = [Wanted(name, part.shape, part.dtype, tuple(proved_copies(name, part))) for name, part in tensors.items()]

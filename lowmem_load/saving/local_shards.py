@@ -156,8 +156,7 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
         from lowmem_load.ds import parameters
 
-        if getattr(tensor, "tensor_model_parallel", False):  # source: deepspeed 0.19.8 module_inject/layers.py:501
-            raise UnsupportedError(f"{name}: is split by DeepSpeed's tensor parallelism; use the engine's own methods")
+        parameters.refuse_parallel(name, tensor)
         if parameters.is_partitioned(tensor):
             # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
             stored = parameters.partition_of(tensor).dtype

@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -99,9 +100,13 @@ class _Part:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside engines and DDP, which hold it as their only child, `module`."""
+    """Return the model inside engines and DDP, which hold it as their only child, `module`. FSDP2 shards it again."""
     while [name for name, _ in model.named_children()] == ["module"] and not list(model.parameters(recurse=False)):
         (model,) = model.children()
+    if "torch.distributed.fsdp" in sys.modules:  # else nothing is sharded by it
+        from lowmem_load.dtensor.mesh import reshard
+
+        reshard(model)
     return model
 
 

@@ -76,7 +76,12 @@ def push_weights(
     with ranks.step("resetting the cache"):
         reset = next((name for name in _RESETS if hasattr(client, name)), None)
         if reset is not None:
-            getattr(client, reset)()
+            answer = getattr(client, reset)()
+            if answer is False or getattr(answer, "success", True) is False:  # vLLM's and SGLang's
+                raise ConfigError(
+                    f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end "
+                    "all requests of the engine, and reset its cache again"
+                )
 
 
 class WeightSource:
@@ -172,7 +177,11 @@ def handed_out(weights: Weights) -> Iterator[Iterator[Tensors]]:
             yield itertools.chain(first, buckets)
             if next(buckets, None) is not None:
                 raise ConfigError("the client did not take all of the weights")
-        except BaseException as error:
+        except BaseException as caught:
+            error = caught
+            if isinstance(error, StopIteration | GeneratorExit):  # which say something else to a generator
+                error = RuntimeError(f"the client raised {type(error).__name__}")
+                error.__cause__ = caught
             buckets.throw(error)  # raised on all ranks, unless it came from the buckets, and all know of it
             raise
         finally:

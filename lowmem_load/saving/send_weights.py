@@ -20,7 +20,9 @@ exchange, which would hang such a wait if a rank were lost.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -74,7 +76,7 @@ class Weights:
         """Yield the tensors of each bucket. Collective. See [Note: one step a bucket]."""
         sent: _Sent | None = None
         device = device_of(self.ranks)
-        stream = None if device.type == "cpu" else torch.Stream(device)
+        stream = None if device.type == "cpu" else _stream_of(device)
         with changes_of(self.engine, list(self.shards.values())) as changed, contextlib.ExitStack() as stack:
             stack.callback(lambda: sent.exchange.drain() if sent else None)
             for number in range(len(self.planned) + 1):
@@ -128,7 +130,8 @@ class Weights:
         exchange = Exchange(self.ranks, sizes, to=self.to, gathers=gathers, before=last)
         if exchange.mine is not None:
             wanted, parts = bucket.sent, messages[self.ranks.rank].parts
-            for name, group in itertools.groupby(sorted(parts, key=lambda part: part.parameter), _parameter_of):
+            by_name = operator.attrgetter("parameter")
+            for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
                 with self.shards[name].flat() as memory:
                     for part in group:
                         _fill(exchange.mine, wanted[part.number].dtype, part, memory)
@@ -170,6 +173,12 @@ class Weights:
         return made
 
 
+@functools.cache
+def _stream_of(device: torch.device) -> torch.Stream:
+    """Return the one stream on which buckets are made: torch keeps freed memory for the stream that took it."""
+    return torch.Stream(device)
+
+
 @contextlib.contextmanager
 def _on(stream: torch.Stream | None) -> Iterator[None]:
     """Use this stream inside, and wait for it. See [Note: streams]."""
@@ -184,10 +193,6 @@ def _on(stream: torch.Stream | None) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
     stream.synchronize()
-
-
-def _parameter_of(part: Part) -> str:
-    return part.parameter
 
 
 def _fill(message: torch.Tensor, dtype: torch.dtype, part: Part, memory: torch.Tensor) -> None:

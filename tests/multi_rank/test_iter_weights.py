@@ -235,6 +235,8 @@ def misbehave(path: str) -> None:
             next(iter_weights(model, **wrong))
     with pytest.raises(RankError, match="rank 1: holds bucket_bytes, to, dtype 2, all, None, where"):
         next(iter_weights(model, bucket_bytes=2 if is_odd else 1))
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.5  # transformers saves it not so
+    works()
     some = {"model.norm.weight", "lm_head.weight"}
     for names in (sorted(some), some.__contains__):
         found = dict(pair for bucket in iter_weights(model, names=names) for pair in bucket)
@@ -273,6 +275,7 @@ def change_between(path: str) -> None:
     import deepspeed
 
     from lowmem_load import iter_weights, load_into, load_model
+    from lowmem_load.ds.parameters import mix_partitions
 
     tokens = torch.arange(8).view(1, 8)
 
@@ -302,6 +305,10 @@ def change_between(path: str) -> None:
         refused(model, lambda engine=engine: step(engine), r"an optimizer \(.*Adam.*\) stepped")
         with torch.no_grad():
             refused(engine, lambda p=model.lm_head.weight.ds_tensor: p.add_(1), r"lm_head\.weight was changed")
+
+    other, model = load_model(path, FP32), load_model(path, FP32)
+    pair = [*model.parameters()], [*other.parameters()]
+    refused(model, lambda: mix_partitions(*pair, 0.5), ".* was changed")
 
     def move(tensor: Any) -> None:
         tensor.data = tensor.data + 1

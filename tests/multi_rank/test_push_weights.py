@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import queue
 import threading
+import time
 import urllib.request
 import weakref
 from collections.abc import Iterator
@@ -59,6 +61,19 @@ class FailsAtLast(Taker):
         raise ConnectionError("the server says 500")
 
 
+class Raises(Taker):
+    """A client that raises what has a meaning of its own to generators or to asyncio."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def update_named_params(self, metadata: list[Any], named_params: Iterator[Any]) -> None:
+        """Take one, and raise."""
+        next(named_params)
+        raise self.error
+
+
 class OneByOne(Taker):
     """A client of an older TRL."""
 
@@ -82,9 +97,10 @@ class OfSglang:
         self.found.update(named_tensors)
         return self.says
 
-    def flush_cache(self) -> None:
+    def flush_cache(self) -> Any:
         """Count."""
         self.num_resets += 1
+        return SimpleNamespace(success=self.num_resets == 1)
 
 
 def iter_weights_of(model: Any, bucket_bytes: int) -> list[tuple[str, torch.Tensor]]:
@@ -124,6 +140,16 @@ def push_all(path: str) -> None:
     assert (caught.value.__cause__ is not None) == (rank == 1)
     with pytest.raises(RankError, match=r"rank 2: .*update_weights_from_tensor says: no such name"):
         push_weights(model, OfSglang((False, "no such name")) if rank == 2 else None, bucket_bytes=some)
+    busy = OfSglang()
+    busy.num_resets = 1
+    with pytest.raises(RankError, match=r"resetting the cache failed .*\n.*rank 2: .*flush_cache failed"):
+        push_weights(model, busy if rank == 2 else None, bucket_bytes=some)
+    for error in (StopIteration, GeneratorExit, asyncio.CancelledError):
+        expected = RankError if rank != 1 or error is not asyncio.CancelledError else error
+        began_s = time.monotonic()
+        with pytest.raises(expected, match=error.__name__ if expected is RankError else None):
+            push_weights(model, Raises(error) if rank == 1 else None, bucket_bytes=some)
+        assert time.monotonic() - began_s < 10, "no rank waits for the others"
     for to in ("all", 1):
         source = WeightSource(model, bucket_bytes=some, to=to)
         for _ in range(2):

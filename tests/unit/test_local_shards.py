@@ -37,6 +37,15 @@ def test_a_slice_of_tensor_parallelism_is_refused() -> None:
         local_shards(model, 0, masters=False)
 
 
+def test_experts_of_which_other_ranks_hold_others_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.allreduce, model.weight.group_name = False, "ep_size_1"
+    assert local_shards(model, 0, masters=False)
+    model.weight.group_name = "ep_size_2"
+    with pytest.raises(UnsupportedError, match=r"^weight: is split by DeepSpeed's expert parallelism"):
+        local_shards(model, 0, masters=False)
+
+
 def test_each_rank_writes_its_shard_of_a_dtensor(lone_process: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
