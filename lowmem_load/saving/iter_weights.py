@@ -60,7 +60,8 @@ def iter_weights(
         bucket_bytes: a bucket ends with the tensor that fills it. A tensor at least as large has a bucket of its own.
         to: "all", or the rank (in the group of the ranks that hold the model) that gets the tensors; the buckets of
             other ranks are empty lists.
-        dtype: as for `save_model`. With torch.float32 the optimizer's fp32 values are yielded where it has some.
+        dtype: as for `save_model`. With torch.float32 the optimizer's fp32 values are yielded where a ZeRO-3 engine has
+            some.
         names: names to yield, or a function that says of a name whether to yield it; equal on all ranks.
         merge_adapters: of a PEFT model, yield what `merge_and_unload` would make, and not the adapters. The layers of
             a bucket are merged when they are put together; the engine does not change.

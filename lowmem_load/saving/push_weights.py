@@ -46,14 +46,14 @@ def push_weights(
             an object with TRL's `update_named_params(metadata, named_params)` or `update_named_param(name, weights)`,
             such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
             as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
-            None on ranks that take no weights. Where one rank has a client, the weights go to it alone.
+            None on ranks that take no weights. If one rank has a client, the weights are sent to it alone, else to all.
         bucket_bytes: as for `iter_weights`.
         dtype: as for `iter_weights`.
         names: as for `iter_weights`.
         merge_adapters: as for `iter_weights`.
 
     Collective: all ranks that hold the model.
-    Memory: as `iter_weights`, on ranks with a client.
+    Memory: as `iter_weights`, on ranks that are sent the weights.
 
     Raises:
         ConfigError: no rank has a client, or it cannot be used; and as `iter_weights`.

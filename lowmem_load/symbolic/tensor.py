@@ -234,6 +234,12 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: A
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
     base: SymbolicTensor = args[0]
     strides = base.stride()
+    described: list[tuple[Expression, Any]] = []  # the last one: all parts of a split are described at a time
+
+    def describe_all(part: Expression) -> Any:
+        if not described or described[0][0] is not part:
+            described[:] = [(part, describe(func.overloadpacket, (part, *args[1:]), metas))]
+        return described[0][1]
 
     def view(position: int, meta: torch.Tensor) -> SymbolicTensor:
         def apply(real: torch.Tensor) -> torch.Tensor:
@@ -241,10 +247,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) 
             return found
 
         def describe_view(part: Expression) -> Expression:
-            described = describe(func.overloadpacket, (part, *args[1:]), metas)
-            if described is not None:
-                found: Expression = tree_leaves(described)[position]
-                return found
+            parts = describe_all(part)
+            if parts is not None:
+                return parts[position] if isinstance(parts, list) else parts
             shape, dtype = tuple(meta.shape), meta.dtype
             return Computed(str(func), lambda real: apply(_with_strides(real[0], strides)), (part,), shape, dtype)
 
