@@ -127,6 +127,10 @@ class Peer:
         if before is None or heartbeat._replace(num_beats=0, detail="") != before._replace(num_beats=0, detail=""):
             self._progress_s = now_s
 
+    def silent_s(self, now_s: float) -> float:
+        """Return for how long no heartbeat has come."""
+        return now_s - self._changed_s
+
     def seen_in(self, group: str, number: int) -> Heartbeat | None:
         """Return the latest heartbeat, if the peer is in this step."""
         beat = self.heartbeat
@@ -168,7 +172,7 @@ class Peer:
             absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}"
             return absent if waited_s > limits.absence_s else ""
         is_busy = beat.entry is None
-        still_s, gone_s = now_s - self._changed_s, limits.gone_s * (BUSY_FACTOR if is_busy else 1)
+        still_s, gone_s = self.silent_s(now_s), limits.gone_s * (BUSY_FACTOR if is_busy else 1)
         if self.has_ended() is None and still_s > gone_s:
             return (
                 f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({beat.who}) or its "

@@ -424,8 +424,7 @@ class StoreChannel:
             for group in self._groups.values():
                 while group.unread and time.monotonic() < start_s + FAREWELL_S:
                     self._read_heartbeats(group.unread)
-                    last = group.name, group.number - 1
-                    group.unread = [rank for rank in group.unread if self._peers[rank].seen_in(*last)]
+                    group.unread = [rank for rank in group.unread if self._may_read(group, self._peers[rank])]
                     if group.unread:
                         self._pause(group, start_s)
             self._send_heartbeat()
@@ -433,6 +432,11 @@ class StoreChannel:
         if self._news.broken and self._client is not None:
             self._client.end()
             self._client = None  # the next session connects anew
+
+    def _may_read(self, group: Group, peer: Peer) -> bool:
+        """Return whether a rank still has to read the last verdict, and can: several may be lost, and one be named."""
+        is_there = peer.seen_in(group.name, group.number - 1) is not None
+        return is_there and peer.silent_s(self._clock_s) <= self.limits.gone_s
 
     # -- the store -----------------------------------------------------------------------------------------------------
 

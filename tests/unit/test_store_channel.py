@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -484,6 +485,28 @@ def test_a_rank_that_left_a_step_is_not_waited_for() -> None:
             assert failed(channels[0].agree(groups[0], Entry("step"))).keys() == {1}
         assert not failed(step(channels[0], groups[0], limits=limits))
         assert not failed(again.result(10))
+
+
+def test_the_leader_does_not_wait_at_the_end_for_a_silent_rank_that_the_verdict_does_not_name() -> None:
+    """Several ranks are lost with their machine, and the verdict names the one that was found first."""
+    store, is_stuck, end, limits = dist.HashStore(), threading.Event(), threading.Event(), Limits(gone_s=0.3)
+    clients = store.clone, *(lambda: Stuck(store, is_stuck, end),) * 2
+    channels = [StoreChannel(client, rank, BEAT_S) for rank, client in enumerate(clients)]
+    groups = [channel.group("group", (0, 1, 2)) for channel in channels]
+    with contextlib.ExitStack() as others:
+        for channel, group in list(zip(channels, groups, strict=True))[1:]:
+            others.enter_context(channel.doing(group, "reading", busy()))
+        with channels[0].doing(groups[0], "reading", busy()):
+            channels[0].limits = limits
+            wait_for(lambda: store.check(["rank/1", "rank/2"]))
+            time.sleep(3 * BEAT_S)  # the leader reads them
+            is_stuck.set()
+            time.sleep(2 * limits.gone_s)
+            store.clone().set("group/0/verdict", Verdict("reading", [(1, "is gone")]).encoded())
+            assert failed(channels[0].agree(groups[0], Entry("reading"))).keys() == {1}
+            start = time.monotonic()
+        assert time.monotonic() - start < 2
+        end.set()
 
 
 def test_a_leader_that_stood_still_asks_for_another_heartbeat(stuck: Any) -> None:
