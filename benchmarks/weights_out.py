@@ -2,9 +2,10 @@
 
     python -m benchmarks.weights_out [--params 1.5e9] [--ranks 2 4] [--repeats 3]
 
-What runs is `VLLMGeneration.sync_weights` of the installed TRL. vLLM's place has a consumer that reads every byte and
-drops it: on rank 0 (a server), or on each rank (colocated). Each turn has a first sync and a later one: in its first
-one to a server, TRL gathers twice. The methods take turns. Their values are compared by a sum of the bytes.
+What runs is `VLLMGeneration.sync_weights` of the installed TRL. vLLM's place has a consumer that copies each tensor, as
+vLLM does, but keeps one: on rank 0 (a server), or on each rank (colocated). Each turn has a first sync and a later one:
+in its first one to a server, TRL gathers twice. The methods take turns. A third sync of each turn, which is not timed,
+compares their values by a sum of the bytes.
 """
 
 from __future__ import annotations
@@ -56,20 +57,26 @@ class Result:
 class Consumer:
     """Stands for vLLM in the same process, and for TRL's client of a server."""
 
-    def __init__(self) -> None:
-        self.total = 0
+    def __init__(self, largest: int) -> None:
+        import torch
+
+        self.total, self.adds_up = 0, False
+        self.place = torch.zeros(largest, dtype=torch.int16)
 
     def load_weights(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Read all values."""
+        """Copy all values, or add them up."""
         import torch
 
         for _, tensor in pairs:
             units = tensor.detach().reshape(-1).view(torch.int16)
-            self.total += sum(int(piece.sum()) for piece in units.split(1 << 20))  # a sum casts all that it gets
+            if self.adds_up:
+                self.total += sum(int(piece.sum()) for piece in units.split(1 << 20))  # a sum casts all that it gets
+            else:
+                self.place[: len(units)].copy_(units)
             del tensor, units
 
     def update_named_params(self, _: Any, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Read all values."""
+        """Copy all values, or add them up."""
         self.load_weights(pairs)
 
     def reset_prefix_cache(self) -> None:
@@ -109,7 +116,7 @@ def _run_rank(spec: Spec) -> list[Result]:
         for mode, is_ours in METHODS if turn % 2 else METHODS[::-1]:
             if is_ours:
                 lowmem_load.install()
-            consumer = Consumer()
+            consumer = Consumer(max(parameter.ds_numel for parameter in engine.module.parameters()))
             generation = _generation(engine.module, mode, dist.get_rank(), consumer)
             seconds, peak = [], 0
             for _ in range(2):
@@ -120,7 +127,9 @@ def _run_rank(spec: Spec) -> list[Result]:
                     generation.sync_weights()
                     seconds.append(time.perf_counter() - start)
                 peak = max(peak, memory.use.peak_anon)
-            results.append(Result(mode, is_ours, *seconds, peak, len(found), consumer.total))
+            num_collectives, consumer.adds_up = len(found), True
+            generation.sync_weights()
+            results.append(Result(mode, is_ours, *seconds, peak, num_collectives, consumer.total))
             uninstall()
     return results
 
