@@ -192,6 +192,7 @@ class StoreChannel:
             while True:
                 verdict = self._verdict(group, entry._replace(left=group.left, left_title=group.left_title))
                 group.number, group.left, group.left_title = group.number + 1, "", ""
+                self._look_at(group.members[0])
                 if not verdict.passes_over(self._rank):
                     return verdict._replace(title=verdict.title or entry.full_title)
         except _STORE_ERRORS as error:
@@ -250,6 +251,14 @@ class StoreChannel:
                 may_be_skipped = self.limits.is_prompt or self._news.have_left
                 lost = Verdict(entry.full_title, self._news.lost, may_be_skipped=may_be_skipped)
                 return self._decide(group, lost)
+
+    def _look_at(self, leader: int) -> None:
+        """Find the leader's process, once: if it ends soon, all ranks say so, and not some that the store is gone."""
+        if leader != self._rank and leader not in self._peers:
+            peer = self._peers.setdefault(leader, Peer())  # it has written a heartbeat
+            with contextlib.suppress(*_STORE_ERRORS):  # the step is over
+                self._read_heartbeats([leader])
+            peer.has_ended()
 
     def _pause(self, group: Group, start_s: float) -> None:
         first_s = POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL)

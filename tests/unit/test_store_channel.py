@@ -410,6 +410,18 @@ def test_a_store_that_is_gone_is_an_error_and_no_hang() -> None:
     assert time.monotonic() - start < 5
 
 
+def test_a_leader_that_ends_with_the_store_is_named_though_no_heartbeat_was_due(monkeypatch: Any) -> None:
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store = dist.TCPStore("127.0.0.1", master.port, is_master=False)
+    channels = [StoreChannel(store.clone, rank, beat_s=60.0) for rank in range(2)]
+    groups = [channel.group("group", (0, 1)) for channel in channels]
+    with ThreadPoolExecutor(2) as pool:
+        assert all(not failed(each) for each in pool.map(step, channels, groups))
+        monkeypatch.setattr("lowmem_load.distributed.heartbeat.start_time", lambda _: "of another process")
+        del master
+        assert "its process" in failed(step(channels[1], groups[1]))[0]
+
+
 class Stuck:
     """A client of a store that answers for a while."""
 
