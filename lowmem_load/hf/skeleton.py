@@ -67,7 +67,8 @@ def allocate(model: Any, device: torch.device | None) -> None:
     """Give a skeleton memory for its shards, unless `device` is None. Tie again what that has untied."""
     if device is not None:
         model.to_empty(device=device)
-    model.tie_weights(recompute_mapping=False)
+    recomputes = "recompute_mapping" in inspect.signature(model.tie_weights).parameters  # since transformers 5
+    model.tie_weights(**({"recompute_mapping": False} if recomputes else {}))
 
 
 def hand_over(loaded: nn.Module, model: nn.Module) -> None:
