@@ -22,7 +22,7 @@ from lowmem_load.hf.active import transformers_models
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.resume.open_checkpoint import saved_by
-from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of
 
 

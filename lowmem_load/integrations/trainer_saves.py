@@ -41,7 +41,7 @@ from lowmem_load.hf.saver import (
 )
 from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import holding
-from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of, save_described, save_model
 
 

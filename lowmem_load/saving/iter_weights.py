@@ -25,8 +25,7 @@ from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.ranges import FlatRange, Grid, Region
-from lowmem_load.saving.local_shards import LocalShard, local_shards
-from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.saving.send_weights import Tensors, Weights
 from lowmem_load.saving.writer import proved_copies

@@ -108,6 +108,17 @@ class LocalShard:
                 yield partition.detach()
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside engines and DDP, which hold it as their only child, `module`. FSDP2 shards it again."""
+    while [name for name, _ in model.named_children()] == ["module"] and not list(model.parameters(recurse=False)):
+        (model,) = model.children()
+    if "torch.distributed.fsdp" in sys.modules:  # else nothing is sharded by it
+        from lowmem_load.dtensor.mesh import reshard
+
+        reshard(model)
+    return model
+
+
 def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:
     """Return each parameter and buffer of a model once.
 

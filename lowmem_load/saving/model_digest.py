@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import sys
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.saving.local_shards import group_of, local_shard_of
+from lowmem_load.saving.local_shards import group_of, local_shard_of, unwrapped
 
 LANES = 8
 BLOCK_UNITS = 1024
@@ -97,17 +96,6 @@ class _Part:
         head = (*sorted(self.names), str(self._shape), str(self._tensor.dtype))
         lines = (*head, *(f"{lane:016x}" for lane in self.sums))
         return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside engines and DDP, which hold it as their only child, `module`. FSDP2 shards it again."""
-    while [name for name, _ in model.named_children()] == ["module"] and not list(model.parameters(recurse=False)):
-        (model,) = model.children()
-    if "torch.distributed.fsdp" in sys.modules:  # else nothing is sharded by it
-        from lowmem_load.dtensor.mesh import reshard
-
-        reshard(model)
-    return model
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:

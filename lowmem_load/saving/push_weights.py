@@ -18,7 +18,7 @@ from torch import nn
 from lowmem_load.errors import ConfigError
 from lowmem_load.planning.buckets import Wanted
 from lowmem_load.saving.iter_weights import Arguments, Names, plan_weights
-from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.saving.send_weights import Tensors, Weights
 

@@ -29,8 +29,7 @@ from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
 from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards
-from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards, unwrapped
 from lowmem_load.saving.writer import (
     FileLayout,
     SaveReport,

@@ -38,7 +38,7 @@ from lowmem_load.planning.buckets import Bucket, Message, Part, Regions, Unit, W
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest
 from lowmem_load.saving.local_shards import LocalShard
-from lowmem_load.saving.weight_changes import changes_of, refuse
+from lowmem_load.saving.weight_changes import changes_refused
 
 Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
 """Names and values of a bucket's tensors."""
@@ -77,11 +77,14 @@ class Weights:
         sent: _Sent | None = None
         device = device_of(self.ranks)
         stream = None if device.type == "cpu" else _stream_of(device)
-        with changes_of(self.engine, list(self.shards.values())) as changed, contextlib.ExitStack() as stack:
+        with (
+            changes_refused(self.engine, list(self.shards.values())) as refuse_changes,
+            contextlib.ExitStack() as stack,
+        ):
             stack.callback(lambda: sent.exchange.drain() if sent else None)
             for number in range(len(self.planned) + 1):
                 with self._step(number):
-                    refuse(changed())
+                    refuse_changes()
                     if sent:
                         sent.exchange.finish(self.ranks.check)
                     with _on(stream):

@@ -11,13 +11,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.saving.local_shards import LocalShard, is_dtensor
-from lowmem_load.saving.model_digest import unwrapped
+from lowmem_load.saving.local_shards import LocalShard, is_dtensor, unwrapped
 
 
 @contextlib.contextmanager
-def changes_of(engine: nn.Module, shards: Sequence[LocalShard]) -> Iterator[Callable[[], str]]:
-    """Yield a function that returns what has changed the weights since; "" if nothing that can be seen has."""
+def changes_refused(engine: nn.Module, shards: Sequence[LocalShard]) -> Iterator[Callable[[], None]]:
+    """Yield a function that raises ConfigError if something that can be seen has changed the weights since."""
     stepped: list[str] = []
     parameters = {id(shard.tensor) for shard in shards}
     optimizers: set[int] = set()
@@ -46,17 +45,15 @@ def changes_of(engine: nn.Module, shards: Sequence[LocalShard]) -> Iterator[Call
                 return f"{shard.source.name} was changed"
         return ""
 
+    def refuse() -> None:
+        if what := changed():
+            raise ConfigError(
+                f"iter_weights: {what} between two buckets, so they would be no state of the model; take all buckets "
+                "before the next step"
+            )
+
     handle = register_optimizer_step_post_hook(note)
     try:
-        yield changed
+        yield refuse
     finally:
         handle.remove()
-
-
-def refuse(what: str) -> None:
-    """Raise ConfigError if `what` has changed the weights."""
-    if what:
-        raise ConfigError(
-            f"iter_weights: {what} between two buckets, so they would be no state of the model; take all buckets "
-            "before the next step"
-        )
