@@ -80,8 +80,6 @@ class Heartbeat(NamedTuple):
     number: int  # of the step in the group
     entry: Entry | None  # that this rank brings to the step; None until it has done its part
     failed: Sequence[int]  # ranks that failed in this step, as far as this rank knows
-    left: str  # why this rank does not come to the step; "" if it may
-    left_title: str  # of the step that it does not come to; "" for any
     pid_space: str  # this and the next two identify the process; see `nodes.py`
     pid: int
     started: str
@@ -153,9 +151,7 @@ class Peer:
         beat = self.heartbeat
         return f"its process ({beat.who}) has ended" if beat and self.has_ended() else ""
 
-    def why_lost(
-        self, limits: Limits, group: str, number: int, title: str, now_s: float, waited_s: float | None
-    ) -> str:
+    def why_lost(self, limits: Limits, group: str, now_s: float, waited_s: float | None) -> str:
         """Return the reason for giving up on the peer, seen from this rank's step; "" if there is none.
 
         `waited_s` is None for a busy rank.
@@ -164,9 +160,6 @@ class Peer:
         if beat is not None and (ended := self.why_ended()):
             return f"{ended}, {beat.last_seen}"
         if beat is None or not beat.title or (beat.entry and beat.group != group):
-            here = self.seen_in(group, number)
-            if here and here.left and not here.title and here.left_title in ("", title):
-                return here.left
             if waited_s is None:
                 return ""
             absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}"

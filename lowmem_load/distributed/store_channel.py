@@ -10,9 +10,9 @@ rank failed, ended or got stuck, whatever they do meanwhile.
   rank, writes it when it has read all entries. Who finds a rank lost, or no longer waits, writes that.
 - The leader watches the heartbeats of all ranks, the others that of the leader and the verdict. Heartbeats name the
   ranks that failed, so that busy ranks stop.
-- A rank may not come to its next step, and says so in its heartbeat; or it goes on without a verdict, since the store
-  is silent. When it is back, it passes the steps that ended without it. So all ranks are in line, and a load that
-  failed may be tried again.
+- A rank that does not come to its next step writes the verdict on it, and passes it. A rank that went on without a
+  verdict, since the store was silent, does so when it is back. So all ranks are in line, and a load that failed may be
+  tried again.
 
 [Note: threads] A call of the store may take for ever, and no signal interrupts it. So a thread makes the calls, and who
 asks waits in short waits. A second thread writes and reads heartbeats. It hears from the caller by `_state`, the caller
@@ -75,8 +75,7 @@ class Group:
     name: str  # unique in the store
     members: tuple[int, ...]  # as ranks in the world
     number: int = 0  # of the next step
-    left: str = ""  # why this rank does not come to that step, or went on without its verdict; "" if it comes
-    left_title: str = ""  # of the step that it does not come to; "" for any
+    unsaid: Verdict | None = None  # on that step, which this rank does not come to; not in the store yet
     old_keys: list[str] = field(default_factory=list)  # of steps that are over; the leader deletes them
     unread: Sequence[int] = ()  # ranks that may not have read the leader's last verdict yet
 
@@ -103,7 +102,7 @@ class _News(NamedTuple):
     failed: Sequence[int] = ()  # ranks
     lost: Sequence[tuple[int, str]] = ()  # ranks that this one gives up, and why
     broken: str = ""  # what is wrong with the store
-    have_left: bool = False  # whether lost ranks have said that they do not come
+    has_verdict: bool = False  # whether there is one on the step
 
 
 class _Client:
@@ -187,28 +186,26 @@ class StoreChannel:
         """Bring an entry to the group's next step; return the verdict. Collective; within `doing`."""
         self._caller = threading.get_ident()
         try:
-            if group.left:
-                self._catch_up(group)
+            self._pass(group)
             while True:
-                verdict = self._verdict(group, entry._replace(left=group.left, left_title=group.left_title))
-                group.number, group.left, group.left_title = group.number + 1, "", ""
+                verdict = self._verdict(group, entry)
+                group.number += 1
                 self._look_at(group.members[0])
-                if not verdict.passes_over(self._rank):
+                if not verdict.passes_over(self._rank, entry.full_title):
                     return verdict._replace(title=verdict.title or entry.full_title)
         except _STORE_ERRORS as error:
             return Verdict(entry.full_title, [(0, self._go_on(group, error))])
         except BaseException as interrupt:
-            self._leave(group, f"was interrupted while it waited for the other ranks: {type(interrupt).__name__}")
+            self.abort(group, f"was interrupted while it waited for the other ranks: {type(interrupt).__name__}")
             raise
         finally:
             self._note_state()
 
     def abort(self, group: Group, why: str, title: str = "") -> None:
         """Say that this rank does not come to the group's next step, or only to none of this title. Local."""
-        with self.doing(group, ""):  # the last heartbeat says so
-            with contextlib.suppress(*_STORE_ERRORS):
-                self._catch_up(group)
-            group.left, group.left_title = why, title
+        group.unsaid = Verdict(title, [(self._rank, why)], may_be_skipped=bool(title))
+        with self.doing(group, ""), contextlib.suppress(*_STORE_ERRORS):  # then it is said later
+            self._pass(group)
 
     def leave(self, group: Group, number: int, title: str, why: str) -> None:
         """Say that this rank does not come to step `number`, which has this title. Local; for finalizers.
@@ -244,12 +241,12 @@ class StoreChannel:
                     return self._decide(group, verdict_on(entries))
             if self._news.broken:
                 raise ConnectionError(self._news.broken)
-            has_failed = self._news.failed and self._is_current(self._news)
-            if (not is_leader or has_failed) and (content := self._peek(group.key("verdict"))) != _NOTHING:
+            news = self._news if self._is_current(self._news) else _News()
+            may_be_there = not is_leader or news.failed or news.has_verdict
+            if may_be_there and (content := self._peek(group.key("verdict"))) != _NOTHING:
                 return self._decoded(group, content)
-            if has_failed and self._news.lost:
-                may_be_skipped = self.limits.is_prompt or self._news.have_left
-                lost = Verdict(entry.full_title, self._news.lost, may_be_skipped=may_be_skipped)
+            if news.lost:
+                lost = Verdict(entry.full_title, news.lost, may_be_skipped=self.limits.is_prompt)
                 return self._decide(group, lost)
 
     def _look_at(self, leader: int) -> None:
@@ -301,29 +298,22 @@ class StoreChannel:
             group.unread = [rank for rank in group.members[1:] if rank not in lost]
             group.old_keys.append(group.key("verdict"))
 
-    def _catch_up(self, group: Group) -> None:
-        """Pass the steps that have ended without this rank. One that failed may be news to it, unless it left."""
-        while (content := self._peek(group.key("verdict"))) != _NOTHING:
-            verdict, _ = Verdict.decoded(content)
-            if verdict.failures and not group.left and not verdict.passes_over(self._rank):
-                return
+    def _pass(self, group: Group) -> None:
+        """Pass the step that this rank does not come to, and those before it that ended without it."""
+        while group.unsaid is not None:
+            verdict = self._decide(group, group.unsaid)
+            is_known = verdict.failures and not verdict.passes_over(self._rank, group.unsaid.title)
+            if is_known or verdict == group.unsaid:
+                group.unsaid = None
             group.number += 1
-
-    def _leave(self, group: Group, why: str) -> None:
-        try:
-            verdict = self._decide(group, Verdict("", [(self._rank, why)]))
-            group.number += 1
-            group.left = "" if verdict.failures else why  # the others have this rank's entry, and go on
-        except _STORE_ERRORS as error:
-            self._go_on(group, error)
 
     def _go_on(self, group: Group, error: Exception) -> str:
         """Leave a store that does not answer; return what is wrong with it."""
         broken = self._news.broken or self._broken(error)
-        self._news, group.left = _News(failed=[0], broken=broken), f"went on without the others: {broken}"
-        if self._client is not None:
-            lost = Verdict("", [(self._rank, group.left)])  # written when the store answers again
-            self._client.submit("compare_set", group.key("verdict"), "", lost.encoded())
+        self._news = _News(failed=[0], broken=broken)
+        group.unsaid = Verdict("", [(self._rank, f"went on without the others: {broken}")])
+        if self._client is not None:  # this is written when the store answers again
+            self._client.submit("compare_set", group.key("verdict"), "", group.unsaid.encoded())
             self._client.end()
             self._client = None
         return broken
@@ -360,12 +350,11 @@ class StoreChannel:
                 if state is not self._state:
                     state, since_s = self._state, self._clock_s
                 self._send_heartbeat()
-                if state.entry is not None or not state.group.left:
-                    news = self._watched(state, None if state.entry is None else self._clock_s - since_s)
-                    tells = set(news.failed) - set(self._news.failed)
-                    self._news = news._replace(broken=self._news.broken)
-                    if tells:
-                        self._send_heartbeat()
+                news = self._watched(state, None if state.entry is None else self._clock_s - since_s)
+                tells = set(news.failed) - set(self._news.failed)
+                self._news = news._replace(broken=self._news.broken)
+                if tells:
+                    self._send_heartbeat()
         except _STORE_ERRORS as error:
             if not closing.is_set() and not self._news.broken:
                 self._news = _News(failed=[0], broken=self._broken(error))
@@ -377,18 +366,13 @@ class StoreChannel:
         self._read_heartbeats(watched)
         content = self._peek(f"{group.name}/{state.number}/verdict")  # there if the others went on without this rank
         verdict = Verdict() if content == _NOTHING else Verdict.decoded(content)[0]
-        failed = set() if verdict.passes_over(self._rank) else {rank for rank, _ in verdict.failures}
+        failed = set() if verdict.passes_over(self._rank, state.title) else {rank for rank, _ in verdict.failures}
         peers = {rank: self._peers[rank] for rank in watched}
-        number = -1 if group.left else state.number  # what this rank left, others may have left with it
-        found = {
-            rank: each.why_lost(self.limits, group.name, number, state.title, self._clock_s, waited_s)
-            for rank, each in peers.items()
-        }
+        found = {rank: each.why_lost(self.limits, group.name, self._clock_s, waited_s) for rank, each in peers.items()}
         lost = [(rank, why) for rank, why in found.items() if why]
         beats = [peer.seen_in(group.name, state.number) for peer in peers.values()]
         failed |= {rank for beat in beats if beat is not None for rank in beat.failed} | dict(lost).keys()
-        have_left = any((beat := peers[rank].heartbeat) is not None and beat.left == why for rank, why in lost)
-        return _News(group.name, state.number, [*failed], lost, have_left=have_left)
+        return _News(group.name, state.number, [*failed], lost, has_verdict=content != _NOTHING)
 
     def _send_heartbeat(self) -> None:
         state = self._state
@@ -406,8 +390,7 @@ class StoreChannel:
             self._num_beats += 1
             place = state.group.name, state.number
             beat = Heartbeat(
-                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed]),
-                *(state.group.left, state.group.left_title, *self._process),
+                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed]), *self._process
             )
             sent = self._submit("set", _key(self._rank), json.dumps(beat))
         self._answer(sent)
@@ -444,8 +427,8 @@ class StoreChannel:
 
     def _may_read(self, group: Group, peer: Peer) -> bool:
         """Return whether a rank still has to read the last verdict, and can: several may be lost, and one be named."""
-        is_there = peer.seen_in(group.name, group.number - 1) is not None
-        return is_there and peer.silent_s(self._clock_s) <= self.limits.gone_s
+        beat = peer.seen_in(group.name, group.number - 1)
+        return beat is not None and bool(beat.title) and peer.silent_s(self._clock_s) <= self.limits.gone_s
 
     # -- the store -----------------------------------------------------------------------------------------------------
 

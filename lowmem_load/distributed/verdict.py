@@ -21,8 +21,6 @@ class Entry(NamedTuple):
     is_stopped: bool = False  # whether this rank only stopped because another one failed
     digest: Mapping[str, str] = {}  # values that must be equal on all ranks, by topic
     payload: Any = None  # for the other ranks
-    left: str = ""  # why this rank does not come to a step of title `left_title`, at which others may be
-    left_title: str = ""
 
     @property
     def full_title(self) -> str:
@@ -33,11 +31,11 @@ class Entry(NamedTuple):
 class Verdict(NamedTuple):
     """The outcome of a step."""
 
-    title: str = ""  # of the step that failed, for messages
+    title: str = ""  # of the step that failed; "" for any
     failures: Sequence[tuple[int, str]] = ()  # ranks of the world that failed, each with its message
     is_alike: bool = False  # whether all ranks failed with the same message
     is_complete: bool = False  # whether the entries of all ranks were there; else `failures` are those that were lost
-    may_be_skipped: bool = False  # whether ranks that did not come go on as if there had been no such step
+    may_be_skipped: bool = False  # whether it holds only for ranks that are at this step: see `passes_over`
     payloads: Sequence[Any] = ()  # of all ranks, if the step succeeded and a rank brought one
 
     @classmethod
@@ -51,21 +49,17 @@ class Verdict(NamedTuple):
         """Return it as JSON, with the keys that hold its payloads in their place."""
         return json.dumps([keys, *self._replace(payloads=())])
 
-    def passes_over(self, rank: int) -> bool:
-        """Return whether the rank goes on as if there had been no such step."""
-        return self.may_be_skipped and rank in dict(self.failures)
+    def passes_over(self, rank: int, title: str) -> bool:
+        """Return whether a rank at a step of this title goes on as if there had been no step of the verdict's title."""
+        return self.may_be_skipped and (rank in dict(self.failures) or title != self.title)
 
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
     """Return the verdict on the entries of all ranks, by rank in the world, in the group's order.
 
     Errors count before different titles, and those before different digests. A rank that stopped because of another
-    one is named only if no other rank failed. Ranks that have left the step where others are go on with their own.
+    one is named only if no other rank failed.
     """
-    titles = {entry.full_title for entry in entries.values()}
-    left = [(rank, entry.left) for rank, entry in entries.items() if entry.left_title in titles]
-    if left:
-        return Verdict(entries[left[0][0]].left_title, left, is_complete=True, may_be_skipped=True)
     errors = {rank: entry.error for rank, entry in entries.items() if entry.error is not None}
     failures = (
         {rank: error for rank, error in errors.items() if not entries[rank].is_stopped}

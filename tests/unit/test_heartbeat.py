@@ -23,7 +23,7 @@ from lowmem_load.distributed.verdict import Entry
 from lowmem_load.errors import ConfigError
 
 HERE = Heartbeat(
-    *(1, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", 4, None, [], "", ""),
+    *(1, "model: reading", "3.0 of 8.0 MiB read, last from a.safetensors", 3, "world", 4, None, []),
     *(pid_space(), os.getpid(), start_time(os.getpid()) or "", "node1"),
 )
 ELSEWHERE = HERE._replace(pid_space="another machine")
@@ -40,8 +40,8 @@ def seen(*heartbeats: tuple[float, Heartbeat]) -> Peer:
     return peer
 
 
-def why(peer: Peer, now: float, waited_s: float | None = None, group: str = "world", number: int = 4) -> str:
-    return peer.why_lost(LIMITS, group, number, ENTRY.title, now, waited_s)
+def why(peer: Peer, now: float, waited_s: float | None = None, group: str = "world") -> str:
+    return peer.why_lost(LIMITS, group, now, waited_s)
 
 
 def changed(heartbeat: Heartbeat, **changes: Any) -> Heartbeat:
@@ -141,17 +141,6 @@ def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(heartb
     assert why(peer, 1e6) == ""  # nobody waits
     assert why(peer, 1e6, waited_s=1800.0) == ""
     assert "has not come to this point in 1800 s" in why(peer, 1e6, waited_s=1801.0)
-
-
-def test_a_rank_that_aborts_a_step_is_named_to_those_who_wait_in_it() -> None:
-    left = changed(HERE, title="", left="left streaming(): ValueError: no")
-    assert why(seen((0.0, left)), 1.0) == "left streaming(): ValueError: no", "to busy ranks, too"
-    assert why(seen((0.0, left)), 1.0, 0.5) == "left streaming(): ValueError: no"
-    assert why(seen((0.0, left)), 1.0, 0.5, number=5) == "", "of the steps before"
-    assert why(seen((0.0, left)), 1.0, 0.5, group="other") == ""
-    assert why(seen((0.0, changed(left, title="reading"))), 1.0, 0.5) == "", "it came after all"
-    assert why(seen((0.0, changed(left, left_title=ENTRY.title))), 1.0, 0.5) == left.left
-    assert why(seen((0.0, changed(left, left_title="sending"))), 1.0, 0.5) == "", "it may come to this one"
 
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,7 +329,7 @@ def test_ranks_that_left_together_are_in_line_again() -> None:
     found = ranks.all(
         lambda channel, group, rank: step(channel, group) if rank == 2 else channel.abort(group, f"left: {rank}")
     )
-    assert 0 in failed(found[2])
+    assert failed(found[2]) in ({0: "left: 0"}, {1: "left: 1"}), "the first one counts"
     assert all(not failed(verdict) for verdict in ranks.step())
 
 

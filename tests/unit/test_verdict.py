@@ -61,13 +61,11 @@ def test_an_error_comes_before_a_difference_of_titles_and_that_before_one_of_dig
     assert verdict(other, saving, other).title == "folder: saving"
 
 
-def test_ranks_that_left_a_step_go_on_with_their_own() -> None:
-    left = Entry("saving", left="its loop ended", left_title="model: planning")
-    found = verdict(entry(), left, left)
-    assert (found.title, dict(found.failures)) == ("model: planning", dict.fromkeys((1, 2), "its loop ended"))
-    assert [found.passes_over(rank) for rank in range(3)] == [False, True, True]
-    assert failures(left, left, left) == {}, "all have left"
-    assert verdict(entry(error="no"), left).passes_over(1)
+def test_ranks_that_are_not_at_a_step_that_may_be_skipped_pass_it() -> None:
+    left = Verdict("planning", [(1, "its loop ended")], may_be_skipped=True)
+    assert [left.passes_over(rank, "planning") for rank in range(3)] == [False, True, False]
+    assert [left.passes_over(rank, "saving") for rank in range(3)] == [True] * 3
+    assert not left._replace(may_be_skipped=False).passes_over(1, "saving")
 
 
 def test_what_differs_is_measured_against_what_most_hold() -> None:
