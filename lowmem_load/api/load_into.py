@@ -16,7 +16,7 @@ from lowmem_load.api.request import Options, Request, agree_on_request, spelled,
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, shard_fully
+from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import loader, names
@@ -76,6 +76,7 @@ def load_into(
     with load_lock(), ranks.session("load_into"):
         with ranks.step("checking the model"):
             plain = _transformers_model(model)
+            reshard(model)  # what a forward has left gathered is no memory of a shard
             sharded = ShardedModel(plain, leave)
         asked = functools.partial(
             ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
