@@ -120,6 +120,8 @@ class Peer:
         elif heartbeat.num_beats < before.num_beats:  # a connection that hung delivers it late
             return
         self.heartbeat = heartbeat
+        if before is None:  # while it lives: it may end at once
+            self.has_ended()
         if before is None or heartbeat.num_beats != before.num_beats:
             self._changed_s = now_s
         if before is None or heartbeat._replace(num_beats=0, detail="") != before._replace(num_beats=0, detail=""):

@@ -252,10 +252,9 @@ class StoreChannel:
     def _look_at(self, leader: int) -> None:
         """Find the leader's process, once: if it ends soon, all ranks say so, and not some that the store is gone."""
         if leader != self._rank and leader not in self._peers:
-            peer = self._peers.setdefault(leader, Peer())  # it has written a heartbeat
+            self._peers[leader] = Peer()  # it has written a heartbeat
             with contextlib.suppress(*_STORE_ERRORS):  # the step is over
                 self._read_heartbeats([leader])
-            peer.has_ended()
 
     def _pause(self, group: Group, start_s: float) -> None:
         first_s = POLL_S * max(1.0, len(group.members) / RANKS_PER_POLL)

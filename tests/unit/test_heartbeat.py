@@ -115,6 +115,15 @@ def test_a_process_that_has_ended_is_known_at_once() -> None:
     assert why(peer, 0.5).startswith(f"{peer.why_ended()}, while "), "ranks that lose the store with it say the same"
 
 
+def test_a_process_that_ends_at_once_is_known_if_it_was_heard_of_before() -> None:
+    heartbeat, process = ended_process()
+    peer = Peer()
+    peer.note(heartbeat, 0.0)
+    process.kill()
+    process.join()
+    assert "has ended" in why(peer, 0.1)
+
+
 def test_a_look_is_trusted_only_after_it_found_that_process() -> None:
     """Clones of one virtual machine have equal boot ids, and each other's process numbers are others or none there."""
     of_a_clone = changed(HERE, started="1")
