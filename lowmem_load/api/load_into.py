@@ -73,7 +73,8 @@ def load_into(
         RankError: another rank failed; the same error is raised on every rank.
     """
     ranks = RankGroup(None)
-    with load_lock(), ranks.session("load_into"):
+    # In inference mode the local tensor of a DTensor cannot be detached.
+    with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
         with ranks.step("checking the model"):
             plain = _transformers_model(model)
             reshard(model)  # what a forward has left gathered is no memory of a shard

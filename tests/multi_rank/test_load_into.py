@@ -143,7 +143,8 @@ def fill_again(model: Any, path: str) -> None:
         for tensor in model.parameters():
             tensor.fill_(1)
         model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-    load_into(model, path)
+    with torch.inference_mode():
+        load_into(model, path)
     model.reshard()  # what counts are the shards
 
 
