@@ -15,6 +15,8 @@ from tests.zoo import walk
 from tests.zoo.checks import Case
 from tests.zoo.configs import model_types
 
+pytestmark = pytest.mark.ranks  # by walk.py
+
 TYPES: dict[str, tuple[str, ...]] = {
     "decoders": ("llama", "gpt2", "gptj", "gpt_neox", "bloom", "opt", "phi3", "gemma2", "qwen2", "qwen3", "olmo2"),
     "experts": ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "granitemoe", "dbrx", "qwen3_next"),
