@@ -16,6 +16,7 @@ namespace sim {
 struct Block {
   char* pointer;
   size_t size;
+  size_t asked;  // size is rounded up
   int device;
   int64_t stream;                  // that it was allocated on
   std::set<int64_t> also_used_by;  // streams that record_stream named
@@ -37,8 +38,10 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (pointer == nullptr) pointer = fresh(state, index, size);
     state.allocated += size;
     state.peak = std::max(state.peak, state.allocated);
+    state.asked += bytes;
+    state.asked_peak = std::max(state.asked_peak, state.asked);
     state.reserved_peak = std::max(state.reserved_peak, state.reserved());
-    return {pointer, new Block{pointer, size, index, stream, {}}, &release, c10::Device(KIND, index)};
+    return {pointer, new Block{pointer, size, bytes, index, stream, {}}, &release, c10::Device(KIND, index)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(reachable(to), reachable(from), n); }
@@ -61,6 +64,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = state.allocated;
     stats.allocated_bytes[0].peak = state.peak;
+    stats.requested_bytes[0].current = state.asked;
+    stats.requested_bytes[0].peak = state.asked_peak;
     stats.reserved_bytes[0].current = state.reserved();
     stats.reserved_bytes[0].peak = state.reserved_peak;
     stats.num_ooms = state.num_ooms;
@@ -72,6 +77,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     State& state = of(index);
     std::lock_guard<std::mutex> lock(state.mutex);
     state.peak = state.allocated;
+    state.asked_peak = state.asked;
     state.reserved_peak = state.reserved();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
@@ -88,7 +94,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
   struct State {
     std::mutex mutex;
     size_t top = 512;
-    int64_t allocated = 0, peak = 0, cached = 0, reserved_peak = 0, num_ooms = 0, num_flushes = 0;
+    int64_t allocated = 0, peak = 0, asked = 0, asked_peak = 0, cached = 0, reserved_peak = 0;
+    int64_t num_ooms = 0, num_flushes = 0;
     std::map<std::pair<int64_t, size_t>, std::vector<char*>> free_blocks;  // by stream and size
     std::deque<Waiting> waiting;
 
@@ -155,6 +162,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     State& state = of(block->device);
     std::lock_guard<std::mutex> lock(state.mutex);
     state.allocated -= block->size;
+    state.asked -= block->asked;
     state.cached += block->size;
     Waiting waiting{*block, {}};
     for (int64_t stream : block->also_used_by) waiting.tasks[stream] = device(block->device).stream(stream).last();
