@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.formats.inert_pickle import Tensor, member, shown
+from lowmem_load.formats.inert_pickle import Tensor
+from lowmem_load.formats.plain_values import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE

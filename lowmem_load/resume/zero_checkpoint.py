@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import CheckpointError, listed
-from lowmem_load.formats.inert_pickle import Foreign, Tensor, plain
+from lowmem_load.formats.inert_pickle import Foreign, Tensor
+from lowmem_load.formats.plain_values import plain
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Expression, Shape, Source, concat

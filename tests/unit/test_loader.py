@@ -86,6 +86,7 @@ NEEDED_BY_SOME = (
     *(
         "formats.torch_zip",
         "formats.inert_pickle",
+        "formats.plain_values",
         "hf.dequantize",
         "hf.four_bit",
         "hf.merging",
