@@ -40,7 +40,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
 	@echo "make setup   install into .venv, compile DeepSpeed's extensions; the other targets do it themselves"
-	@echo "make test    check, then all tests (11 minutes on 2 cores)"
+	@echo "make test    check, then all tests (10 minutes on 2 cores)"
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make test-nodes  loads and saves of two nodes, made of network namespaces (root on Linux; 2 minutes)"

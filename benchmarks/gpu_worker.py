@@ -105,7 +105,7 @@ def measure_storage(folder: str, rank: int, world_size: int, num_threads: int = 
 
 
 def wrong_tensors(model: Any, reference: Any, rank: int) -> list[str]:
-    """Return the buffers, and the parameters whose partition, that have other bytes than the ordinary load."""
+    """Return the names of partitions and buffers that have other bytes than in the ordinary load."""
     wrong = []
     for (name, ours), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         size = ours.ds_tensor.numel()
