@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.integrations.arguments import ModelArguments as ModelArguments
     from lowmem_load.integrations.install import install as install
     from lowmem_load.integrations.model_engine import ModelEngine as ModelEngine
+    from lowmem_load.lazy_weights.lazy import lazy as lazy
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint as verify_checkpoint
@@ -49,6 +50,7 @@ _HOMES = {
     "api.load_model": ("load_model", "load_report"),
     "api.streaming": ("streaming",),
     "api.plan_model": ("plan",),
+    "lazy_weights.lazy": ("lazy",),
     "partial.initialize": ("initialize", "partial_zero3"),
     "integrations.arguments": ("DistConfig", "ModelArguments"),
     "integrations.install": ("install",),

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from lowmem_load.api.request import Options
 from lowmem_load.api.streaming import following
-from lowmem_load.integrations.accelerate_fsdp2 import llamafactory_loads, pending_loads
+from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads, llamafactory_loads
 from lowmem_load.integrations.imports import once_imported
 from lowmem_load.report import OnLoad
 
@@ -69,7 +69,7 @@ def install(
     options = Options(progress, verify, on_load, is_lenient=not strict, stream=stream)
     with contextlib.ExitStack() as stack:
         stack.enter_context(following(options, everywhere=True))
-        stack.enter_context(pending_loads(options))
+        stack.enter_context(lazy_loads(options))
         stack.enter_context(llamafactory_loads(options))
         stack.enter_context(once_imported("deepspeed", lambda _: _hooks(saves=saves)))
         for name in _TRL:
