@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor, placement_types
+
+from lowmem_load.replaced import replaced
 
 
 def fsdp_package() -> Any:
@@ -66,6 +69,18 @@ def fsdp_over_all_ranks(
     if offload_params:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
     return init_device_mesh(device_type, (world_size,)), policy
+
+
+def scattered(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Inside, what `distribute_tensor` scatters goes through `make_real`: c10d reads it past torch's dispatcher.
+
+    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._shard_tensor`.
+    """
+
+    def scatter(ordinary: Any, output: torch.Tensor, parts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return ordinary(output, [make_real(part) for part in parts], *args, **kwargs)
+
+    return replaced((placement_types, "mesh_scatter", scatter), everywhere=True)
 
 
 def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -58,10 +58,16 @@ def lazy_loads(options: Options) -> Iterator[None]:
             hook()
             call.kwargs.pop("device_map", None)
             ranks = RankGroup(None)
-            lazily = functools.partial(hand_out, options=options)
-            how: Any = options._replace(progress=False, is_lenient=options.is_lenient and not options.verify)
-            settings = stage_3(torch.float32, ranks.world_size)
-            return Load(settings, ranks, _unquantized, *how, hand_out=lazily)(call)
+            load_lazily = Load(
+                settings=stage_3(torch.float32, ranks.world_size),
+                ranks=ranks,
+                make_target=_unquantized,
+                verify=options.verify,
+                is_lenient=options.is_lenient,
+                stream=options.stream,
+                hand_out=functools.partial(hand_out, progress=options.progress, on_load=options.on_load),
+            )
+            return load_lazily(call)
 
         hooks.enter_context(loader.intercepted(load, _is_fsdp2, everywhere=True))
         yield

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,11 @@ class Reader:
         self.executor = executor
         self._lock, self._process = threading.RLock(), os.getpid()
         executor.sources.expect(files)
-        weakref.finalize(self, _close, executor)
+        self.closing = contextlib.ExitStack()
+        """What happens when nobody refers to the reader any more."""
+        self.closing.callback(executor.sources.close)
+        self.closing.callback(executor.tasks.close)
+        weakref.finalize(self, self.closing.close)
 
     def now(self, expression: Expression, _: str) -> torch.Tensor:
         """Return the value of an expression as a tensor in host memory."""
@@ -66,7 +70,7 @@ class Reader:
             self.executor.finish()
         return planner.costs(fills)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         if self._process != os.getpid():  # its threads and the holder of its lock may be in the process it came from
             self._lock, self._process = threading.RLock(), os.getpid()
@@ -74,8 +78,3 @@ class Reader:
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             yield
             self.executor.sources.check_unchanged()
-
-
-def _close(executor: Executor) -> None:
-    executor.tasks.close()
-    executor.sources.close()

@@ -22,13 +22,12 @@ from lowmem_load.lazy_weights.lazy_model import LazyReader, leave, reader_of
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children
 from lowmem_load.quantities import share
-from lowmem_load.report import write_report
-from lowmem_load.symbolic.lazy import LazyTensor, values_of
+from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
 
 
 def is_lazy(state: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a state dict holds weights that nobody has read yet."""
-    return any(isinstance(tensor, LazyTensor) and tensor.value.memory is None for tensor in state.values())
+    return any(map(is_unread, state.values()))
 
 
 def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -99,7 +98,7 @@ def _read(reader: LazyReader, parts: list[Part], ranks: RankGroup) -> None:
         ranks.check()
 
     reading = ranks.step("reading", name=reader.name, progress=progress)
-    bar = progress_bar(needed_bytes, "Loading shards", reader.options.progress, ranks.rank)
+    bar = progress_bar(needed_bytes, "Loading shards", reader.progress, ranks.rank)
     with reading, report.phase("read"), bar as update:
         executor.on_bytes, executor.sources.on_wait = on_bytes, ranks.check
         try:
@@ -108,14 +107,11 @@ def _read(reader: LazyReader, parts: list[Part], ranks: RankGroup) -> None:
             executor.on_bytes, executor.sources.on_wait = int, int
     report.needed_bytes, report.partition_bytes = costs.needed_bytes, needed_bytes
     reader.count_reads()
-    write_report(report)
-    if reader.options.on_load is not None:
-        reader.options.on_load(report)
 
 
 def _is_of_files(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is what a load has described, elements perhaps moved or cast since."""
-    if not isinstance(tensor, LazyTensor) or tensor.value.memory is not None:
+    if not isinstance(tensor, LazyTensor) or not is_unread(tensor):
         return False
     known, nodes = reader_of(tensor).leaves, [tensor.expression]
     while nodes:

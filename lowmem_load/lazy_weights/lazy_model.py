@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Options
+from lowmem_load.dtensor.mesh import scattered
 from lowmem_load.dtensor.shards import local_tensor
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.hf import loader
@@ -23,12 +23,10 @@ from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.report import LoadReport
+from lowmem_load.report import LoadReport, OnLoad, write_report
 from lowmem_load.symbolic.initialise import SharedValue
-from lowmem_load.symbolic.lazy import LazyTensor, become, keep, settle
+from lowmem_load.symbolic.lazy import LazyTensor, become, keep, settle, values_of
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
-
-_DEFAULTS = Options()
 
 _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
 """Modules that read for others: the report names who asked them to."""
@@ -37,14 +35,23 @@ _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
 class LazyReader(Reader):
     """Reads for the parameters of one lazy model, and keeps its report.
 
-    `leaves` are those of the expressions that the load has given the parameters, by id. `options` are those of the
-    load: its bar is shown, and its `on_load` called, when `fill_sharded` reads.
+    `leaves` are those of the expressions that the load has given the parameters, by id. `progress` is as for
+    `load_model`. `on_load` is called when nobody has a weight that is still to be read.
     """
 
-    def __init__(self, executor: Executor, described: Described, report: LoadReport, options: Options) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        described: Described,
+        report: LoadReport,
+        progress: bool | None = None,
+        on_load: OnLoad | None = None,
+    ) -> None:
         super().__init__(executor, described.files)
-        self.name, self.report, self.options = described.name, report, options
+        self.name, self.report, self.progress = described.name, report, progress
         self.leaves: dict[int, Expression] = {}
+        self.closing.enter_context(scattered(values_of))
+        self.closing.callback(_tell, report, on_load)
 
     def now(self, expression: Expression, reason: str) -> torch.Tensor:
         """See `Reader`. The report notes the name of the function outside that caused the read."""
@@ -63,6 +70,13 @@ class LazyReader(Reader):
         self.report.read_bytes, self.report.num_reads = self.executor.stats.read_bytes, self.executor.stats.num_reads
 
 
+def _tell(report: LoadReport, on_load: OnLoad | None) -> None:
+    """Hand out the report once nothing is left to read."""
+    write_report(report)
+    if on_load is not None:
+        on_load(report)
+
+
 def reader_of(tensor: LazyTensor) -> LazyReader:
     """Return what reads a lazy tensor."""
     reader = getattr(tensor.read_now, "__self__", None)
@@ -70,18 +84,16 @@ def reader_of(tensor: LazyTensor) -> LazyReader:
     return reader
 
 
-def hand_out(
-    described: Described, planned: Planned, executor: Executor, report: LoadReport, options: Options = _DEFAULTS
-) -> None:
+def hand_out(described: Described, planned: Planned, executor: Executor, report: LoadReport, **options: Any) -> None:
     """Give a described model lazy parameters and ordinary buffers. The executor stays open as long as they need it.
 
-    Raises UnsupportedError for quantized parameters, which cannot be lazy.
+    `options` are those of `LazyReader`. Raises UnsupportedError for quantized parameters, which cannot be lazy.
     """
     if quantized := [name for name, each in planned.parameters.items() if isinstance(each, QuantizedTensor)]:
         raise UnsupportedError(f"{described.name}: quantized weights cannot be lazy: {listed(quantized)}")
     fill_buffers(planned, described.target, executor)
     executor.finish()
-    reader = LazyReader(executor, described, report, options)
+    reader = LazyReader(executor, described, report, **options)
     for name, parameter in planned.parameters.items():
         if isinstance(parameter, SymbolicTensor):
             reader.leaves |= {id(leaf): leaf for leaf in leaves(parameter.expression)}
@@ -125,7 +137,7 @@ def read_parameters(module: nn.Module) -> None:
         become(tensor, keep(tensor))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_before_forward(module: nn.Module, _: Any) -> None:
     read_parameters(module)
     leave(module)

@@ -45,7 +45,8 @@ def addresses_are_only_compared() -> Iterator[None]:
 class LazyTensor(SymbolicTensor):
     """A tensor that is read when somebody looks at it. See [Note: never wrong]."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # torch's own gives real results this class
+    # torch's own gives real results this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(  # noqa: D102  the class docstring says it
@@ -54,8 +55,9 @@ class LazyTensor(SymbolicTensor):
         read_now: ReadNow,
         meta: torch.Tensor | None = None,
         views: tuple[Any, ...] = (),
-    ) -> SymbolicTensor:
+    ) -> LazyTensor:
         tensor = SymbolicTensor.__new__(cls, expression, read_now, meta, views)
+        assert isinstance(tensor, LazyTensor)
         if not views and not tensor.value.strides:
             tensor.value.strides = tensor.meta.stride()
         torch._C._set_throw_on_mutable_data_ptr(tensor)
@@ -183,6 +185,11 @@ class _Storage:
         return getattr(keep(self._tensor).untyped_storage(), name)
 
 
+def is_unread(tensor: torch.Tensor) -> bool:
+    """Return whether nothing of a tensor is in memory."""
+    return isinstance(tensor, LazyTensor) and tensor.value.memory is None
+
+
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a lazy tensor as an ordinary tensor, which nothing keeps."""
     if not isinstance(tensor, LazyTensor) or tensor.value.memory is not None:
@@ -277,7 +284,7 @@ def _write(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     tree_map_only(LazyTensor, keep, written)
     args, kwargs = tree_map_only(LazyTensor, values_of, (args, kwargs))
     func(*args, **kwargs)
-    return target
+    return target  # torch returns the tensor itself
 
 
 def _copy(target: LazyTensor, source: torch.Tensor) -> LazyTensor:

@@ -23,8 +23,9 @@ distributed
 dtensor
 report
 pipeline
-api saving
+saving
 lazy_weights
+api
 partial
 resume
 integrations
