@@ -34,7 +34,7 @@ from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, 
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
-from lowmem_load.hf.skeleton import allocate
+from lowmem_load.hf.skeleton import tie_again, ties_kept
 from lowmem_load.integrations.imports import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
@@ -213,7 +213,7 @@ def _prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     added = _added(model, base)  # now: accelerate moves the model to meta
     pending = vars(base).pop(_PENDING)  # else `_shard` would take what accelerate shards
     # Instead of a broadcast: the sharded model, which comes after the ordinary function and the accelerator.
-    with replaced((owner, "fsdp2_load_full_state_dict", lambda *args, **_: args[2])):
+    with replaced((owner, "fsdp2_load_full_state_dict", lambda *args, **_: args[2]), *ties_kept()):
         prepared: nn.Module = ordinary(accelerator, model)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
     _fill(prepared, base, pending, torch.device("cpu") if is_offloaded else accelerator.device, added)
@@ -258,7 +258,7 @@ def _fill(
         step.payload = sorted(added) if ranks.rank == 0 else []
     named = set(step.payloads[0])  # axolotl gives the others memory for all
     model.to_empty(device=device)
-    allocate(base, None)
+    tie_again(base)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
     given = {id(each) for name, each in base.named_parameters() if plain_name(prefix + name) in named}
     left = [name for name, each in base.named_parameters(remove_duplicate=False) if id(each) in given]
