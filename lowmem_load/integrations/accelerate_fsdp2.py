@@ -33,12 +33,13 @@ from lowmem_load.dtensor.mesh import fsdp_package, mesh_device, offloads, scatte
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, Unfilled, plain_name
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, outside_level
 from lowmem_load.hf import loader
-from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
-from lowmem_load.hf.skeleton import allocate
+from lowmem_load.hf.active import active_zero3_config, draws_no_missing, transformers_class, transformers_models
+from lowmem_load.hf.skeleton import give_memory, tie_again, ties_kept
 from lowmem_load.integrations.imports import once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.replaced import Handler, Replacement, replaced
+from lowmem_load.saving.local_shards import is_dtensor
 from lowmem_load.symbolic.initialise import with_random_state
 
 _PENDING = "lowmem_load_pending"
@@ -88,6 +89,8 @@ def pending_loads(options: Options) -> Iterator[None]:
             model, info = _load(_unfilled, reading_nothing)(call)
             if any(parameter.is_meta for parameter in model.parameters()):  # not left to stock
                 _mark_pending(model, _PendingLoad(call, state, options._replace(is_lenient=False)))
+                if draws_no_missing():
+                    torch.set_rng_state(state)
             return model, info
 
         hooks.enter_context(loader.intercepted(begin, _is_fsdp2, everywhere=True))
@@ -164,7 +167,7 @@ def _unfilled(_: Any, model: Any) -> Unfilled:
 
 def _load(make_target: TargetMaker, options: Options) -> Load:
     ranks = RankGroup(None)
-    return Load(stage_3(torch.float32, ranks.world_size), ranks, make_target, *options)
+    return Load(stage_3(torch.float32, ranks.world_size), ranks, make_target, *options, stock="stock FSDP2")
 
 
 def _mark_pending(model: nn.Module, pending: _PendingLoad) -> None:
@@ -213,7 +216,7 @@ def _prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     added = _added(model, base)  # now: accelerate moves the model to meta
     pending = vars(base).pop(_PENDING)  # else `_shard` would take what accelerate shards
     # Instead of a broadcast: the sharded model, which comes after the ordinary function and the accelerator.
-    with replaced((owner, "fsdp2_load_full_state_dict", lambda *args, **_: args[2])):
+    with replaced((owner, "fsdp2_load_full_state_dict", lambda *args, **_: args[2]), *ties_kept()):
         prepared: nn.Module = ordinary(accelerator, model)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
     _fill(prepared, base, pending, torch.device("cpu") if is_offloaded else accelerator.device, added)
@@ -257,8 +260,11 @@ def _fill(
     with ranks.step("noting what was added to the model") as step:
         step.payload = sorted(added) if ranks.rank == 0 else []
     named = set(step.payloads[0])  # axolotl gives the others memory for all
+    for parameter in model.parameters():
+        if parameter.is_meta and not is_dtensor(parameter):  # FSDP2 ignores it; `to_empty` would make another of it
+            give_memory(parameter, torch.empty_like(parameter, device=device))
     model.to_empty(device=device)
-    allocate(base, None)
+    tie_again(base)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
     given = {id(each) for name, each in base.named_parameters() if plain_name(prefix + name) in named}
     left = [name for name, each in base.named_parameters(remove_duplicate=False) if id(each) in given]
@@ -283,7 +289,7 @@ def _read_whole(base: nn.Module, modules: Collection[nn.Module]) -> None:
     if named:
         wanted = {plain_name(name) for name in named}
         options = pending.options._replace(on_load=None)  # most of the model is yet to be loaded
-        _give(base, pending.again(_load(lambda *_: Unfilled(wanted), options)), named)
+        _give(pending.again(_load(lambda *_: Unfilled(wanted), options)), named)
 
 
 def _make_whole(base: nn.Module, why: str) -> None:
@@ -300,22 +306,15 @@ def _make_whole(base: nn.Module, why: str) -> None:
         NotStreamedWarning,
         stacklevel=outside_level(),
     )
-    _give(base, vars(base).pop(_PENDING).again(loader.Call.run), dict(base.named_parameters(remove_duplicate=False)))
+    _give(vars(base).pop(_PENDING).again(loader.Call.run), dict(base.named_parameters(remove_duplicate=False)))
 
 
-def _give(base: nn.Module, loaded: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+def _give(loaded: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
     """Give parameters that have no values those of a loaded model."""
     values = dict(loaded.named_parameters(remove_duplicate=False))
-    made: dict[int, nn.Parameter] = {}
     for name, parameter in named.items():
-        if not parameter.is_meta:
-            continue
-        if id(parameter) not in made:
-            value = values[plain_name(name)].detach().to(parameter.dtype)
-            made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            loader.copy_marks(parameter, made[id(parameter)])
-        owner, _, last = name.rpartition(".")
-        setattr(base.get_submodule(owner), last, made[id(parameter)])
+        if parameter.is_meta:  # not filled yet under another name
+            give_memory(parameter, values[plain_name(name)])
 
 
 def _resize(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
