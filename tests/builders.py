@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 SEED = 20240229
@@ -74,6 +77,19 @@ def tiny_qwen2_tied(
     """Returns the folder of a Qwen2 checkpoint (attention biases) whose file lacks lm_head.weight: it is tied."""
     settings = {**_DECODER, "tie_word_embeddings": True, **cfg}
     return _save(root, "qwen2", AutoModelForCausalLM.from_config, Qwen2Config, settings, dtype, max_shard_size)
+
+
+def tiny_qwen2_differing(root: Path) -> Path:
+    """Returns the folder of a Qwen2 checkpoint that is tied by its config, and has two tensors in its file."""
+    return _tied_by_config(tiny_qwen2_tied(root), root / "qwen2-differing")
+
+
+def tiny_t5_differing(root: Path) -> Path:
+    """Returns the folder of a T5 as an old converter writes it: no shared.weight, and a head that differs from it."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+    settings = {**sizes, "decoder_start_token_id": 0, "pad_token_id": 0}
+    plain = _save(root, "t5", T5ForConditionalGeneration, T5Config, settings, torch.bfloat16, None)
+    return _tied_by_config(plain, root / "t5-differing", {"shared.weight": "decoder.embed_tokens.weight"})
 
 
 def tiny_mixtral(
@@ -237,6 +253,23 @@ def _save_bin(state: dict[str, torch.Tensor], folder: Path, num_files: int) -> N
     total = sum(tensor.nbytes for tensor in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _tied_by_config(plain: Path, folder: Path, renames: Mapping[str, str] | None = None) -> Path:
+    """Returns a copy of a checkpoint whose config ties the head, with a head of its own in the file."""
+    if folder.is_dir():
+        return folder
+    with tempfile.TemporaryDirectory(dir=plain.parent) as scratch:
+        made = Path(shutil.copytree(plain, Path(scratch) / "made"))
+        tensors = load_file(made / "model.safetensors")
+        tensors = {(renames or {}).get(name, name): tensor for name, tensor in tensors.items()}
+        embeddings = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+        tensors.setdefault("lm_head.weight", embeddings.flip(0))
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((made / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        os.rename(made, folder)
+    return folder
 
 
 def minilm_path() -> Path:

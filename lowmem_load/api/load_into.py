@@ -24,7 +24,7 @@ from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.hf.sharding import blocks, is_kept_on_host, refuse_parted
-from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
+from lowmem_load.hf.skeleton import file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
@@ -72,18 +72,33 @@ def load_into(
         UnsupportedError: a placement or wrapper that cannot be filled; a parameter without memory.
         RankError: another rank failed; the same error is raised on every rank.
     """
+    options = Options(progress, verify, stream=stream)
+    return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
+
+
+def _load_into(
+    model: nn.Module,
+    name: str | os.PathLike[str],
+    options: Options,
+    dtype: str | torch.dtype | None,
+    auto_class: str | type | None = None,
+    *,
+    leave: Collection[str] = (),
+    is_skeleton: bool = False,
+    **from_pretrained_kwargs: Any,
+) -> LoadReport:
+    """Do what `load_into` does. For `is_skeleton`, see `ShardedModel`."""
     ranks = RankGroup(None)
     # In inference mode the local tensor of a DTensor cannot be detached.
     with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
         with ranks.step("checking the model"):
             plain = _transformers_model(model)
             reshard(model)  # what a forward has left gathered is no memory of a shard
-            sharded = ShardedModel(plain, leave)
+            sharded = ShardedModel(plain, leave, is_skeleton=is_skeleton)
         asked = functools.partial(
             ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
         )
         checked = agree_on_request(ranks, asked, has_ds_config=False)
-        options = Options(progress, verify, stream=stream)
         load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), *options)
         with loader.intercepted(load):
             loaded = checked.from_pretrained()
@@ -170,15 +185,15 @@ def filling(
     is_offloaded: bool = False,
 ) -> Iterator[None]:
     """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
-    how: Any = {key: getattr(options, key) for key in ("progress", "verify", "stream")} | file_keywords(kwargs)
+    plain_options = Options(options.progress, options.verify, stream=options.stream)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
         refuse_parted(model)
         shard(model)
         on_host = is_offloaded or is_kept_on_host(model)
-        allocate(model, torch.device("cpu") if on_host else mesh_device(model))
+        model.to_empty(device=torch.device("cpu") if on_host else mesh_device(model))
         with loader.outermost():
-            report = load_into(model, name, dtype=dtype, **how)
+            report = _load_into(model, name, plain_options, dtype, is_skeleton=True, **file_keywords(kwargs))
         if options.on_load is not None:
             options.on_load(report)
         return report.loading_info

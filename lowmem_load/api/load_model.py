@@ -115,14 +115,14 @@ def load_report(model: Any) -> LoadReport:
     if not isinstance(report, LoadReport):
         raise ValueError(  # noqa: TRY004  the model has the right type, the wrong history
             f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
-            + (f": it was left to stock ZeRO-3: {reason}" if reason else "")
+            + (f": it was left to {reason}" if reason else "")
         )
     report.num_unread = sum(map(is_unread, model.parameters())) if isinstance(model, nn.Module) else 0
     return report
 
 
 def why_left_to_stock(model: Any) -> str:
-    """Return why `install` left the load of a model to stock ZeRO-3; "" if it did not."""
+    """Return to which stock `install` left the load of a model, and why; "" if it did not."""
     return str(getattr(model, LEFT_ATTRIBUTE, ""))
 
 

@@ -26,7 +26,7 @@ from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located
 from lowmem_load.hf.sharding import is_distributed_config, is_kept_on_host
-from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by
+from lowmem_load.hf.skeleton import file_keywords, filled_by
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.phases import host_memory
@@ -100,9 +100,8 @@ def plan_sharded(
     where, kwargs = located(spelled(name), kwargs)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
-        allocate(model, None)
         device = "cpu" if is_kept_on_host(model) else mesh_device(model).type
-        sharded = ShardedModel(model, planned_device=device)
+        sharded = ShardedModel(model, planned_device=device, is_skeleton=True)
         request, settings = ordinary_load(model, where, dtype, auto_class, file_keywords(kwargs), world_size)
         checked = request.checked(settings)
 

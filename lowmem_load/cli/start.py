@@ -46,7 +46,7 @@ def run(
         list[str], typer.Argument(metavar="COMMAND...", help="Command to run, with its arguments.", show_default=False)
     ],
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if a load cannot be streamed, instead of leaving it to stock.")
+        bool, typer.Option("--strict", help="Fail if a load cannot be streamed, or comes before the arguments.")
     ] = False,
     stream: Annotated[
         bool, typer.Option("--stream", help="Read models on the Hub without downloading them to its cache.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -23,10 +23,17 @@ class ShardedModel:
     """The tensors of a sharded transformers model, under each of the names that a checkpoint gives them.
 
     `left` has the names of those that the caller fills. `planned_device` is the type of device that will have the
-    shards, for a plan of a model without memory.
+    shards, for a plan of a model without memory. `is_skeleton`: transformers has built the model and tied nothing yet.
     """
 
-    def __init__(self, model: nn.Module, left: Collection[str] = (), planned_device: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        left: Collection[str] = (),
+        planned_device: str | None = None,
+        *,
+        is_skeleton: bool = False,
+    ) -> None:
         flat = [name for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)]
         if flat:
             raise UnsupportedError(
@@ -34,6 +41,7 @@ class ShardedModel:
                 "whose flat parameters have no placements; use torch.distributed.fsdp.fully_shard"
             )
         self.left, self.planned_device = {plain_name(name) for name in left}, planned_device
+        self._skeleton = model if is_skeleton else None
         self.parameters, self.buffers = _parameters(model, self.left), _buffers(model, self.left)
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
@@ -43,6 +51,29 @@ class ShardedModel:
     def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
         """Return what this rank holds of one of the tensors, and its memory. See `local_shard`."""
         return self._shards[id(tensor)]
+
+    def tie(self, groups: Iterable[Sequence[str]]) -> None:
+        """Have a skeleton share one parameter among the names of each group, and no others.
+
+        Raise CheckpointError if the model of a caller shares one among several groups: it cannot hold their values.
+        """
+        users: dict[int, str] = {}
+        for group in groups:
+            names = [name for name in map(plain_name, group) if name in self.parameters]
+            for name in names:
+                if self._skeleton is not None and self.parameters[name] is not self.parameters[names[0]]:
+                    del self._shards[id(self.parameters[name])]
+                    owner, _, last = name.rpartition(".")
+                    setattr(self._skeleton.get_submodule(owner), last, self.parameters[names[0]])
+                    self.parameters[name] = self.parameters[names[0]]
+                other = users.setdefault(id(self.parameters[name]), name)
+                if other not in names:
+                    raise CheckpointError(
+                        f"{other} and {name}: the model has one parameter for both, but their tensors in the files "
+                        "differ, and an ordinary load keeps both. Give each a parameter before you shard the model: "
+                        f"set tie_word_embeddings=False in its configuration, or {name} to "
+                        "nn.Parameter(torch.empty_like(...)); load_model with the mesh does so by itself"
+                    )
 
     def check_names(self, described: nn.Module) -> None:
         """Raise CheckpointError unless a described model has parameters and buffers of the same names and shapes."""
@@ -120,6 +151,7 @@ class Sharded(Target):
         first: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+        self._sharded.tie(self._names.values())
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]

@@ -42,6 +42,11 @@ def note_load() -> None:
         _served[:] = [inspect.unwrap(reference)]
 
 
+def asked_for_deepspeed() -> bool:
+    """Return whether an `HfDeepSpeedConfig` was made, of whatever stage, and not unset."""
+    return getattr(hf_deepspeed, _REFERENCE) is not None
+
+
 def was_dropped() -> bool:
     """Return whether the last `HfDeepSpeedConfig` died before it served a load."""
     reference = getattr(hf_deepspeed, _REFERENCE)
@@ -62,6 +67,17 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
 
 def _no_config() -> None:
     """Stand for a weak reference, which only a callable can replace."""
+
+
+def draws_no_missing() -> bool:
+    """Return whether a load in this process draws no random values for what the files lack: it gets another rank's.
+
+    Source: transformers 5.23 `modeling_utils.py`, `_initialize_missing_keys`, for FSDP with efficient loading. Earlier
+    releases draw there on all ranks.
+    """
+    initialise: Any = inspect.unwrap(getattr(PreTrainedModel, "_initialize_missing_keys", draws_no_missing))
+    knows_fsdp = "is_fsdp_enabled" in initialise.__code__.co_names
+    return knows_fsdp and modeling_utils.is_fsdp_enabled() and not modeling_utils.is_local_dist_rank_0()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
-from lowmem_load.replaced import replaced
+from lowmem_load.replaced import Replacement, replaced
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 """Fills a skeleton, given the dtype of the load; returns the loading info."""
@@ -63,17 +63,39 @@ def filled_by(fill: Fill) -> Iterator[None]:
         yield
 
 
-def allocate(model: Any, device: torch.device | None) -> None:
-    """Give a skeleton memory for its shards, unless `device` is None. Tie again what that has untied."""
-    if device is not None:
-        model.to_empty(device=device)
+def give_memory(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a parameter on meta the memory of `values`, in its dtype. It stays the object that an optimizer holds."""
+    attributes = {name: value for name, value in vars(parameter).items() if name != "data_ptr"}  # no real address
+    made = nn.Parameter(values.detach().to(parameter.dtype), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)
+    vars(parameter).update(attributes)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # torch keeps them, but calls them no more
+        setattr(parameter, hooks, getattr(parameter, hooks))
+
+
+def tie_again(model: Any) -> None:
+    """Tie what `to_empty` has untied in a model that transformers had loaded."""
     recomputes = "recompute_mapping" in inspect.signature(model.tie_weights).parameters  # since transformers 5
     model.tie_weights(**({"recompute_mapping": False} if recomputes else {}))
 
 
+def ties_kept() -> list[Replacement]:
+    """Return what keeps `tie_weights` from tying, by the configuration, what a load has found to differ.
+
+    Source: accelerate 1.15 `utils/fsdp_utils.py`, `fsdp2_prepare_model`, which calls it on a loaded model.
+    """
+    name = "get_expanded_tied_weights_keys"  # since transformers 5
+
+    def expand(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
+        ties = ordinary(model, *args, **kwargs).items()
+        return {target: source for target, source in ties if target in model.all_tied_weights_keys}
+
+    return [(PreTrainedModel, name, expand)] if hasattr(PreTrainedModel, name) else []
+
+
 def hand_over(loaded: nn.Module, model: nn.Module) -> None:
-    """Give a model what a load leaves on it beside weights: how to save it as it was, and how to generate."""
-    for name in ("_weight_conversions", "generation_config"):
+    """Give a model what a load leaves on it beside weights: how to save it as it was, its ties, how to generate."""
+    for name in ("_weight_conversions", "all_tied_weights_keys", "generation_config"):
         if hasattr(loaded, name):
             setattr(model, name, getattr(loaded, name))
 

@@ -28,12 +28,13 @@ from lowmem_load.dtensor.mesh import offloads
 from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
-from lowmem_load.hf.active import active_zero3_config
+from lowmem_load.hf.active import active_zero3_config, draws_no_missing
+from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations.imports import once_imported
 from lowmem_load.lazy_weights.fill import fill_sharded, is_lazy
 from lowmem_load.lazy_weights.lazy_model import hand_out
 from lowmem_load.pipeline.checks import SHARDS
-from lowmem_load.pipeline.load import Load
+from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 
@@ -65,9 +66,14 @@ def lazy_loads(options: Options) -> Iterator[None]:
                 verify=options.verify,
                 is_lenient=options.is_lenient,
                 stream=options.stream,
+                stock="stock FSDP2",
                 hand_out=functools.partial(hand_out, progress=options.progress, on_load=options.on_load),
             )
-            return load_lazily(call)
+            state = torch.get_rng_state()
+            model, info = load_lazily(call)
+            if draws_no_missing() and not hasattr(model, LEFT_ATTRIBUTE):
+                torch.set_rng_state(state)
+            return model, info
 
         hooks.enter_context(loader.intercepted(load, _is_fsdp2, everywhere=True))
         yield
@@ -139,7 +145,9 @@ def _hooks() -> Iterator[None]:
 
     replacements = [
         (fsdp_utils, _FILLS, _fill),
-        (accelerate.accelerator.Accelerator, "_prepare_fsdp2", _prepare),
+        (fsdp_utils, "fsdp2_prepare_model", _prepare_model),
+        (accelerate.accelerator, "fsdp2_prepare_model", _prepare_model),
+        (accelerate.accelerator.Accelerator, "_prepare_fsdp2", _prepare_all),
     ]
     with (
         replaced(*replacements, everywhere=True),
@@ -156,6 +164,12 @@ def _fill(ordinary: Any, accelerator: Any, model: nn.Module, state: Any, *args: 
     return model
 
 
-def _prepare(ordinary: Any, *args: Any, **kwargs: Any) -> Any:
+def _prepare_all(ordinary: Any, *args: Any, **kwargs: Any) -> Any:
     with addresses_are_only_compared():
         return ordinary(*args, **kwargs)
+
+
+def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
+    """Keep apart what transformers has found to differ: accelerate ties by the configuration, and loses one of both."""
+    with replaced(*ties_kept()):
+        return ordinary(accelerator, model)

@@ -39,7 +39,7 @@ class Finder:
 
     def leave(self) -> None:
         """Await nothing any more."""
-        if self in sys.meta_path:
+        if sys.meta_path and self in sys.meta_path:  # None when Python ends
             sys.meta_path.remove(self)
 
     def find_spec(

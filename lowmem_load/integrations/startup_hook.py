@@ -86,8 +86,10 @@ def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:
 
 
 def switch_on() -> None:
-    """Call `install`. Rank 0 prints that, and a summary at the end of each load."""
-    from lowmem_load.errors import LowMemLoadError
+    """Call `install`. Rank 0 prints that, a summary at the end of each load, and which load comes too early."""
+    import warnings
+
+    from lowmem_load.errors import LoadOrderWarning, LowMemLoadError, NotStreamedWarning
 
     text = os.environ.get(SWITCH, ON)
     asked = {} if text == ON else dict.fromkeys(text.split(","), True)
@@ -97,15 +99,24 @@ def switch_on() -> None:
         )
     try:
         from lowmem_load.integrations.install import install
+        from lowmem_load.integrations.load_order import tell_early_loads
 
+        tell_early_loads(_print_on_rank_0, strict=STRICT in asked)
         install(**asked, on_load=_print_summary)
     except (ImportError, LowMemLoadError) as error:  # code around a load may take the first for an absent package
         raise LowMemLoadError(
             f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"
             f"To go on without it, start the job without `lowmem-load run`, or with {SWITCH}={OFF}"
         ) from error
+    # These are what `run` is for: PYTHONWARNINGS=ignore must not hide them.
+    warnings.simplefilter("default", NotStreamedWarning)
+    warnings.simplefilter("error" if STRICT in asked else "default", LoadOrderWarning)
+    _print_on_rank_0("on: models for ZeRO-3 or FSDP2 go straight into their shards")
+
+
+def _print_on_rank_0(text: str) -> None:
     if next((os.environ[name] for name in RANKS if os.environ.get(name)), "0") == "0":
-        _print("on: models for ZeRO-3 or FSDP2 go straight into their shards")
+        _print(text)
 
 
 def _print_summary(report: LoadReport) -> None:

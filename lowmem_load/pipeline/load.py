@@ -67,7 +67,7 @@ REPORT_ATTRIBUTE = "lowmem_load_report"
 """Attribute of a model: its `LoadReport`."""
 
 LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
-"""Attribute of a model that was left to stock ZeRO-3: the reason, as text."""
+"""Attribute of a model that was left to stock: to which, and why, as text."""
 
 
 HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
@@ -83,6 +83,7 @@ class Load:
         is_lenient: whether transformers does what cannot be streamed, with a warning; see [Note: left to stock].
         stream: whether a model on the Hub is read from there, without a download.
         open_source: opens files of the checkpoint.
+        stock: who does what cannot be streamed, for the warning.
         hand_out: gives the described model parameters that are read later; see `lazy_weights`. None: all are read now.
 
     [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
@@ -98,6 +99,7 @@ class Load:
     is_lenient: bool = False
     stream: bool = False
     open_source: Opener = open_file
+    stock: str = "stock ZeRO-3"
     hand_out: HandOut | None = None
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
@@ -110,10 +112,10 @@ class Load:
             except _NotStreamedError as error:
                 reason = str(error)
             torch.set_rng_state(random_state)
-            text = f"{call.name}: not streamed, but left to stock ZeRO-3: {reason}"
+            text = f"{call.name}: not streamed, but left to {self.stock}: {reason}"
             warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
             model, info = call.run()
-            setattr(model, LEFT_ATTRIBUTE, reason)
+            setattr(model, LEFT_ATTRIBUTE, f"{self.stock}: {reason}")
             return model, info
 
     def _locate(self, call: loader.Call) -> None:

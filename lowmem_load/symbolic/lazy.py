@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -233,8 +233,6 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
     other, gradient = _in_memory(other.detach()), tensor.grad
     made = _like(tensor, other)
     try:
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            _refuse_swap()
         torch.utils.swap_tensors(tensor, made)
     except RuntimeError:
         if (other.shape, other.dtype, other.device) != (tensor.shape, tensor.dtype, tensor.device):
@@ -245,10 +243,8 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
             tensor.value, tensor.views = SharedValue(held(other), device=other.device, memory=other), ()
     else:
         tensor.grad = gradient
-
-
-def _refuse_swap() -> NoReturn:
-    raise RuntimeError("a tensor with hooks cannot be given other data while it is lazy; add hooks afterwards")
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # torch keeps them, but calls them no more
+            setattr(tensor, hooks, getattr(tensor, hooks))
 
 
 def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -121,9 +121,9 @@ def start() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def losses(model: nn.Module, num_steps: int = 10) -> list[float]:
+def losses(model: nn.Module, num_steps: int = 10, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
     """Train on the same tokens on each rank."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     tokens = torch.randint(0, 7, (2, 8), generator=generator)
     found = []
@@ -160,7 +160,9 @@ def fill_all(cases: dict[str, tuple[str, torch.dtype, str | None]]) -> None:
                 with torch.no_grad():
                     (tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor).fill_(7)
             torch.manual_seed(torch.distributed.get_rank())
+            before = [*model.parameters(), *model.buffers()]
             report = load_into(model, path)
+            assert all(one is other for one, other in zip(before, [*model.parameters(), *model.buffers()], strict=True))
             torch.manual_seed(0)
             cls = getattr(transformers, cls_name or transformers.AutoConfig.from_pretrained(path).architectures[0])
             reference, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)

@@ -6,6 +6,7 @@ import base64
 import functools
 import gc
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -183,3 +184,19 @@ assert deepspeed.initialize.__code__.co_filename == lowmem_load.replaced.__file_
 
 def test_deepspeed_is_hooked_once_a_program_imports_it() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_DEEPSPEED], check=True)
+
+
+def test_a_process_with_fsdp2_ends_without_a_word(llama: str, tmp_path: Path) -> None:
+    """Python takes down what imports are awaited by before the hooks that await them."""
+    source = f"""
+import torch.distributed, transformers, lowmem_load
+torch.distributed.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
+lowmem_load.install(progress=False)
+model = transformers.LlamaForCausalLM.from_pretrained({llama!r})
+assert any(parameter.is_meta for parameter in model.parameters())
+torch.distributed.destroy_process_group()
+"""
+    env = {**os.environ, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    command = [sys.executable, "-W", "ignore", "-c", source]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -18,7 +18,7 @@ from lowmem_load.dtensor import shards
 from lowmem_load.dtensor.mesh import shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.dtensor.shards import is_first_replica
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.hf.sharding import blocks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
@@ -66,8 +66,7 @@ def test_a_rank_that_is_not_in_a_mesh_holds_nothing_of_a_scalar_either(rank: int
 
 
 def test_of_tied_parameters_the_first_may_be_left_to_the_caller() -> None:
-    model = nn.ModuleDict({"embed": nn.Linear(2, 3, bias=False), "head": nn.Linear(2, 3, bias=False)})
-    model["head"].weight = model["embed"].weight
+    model = embedding_and_head(tied=True)
     sharded = ShardedModel(model, left=["embed.weight"])
     target = Sharded(sharded, model)
     target.check(model)
@@ -76,6 +75,38 @@ def test_of_tied_parameters_the_first_may_be_left_to_the_caller() -> None:
     made, [memory] = target.make(plan, model["embed"].weight, lambda: None)
     assert made is model["head"].weight
     assert memory.data_ptr() == made.data_ptr()
+
+
+def embedding_and_head(*, tied: bool) -> nn.ModuleDict:
+    model = nn.ModuleDict({"embed": nn.Linear(2, 3, bias=False), "head": nn.Linear(2, 3, bias=False)})
+    if tied:
+        model["head"].weight = model["embed"].weight
+    return model
+
+
+def test_a_skeleton_is_tied_as_the_load_ties() -> None:
+    model = embedding_and_head(tied=False)
+    sharded = ShardedModel(model, is_skeleton=True)
+    target = Sharded(sharded, described := embedding_and_head(tied=True))
+    target.check(described)
+    assert model["head"].weight is model["embed"].weight
+    assert len(target.layout("embed.weight", described["embed"].weight).regions) == 1
+
+
+def test_two_tied_tensors_fill_both_parameters_of_a_caller() -> None:
+    sharded, described = ShardedModel(model := embedding_and_head(tied=False)), embedding_and_head(tied=True)
+    target = Sharded(sharded, described)
+    target.check(described)
+    assert model["head"].weight is not model["embed"].weight
+    assert len(target.layout("embed.weight", described["embed"].weight).regions) == 2
+
+
+def test_one_parameter_that_would_need_two_values_is_refused() -> None:
+    described = embedding_and_head(tied=False)
+    with pytest.raises(CheckpointError, match=r"embed.weight and head.weight: .* head.weight to nn.Parameter"):
+        Sharded(ShardedModel(embedding_and_head(tied=True)), described).check(described)
+    left = ShardedModel(embedding_and_head(tied=True), left=["head.weight"])
+    Sharded(left, described).check(described)  # the caller fills one of them
 
 
 @pytest.mark.parametrize("rank", [0], indirect=True)

@@ -1,0 +1,130 @@
+"""What a config ties and the files tell apart: both tensors are kept, as in an ordinary load. And the reverse."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lowmem_load
+from lowmem_load import CheckpointError, load_into, load_model, load_report, plan, save_model
+from tests import builders
+from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT, prepare
+from tests.multi_rank.test_load_into import built, differing, shard_fully, start
+from tests.ranks import run_ranks
+
+if not hasattr(transformers.PreTrainedModel, "get_expanded_tied_weights_keys"):
+    pytest.skip("this release of transformers ties by the config alone", allow_module_level=True)
+
+
+def ordinary(path: str) -> nn.Module:
+    cls = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
+    model: nn.Module = cls.from_pretrained(path, dtype=torch.bfloat16)
+    return model
+
+
+def check_saved(model: nn.Module, reference: nn.Module, folder: str) -> None:
+    """A saved model is loaded again as the same one. Collective."""
+    save_model(model, folder)
+    again = ordinary(folder)
+    assert differing(again, reference) == []
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) == (
+        reference.lm_head.weight is reference.get_input_embeddings().weight
+    )
+
+
+def with_own_head(path: str) -> nn.Module:
+    model = built(path, torch.bfloat16)
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    return model
+
+
+def load_all(paths: dict[str, str], tied: str, folder: str) -> list[int]:
+    """Rank function: what the load of a `DistributedConfig` has read."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (start(),))
+    for name, path in {**paths, "tied": tied}.items():
+        reference = ordinary(path)
+        assert (reference.lm_head.weight is reference.get_input_embeddings().weight) == (name == "tied")
+        model = load_model(path, mesh, dtype=torch.bfloat16)
+        assert differing(model, reference) == [], name
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == (name == "tied")
+        check_saved(model, reference, f"{folder}/{name}-mesh")
+
+        model = with_own_head(path)  # of a caller, who may have tied nothing
+        shard_fully(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        load_into(model, path)
+        assert differing(model, reference) == [], name
+        check_saved(model, reference, f"{folder}/{name}-into")
+
+    for name, path in paths.items():
+        model = built(path, torch.bfloat16)
+        shard_fully(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        both = "model.embed_tokens.weight and lm_head.weight" if name == "qwen2" else "shared.weight and lm_head.weight"
+        with pytest.raises(CheckpointError, match=f"{both}: the model has one parameter for both.* Give each"):
+            load_into(model, path)
+
+    return load_installed(paths["qwen2"], folder)
+
+
+def load_installed(path: str, folder: str) -> list[int]:
+    from transformers.distributed import DistributedConfig
+
+    lowmem_load.install()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, distributed_config=DistributedConfig(fsdp_size=2)
+    )
+    lowmem_load.integrations.install.uninstall()
+    reference = ordinary(path)
+    assert differing(model, reference) == []
+    assert model.all_tied_weights_keys == reference.all_tied_weights_keys == {}
+    check_saved(model, reference, f"{folder}/installed")
+    return [load_report(model).needed_bytes, load_report(model).read_bytes]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"), reason="this release shards no model"
+)
+def test_transformers_decides_what_is_tied(checkpoints: Path, tmp_path: Path) -> None:
+    qwen2, t5 = builders.tiny_qwen2_differing(checkpoints), builders.tiny_t5_differing(checkpoints)
+    tied = str(builders.tiny_qwen2_tied(checkpoints))
+    costs = run_ranks(load_all, {"qwen2": str(qwen2), "t5": str(t5)}, tied, str(tmp_path), timeout_s=300)
+    for rank, cost in enumerate(costs):
+        config = transformers.distributed.DistributedConfig(fsdp_size=2)
+        planned = plan(qwen2, config, rank=rank, world_size=2, dtype=torch.bfloat16)
+        compared = sum(nbytes for _, nbytes in planned.read_to_describe)
+        assert [planned.costs.needed_bytes, planned.costs.read_bytes + compared] == cost
+
+
+def prepare_all(paths: dict[str, str], folder: str) -> None:
+    """Rank function: with efficient loading, accelerate itself ties again by the config."""
+    start()
+    for name, path in paths.items():
+        for efficient in (True, False):
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)
+            lowmem_load.install()
+            cls = type(ordinary(path))
+            pending = cls.from_pretrained(path, dtype=torch.bfloat16)
+            assert any(parameter.is_meta for parameter in pending.parameters())
+            model = prepare(pending, efficient=efficient)
+            lowmem_load.integrations.install.uninstall()
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # or stock leaves the first rank alone with values
+            reference = ordinary(path)
+            assert differing(model, reference) == [], (name, efficient)
+            check_saved(model, reference, f"{folder}/{name}-{efficient}")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_accelerate_ties_by_the_config_stays_apart(checkpoints: Path, tmp_path: Path) -> None:
+    qwen2, t5 = builders.tiny_qwen2_differing(checkpoints), builders.tiny_t5_differing(checkpoints)
+    tied = str(builders.tiny_qwen2_tied(checkpoints))
+    paths = {"qwen2": str(qwen2), "t5": str(t5), "tied": tied}
+    run_ranks(prepare_all, paths, str(tmp_path), env=ENVIRONMENT, timeout_s=300)
