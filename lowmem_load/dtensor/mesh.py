@@ -8,18 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, placement_types
 
 from lowmem_load.replaced import replaced
-
-
-def fsdp_package() -> Any:
-    """Return the module from which others import `fully_shard`."""
-    return torch.distributed.fsdp
 
 
 def is_mesh(value: object) -> bool:

@@ -35,7 +35,7 @@ from lowmem_load.lazy_weights.fill import fill_sharded, is_lazy
 from lowmem_load.lazy_weights.lazy_model import hand_out
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load
-from lowmem_load.replaced import Handler, replaced
+from lowmem_load.replaced import Handler, Replacement, replaced
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 
 _NOT_LAZY = (
@@ -143,7 +143,7 @@ def _hooks() -> Iterator[None]:
     import accelerate.accelerator
     import accelerate.utils.fsdp_utils as fsdp_utils
 
-    replacements = [
+    replacements: list[Replacement] = [
         (fsdp_utils, _FILLS, _fill),
         (fsdp_utils, "fsdp2_prepare_model", _prepare_model),
         (accelerate.accelerator, "fsdp2_prepare_model", _prepare_model),
