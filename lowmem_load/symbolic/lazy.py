@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import Expression, cast, expand, held, numel
 from lowmem_load.replaced import holding
 from lowmem_load.symbolic.initialise import CPU, ReadNow, SharedValue
@@ -30,6 +31,8 @@ aten = torch.ops.aten
 
 _OWN = frozenset({"value", "views", "meta", "read_now", "_is_param"})
 """Attributes that a lazy parameter has and an ordinary one does not."""
+
+_RESHAPES = frozenset({aten.set_, aten.resize_, aten.resize_as_})
 
 _KEEPING = threading.RLock()
 _ONLY_COMPARED: ContextVar[bool] = ContextVar("lowmem_load_addresses_are_only_compared", default=False)
@@ -128,6 +131,9 @@ class LazyTensor(SymbolicTensor):
     def storage(self) -> Any:  # noqa: D102  torch's
         return keep(self).storage()
 
+    def _typed_storage(self) -> Any:
+        return keep(self)._typed_storage()
+
     def numpy(self, *, force: bool = False) -> Any:  # noqa: D102  torch's
         return keep(self).detach().requires_grad_(self.requires_grad).numpy(force=force)
 
@@ -136,6 +142,11 @@ class LazyTensor(SymbolicTensor):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return keep(self).__dlpack__(*args, **kwargs)
+
+    def set_(self, source: Any, *args: Any) -> LazyTensor:
+        """Become an alias of another tensor, or of the whole of a storage."""
+        become(self, source if isinstance(source, torch.Tensor) else keep(self).detach().set_(source, *args))
+        return self
 
     def share_memory_(self) -> LazyTensor:  # noqa: D102  torch's
         keep(self).share_memory_()
@@ -228,23 +239,30 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
 def become(tensor: LazyTensor, other: torch.Tensor) -> None:
     """Let a lazy tensor be an alias of another tensor, in the same Python object: optimizers and ties refer to it.
 
-    Raises RuntimeError of torch if autograd refers to it and the other one has another shape, dtype or device.
+    Where autograd or C++ code refers to its implementation, it stays lazy and has the other one's value.
+
+    Raises UnsupportedError if it would have to, and the other one has another shape, dtype or device.
+    Source: torch 2.13 `utils/__init__.py`, `swap_tensors`.
     """
     other, gradient = _in_memory(other.detach()), tensor.grad
     made = _like(tensor, other)
-    try:
-        torch.utils.swap_tensors(tensor, made)
-    except RuntimeError:
-        if (other.shape, other.dtype, other.device) != (tensor.shape, tensor.dtype, tensor.device):
-            raise
-        if isinstance(other, LazyTensor):
-            tensor.value, tensor.views, tensor.meta = other.value, other.views, other.meta
-        else:
-            tensor.value, tensor.views = SharedValue(held(other), device=other.device, memory=other), ()
-    else:
+    if tensor._use_count() == 1:
+        # As `torch.utils.swap_tensors`, which refuses weak references: those to this object go on to mean it.
+        tensor.__class__, made.__class__ = made.__class__, tensor.__class__  # type: ignore[assignment]
+        tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
+        torch._C._swap_tensor_impl(tensor, made)
         tensor.grad = gradient
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # torch keeps them, but calls them no more
             setattr(tensor, hooks, getattr(tensor, hooks))
+    elif (other.shape, other.dtype, other.device) != (tensor.shape, tensor.dtype, tensor.device):
+        raise UnsupportedError(
+            f"a lazy weight of shape {tuple(tensor.shape)} and {tensor.dtype}, which autograd or C++ code refers to, "
+            f"was given data of shape {tuple(other.shape)} and {other.dtype}; change it before it is used"
+        )
+    elif isinstance(other, LazyTensor):
+        tensor.value, tensor.views, tensor.meta = other.value, other.views, other.meta
+    else:
+        tensor.value, tensor.views = SharedValue(held(other), device=other.device, memory=other), ()
 
 
 def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -270,6 +288,8 @@ def _cast_or_moved(func: Any, tensor: LazyTensor, kwargs: dict[str, Any]) -> tor
 def _write(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_alone: bool) -> Any:
     target, arguments = args[0], func._schema.arguments
     positions = [position for position, argument in enumerate(arguments) if argument.is_write]
+    if func.overloadpacket in _RESHAPES or torch.Tag.inplace_view in func.tags:
+        raise UnsupportedError(f"{func} would change the shape of a lazy weight in place; assign to its data instead")
     if func.overloadpacket is aten.copy_ and isinstance(target, LazyTensor) and not target.views:
         return _copy(target, args[1])
     draws = torch.Tag.nondeterministic_seeded in func.tags
