@@ -164,7 +164,7 @@ class StoreChannel:
     @contextlib.contextmanager
     def doing(self, group: Group, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
         """Send heartbeats within the block, with its title and progress. Blocks nest."""
-        depth, closing = len(self._doing), threading.Event()
+        depth, limits, closing = len(self._doing), self.limits, threading.Event()
         thread = threading.Thread(
             target=self._send_heartbeats, args=(closing,), name="lowmem_load-heartbeat", daemon=True
         )
@@ -181,6 +181,7 @@ class StoreChannel:
             self._note_state()
             if thread.ident:
                 self._close(closing, thread)
+            self.limits = limits  # an inner step has had its own
 
     def agree(self, group: Group, entry: Entry) -> Verdict:
         """Bring an entry to the group's next step; return the verdict. Collective; within `doing`."""

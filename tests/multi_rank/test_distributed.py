@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -227,6 +229,58 @@ def _steps() -> None:
 
 def test_all_ranks_go_on_or_raise() -> None:
     run_ranks(_steps, world_size=3)
+
+
+def _nested_groups() -> None:
+    """Rank function: some ranks do a step of their own inside a step of all, and it fails."""
+    import torch.distributed as dist
+
+    world = DistributedInterface()
+    mine = world.rank
+    groups = [dist.new_group(ranks) for ranks in ([1, 2], [2])]  # all ranks make them
+
+    def expect(kind: type[BaseException], text: str, work: Callable[[], None]) -> None:
+        start_s = time.monotonic()
+        with pytest.raises(kind, match=text) as caught:
+            work()
+        assert type(caught.value) is kind
+        assert time.monotonic() - start_s < 10, "the timeout of the process group is 30 minutes"
+        assert payloads(world, mine) == [0, 1, 2], "all are in line again"
+
+    def inner_step(group: Any, error: BaseException) -> None:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            with world.subgroup(group).step("inner"):
+                if mine == 2:
+                    raise error
+
+    def outer_step(group: Any, error: BaseException) -> None:
+        with world.step("outer"):
+            inner_step(group, error)
+
+    expect(
+        RankError,
+        r"(?s)outer failed on 2 rank.*rank 1: RankError: inner failed.*ValueError: of rank 2",
+        lambda: outer_step(groups[0], ValueError("of rank 2")),
+    )
+    expect(
+        RankError,
+        r"outer failed on 1 rank\(s\).*\nrank 2: ValueError: alone",
+        lambda: outer_step(groups[1], ValueError("alone")),
+    )
+    interrupted = KeyboardInterrupt if mine == 2 else RankError
+    expect(interrupted, "KeyboardInterrupt" * (mine != 2), lambda: outer_step(groups[0], KeyboardInterrupt()))
+
+    def session() -> None:
+        with world.session("the load"):
+            inner_step(groups[0], ValueError("in a session"))
+            with world.step("after"):
+                pass
+
+    expect(RankError, "in a session", session)
+
+
+def test_a_step_of_some_ranks_that_fails_inside_a_step_of_all_fails_on_all() -> None:
+    run_ranks(_nested_groups, world_size=3)
 
 
 def _pickled() -> None:
