@@ -30,7 +30,7 @@ from lowmem_load.hf.hub_files import commit_in
 from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.io.remote_file import TRAFFIC, requests_in_flight
+from lowmem_load.io.remote_file import requests_in_flight
 from lowmem_load.io.source import Opener
 from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file
 from lowmem_load.phases import progress_bar
@@ -50,7 +50,7 @@ from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
 from lowmem_load.pipeline.shared_reads import Place, ReadSharing, SharedReads, shares_reads
 from lowmem_load.quantities import share
-from lowmem_load.report import LoadReport, OnLoad, write_report
+from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Load:
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
-        requests = TRAFFIC.counts
+        attempts = Attempts()
         with contextlib.ExitStack() as stack:
             cache = stack.enter_context(NodeCache(self.ranks))
             is_ordinary, payloads = self._check_call(call, cache)
@@ -140,7 +140,8 @@ class Load:
             self._check_files(described, executor, seen, report)
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
-            report.requests = TRAFFIC.counts.since(requests)
+            report.requests = attempts.requests
+            report.notes += attempts.notes
             report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
             if why_alone := sharing.why_alone if together is None else together.why_alone:
                 report.notes.append(f"no reads were shared with other ranks: {why_alone}")
