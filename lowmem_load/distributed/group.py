@@ -107,12 +107,12 @@ class RankGroup:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
-        step, entry, error, channel = Step(), Entry(title, name), None, self._channel()
+        step, entry, error, channel, limits = Step(), Entry(title, name), None, self._channel(), Limits()
         with self._doing(entry.full_title, progress):
             try:
                 if channel is not None:
                     absence_s = default_store().timeout.total_seconds()
-                    channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
+                    limits = channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
                 yield step
                 text = json.dumps(step.payload)
                 if len(text) > PART:
@@ -124,7 +124,7 @@ class RankGroup:
                     raise
                 error = caught
                 entry = Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
-            verdict = self._verdict(channel, entry)
+            verdict = self._verdict(channel, entry, limits)
         if error is not None and (
             verdict.is_alike or not verdict.failures or not isinstance(error, Exception | StoppedError)
         ):
@@ -177,9 +177,10 @@ class RankGroup:
         with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
             yield
 
-    def _verdict(self, channel: StoreChannel | None, entry: Entry) -> Verdict:
+    def _verdict(self, channel: StoreChannel | None, entry: Entry, limits: Limits) -> Verdict:
         if channel is None:
             return verdict_on(dict.fromkeys(range(self.world_size), entry))
+        channel.limits = limits  # an inner step has set its own
         try:
             return channel.agree(self._members(channel), entry)
         except BaseException as interrupt:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import select
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 
 from lowmem_load import load_model
+from lowmem_load.distributed import absence, store_channel
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.store_channel import StoreChannel
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from tests.ranks import run_ranks
 from tests.steps import payloads
@@ -231,6 +235,28 @@ def test_all_ranks_go_on_or_raise() -> None:
     run_ranks(_steps, world_size=3)
 
 
+def _late() -> list[str]:
+    """Rank function: rank 1 makes the process group late, and loads late."""
+    is_late = os.environ["RANK"] == "1"
+    with pytest.MonkeyPatch.context() as patch, io.StringIO() as said:
+        patch.setattr(absence, "NOTICE_S", 1.0)
+        patch.setattr(store_channel, "NOTICE_S", 1.0)
+        patch.setattr(sys, "stderr", said)
+        for _ in range(2):
+            time.sleep(2.5 * is_late)
+            _step()
+        return [line for line in said.getvalue().splitlines() if line.startswith("lowmem_load: ")]
+
+
+def test_a_rank_that_waits_says_for_whom() -> None:
+    lines, of_late = run_ranks(_late)
+    assert of_late == []
+    before, after = "rank 0 has waited 1 s to make the process group for rank(s) 1 (", " s at 'reading' for rank(s) 1 ("
+    assert before in lines[0]
+    assert after in lines[-1]
+    assert "was last seen between loads (pid " in lines[-1]
+
+
 def _nested_groups() -> None:
     """Rank function: some ranks do a step of their own inside a step of all, and it fails."""
     import torch.distributed as dist
@@ -269,6 +295,17 @@ def _nested_groups() -> None:
     )
     interrupted = KeyboardInterrupt if mine == 2 else RankError
     expect(interrupted, "KeyboardInterrupt" * (mine != 2), lambda: outer_step(groups[0], KeyboardInterrupt()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        ordinary, waits = StoreChannel.agree, []
+        patch.setattr(
+            StoreChannel, "agree", lambda self, *args: waits.append(self.limits.is_prompt) or ordinary(self, *args)
+        )
+        with world.step("outer"):
+            if mine > 0:
+                with world.subgroup(groups[0]).step("inner", is_prompt=True):
+                    pass
+        assert waits == ([True, False] if mine > 0 else [False]), "each step waits as long as its own limits say"
 
     def session() -> None:
         with world.session("the load"):

@@ -284,15 +284,6 @@ def test_a_step_that_scripts_run_on_one_rank_does_not_stop_the_others_next_one()
     assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
-def test_an_inner_step_leaves_the_limits_of_the_outer_one() -> None:
-    channel = Ranks(1).channels[0]
-    group = channel.group("group", (0,))
-    with channel.doing(group, "outer"):
-        channel.limits = LIMITS
-        assert not failed(step(channel, group, "inner", LIMITS._replace(absence_s=0.1, is_prompt=True)))
-        assert channel.limits == LIMITS
-
-
 def test_a_rank_that_aborts_behind_a_step_of_one_rank_is_heard() -> None:
     ranks = Ranks(2)
     prompt = LIMITS._replace(absence_s=0.3, is_prompt=True)
