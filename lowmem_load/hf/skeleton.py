@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.replaced import replaced
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
@@ -66,7 +67,10 @@ def filled_by(fill: Fill) -> Iterator[None]:
 def allocate(model: Any, device: torch.device | None) -> None:
     """Give a skeleton memory for its shards, unless `device` is None. Tie again what that has untied."""
     if device is not None:
-        model.to_empty(device=device)
+        with torch.no_grad():
+            shards = [getattr(parameter, "to_local", lambda one=parameter: one)() for parameter in model.parameters()]
+        with naming_shortage("shards of this rank", sum(shard.nbytes for shard in shards)):
+            model.to_empty(device=device)
     recomputes = "recompute_mapping" in inspect.signature(model.tie_weights).parameters  # since transformers 5
     model.tie_weights(**({"recompute_mapping": False} if recomputes else {}))
 

@@ -31,17 +31,20 @@ from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.remote_file import requests_in_flight
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.io.source import Opener
 from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.checks import (
-    DiskUse,
+    Use,
     check_around,
     check_described,
+    check_memory,
     check_room,
     disk_uses,
     is_left_alone,
     may_work_in_stock,
+    memory_uses,
     refuse_device_map,
 )
 from lowmem_load.pipeline.describe import Described, describe, random_state_of
@@ -134,7 +137,7 @@ class Load:
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable(is_remote=is_stand_in(call.path)):
                 described = self._describe(call, executor, cache, report)
-                planned, seen, offers = self._plan(described, around, sharing, report)
+                planned, seen, offers = self._plan(described, around, sharing, report, executor.num_threads)
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
             self._check_files(described, executor, seen, report)
@@ -222,7 +225,7 @@ class Load:
         return described
 
     def _plan(
-        self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport
+        self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport, num_threads: int
     ) -> tuple[Planned, list[Opened], list[Place | None]]:
         """Return the plan, and of each rank the files that it planned against and its offer to share reads."""
         # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
@@ -240,15 +243,20 @@ class Load:
             step.digest = {"plan": planned.plan.fingerprint}
             if planned.shared:
                 sharing.make(cost)
-            step.payload = opened(described.files), sharing.offer
-        return planned, [(view, seed) for (view, seed), _ in step.payloads], [offers for _, offers in step.payloads]
+            uses = memory_uses(self.ranks.rank, planned.plan, described, num_threads)
+            step.payload = opened(described.files), sharing.offer, uses
+        views, offers, of_ranks = ([*each] for each in zip(*step.payloads, strict=True))
+        of_ranks = [uses] if self.ranks.is_fake else [[Use(*use) for use in of_rank] for of_rank in of_ranks]
+        check_memory(described.name, of_ranks)
+        return planned, [(view, seed) for view, seed in views], offers
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # A step of its own: DeepSpeed may make groups here, which all ranks must do or none.
         with self.ranks.step("preparing", name=described.name) as step, report.phase("plan"):
-            described.target.prepare(described.model)
+            with naming_shortage("preparing (swap buffers of offload_param)", described.settings.swap_bytes):
+                described.target.prepare(described.model)
             step.payload = disk_uses(described.target.files(planned.plan.targets))
-        check_room(described.name, [[DiskUse(*use) for use in uses] for uses in step.payloads])
+        check_room(described.name, [[Use(*use) for use in uses] for uses in step.payloads])
         if described.settings.stage == 3:  # not earlier: a load that is left to stock logs it by itself
             loader.log_zero_init(described.model)
         report.take_plan(planned.plan, described.settings.ds_config)

@@ -16,6 +16,7 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.planning.expression import cast
@@ -309,7 +310,9 @@ def _fill(
     with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update, reading:
         state.prepare()
         for number, parts in enumerate(plan.sub_groups):
-            with state.memory(number, plan.moments) as (master, moments):
+            nbytes = sum(part.held.numel for part in parts if part.key != FP32) * torch.float32.itemsize
+            shortage = naming_shortage(f"optimizer states of sub-group {number}", nbytes)
+            with shortage, state.memory(number, plan.moments) as (master, moments):
                 _fill_parts(parts, {FP32: master, **moments}, plan, executor)
         for part in plan.frozen:
             with state.frozen_memory(part.held) as memory:
