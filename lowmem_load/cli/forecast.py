@@ -222,11 +222,6 @@ def model_of(plan: LoadPlan, settings: Settings, *, is_host: bool) -> Model:
     kind = str(optimizer.get("type") or "").lower()
     has_momentum = kind == "sgd" and (optimizer.get("params") or {}).get("momentum")
     host_bytes, device_bytes = load_bytes(plan, is_host=is_host)
-    swap_bytes = 0
-    if settings.offload_device == "nvme":  # Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`
-        offload = section["offload_param"]
-        buffer_size = int(offload.get("buffer_size", 1e8)) * settings.dtype.itemsize
-        swap_bytes = int(offload.get("buffer_count", 5)) * buffer_size
     return Model(
         num_elements=sum(target.numel for target in plan.targets),
         largest_layer=max(layers.values(), default=0),
@@ -235,7 +230,7 @@ def model_of(plan: LoadPlan, settings: Settings, *, is_host: bool) -> Model:
         state_bytes=4 if has_momentum else STATE_BYTES.get(kind, ADAM_STATE_BYTES),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        swap_bytes=swap_bytes,
+        swap_bytes=settings.swap_bytes,
     )
 
 

@@ -66,6 +66,15 @@ class Settings:
         return str(getattr(device, "value", device or "none"))
 
     @property
+    def swap_bytes(self) -> int:
+        """Bytes of each rank's host buffers for parameters offloaded to nvme; 0 without them."""
+        if self.offload_device != "nvme":
+            return 0
+        section = self.ds_config["zero_optimization"]["offload_param"]
+        # Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`
+        return int(section.get("buffer_count", 5)) * int(section.get("buffer_size", 1e8)) * self.dtype.itemsize
+
+    @property
     def shard_size(self) -> int:
         """Ranks among which a parameter is partitioned: a shard group under MiCS, else all."""
         size: int = self.ds_config["zero_optimization"].get("mics_shard_size", -1)
