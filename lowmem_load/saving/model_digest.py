@@ -51,7 +51,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
     Memory: a few MiB, and a copy of a replicated parameter that is not contiguous.
 
     Args:
-        model: of transformers or any other, or an engine or DDP that holds one.
+        model: of transformers or any other, or an engine, DDP or what torch.compile returned that holds one.
 
     Returns:
         Hex, by the first name of each tensor. A digest covers all names of the tensor, its shape, dtype and values.
