@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.fingerprint import fingerprint
 from lowmem_load.saving.local_shards import group_of, local_shard_of, unwrapped
 
 LANES = 8
@@ -70,6 +71,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
         with RankGroup(group).step("adding up the digests") as step:
             sums = np.array([part.sums for part in together], "<u8")
             step.payload = base64.b64encode(sums.tobytes()).decode()
+            step.digest = {"tensors": fingerprint(part.names[0] for part in together)}
         pieces = [np.frombuffer(base64.b64decode(each), "<u8").reshape(-1, LANES) for each in step.payloads]
         for number, part in enumerate(together):
             part.sums = add(piece[number].tolist() for piece in pieces)
