@@ -198,5 +198,5 @@ def filling(
             options.on_load(report)
         return report.loading_info
 
-    with ordinary_path(), filled_by(fill):
+    with ordinary_path(), filled_by(fill), names.files_explained(str(name), kwargs.get("subfolder") or ""):
         yield

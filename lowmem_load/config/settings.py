@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +13,7 @@ from torch import nn
 from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
 from lowmem_load.config.ds_config import Precision, check_kinds, comparable, precision_of, read_ds_config, zero_stage
 from lowmem_load.errors import ConfigError
-from lowmem_load.fingerprint import fingerprint
+from lowmem_load.fingerprint import MAX_VALUE, fingerprint
 
 Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Partition: TypeAlias = "Choice | Sequence[Choice]"
@@ -87,9 +88,21 @@ class Settings:
         return min(size, self.world_size) if size > 1 else 0
 
     @property
-    def fingerprint(self) -> str:
-        """A hash that ranks with the same settings share. Paths in the ds_config may differ."""
-        return fingerprint([str(comparable(self.ds_config)), str(self.precision), str(self.partition is None)])
+    def compared(self) -> dict[str, str]:
+        """The values that must be equal on all ranks, by key; digests of long ones. Paths may differ."""
+        values = {f"ds_config {key}": text for key, text in _leaves(comparable(self.ds_config))}
+        values["precision"] = self.precision.value
+        values["partition"] = "of the whole model" if self.partition is None else "of chosen modules"
+        return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in values.items()}
+
+
+def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the JSON of each value in a section, and of an empty section."""
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", json.dumps(value)
 
 
 def read_settings(

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,6 +30,9 @@ MAX_TEXT = 20_000
 
 _KNOWN_TO = "_lowmem_load_known_to"
 """Attribute of errors: the ranks of the world that know of it."""
+
+PAYLOAD_PART = PART // 2
+"""Characters of a payload that a rank sends at a time: as a part of its heartbeat, where each may take two."""
 
 
 @dataclass(eq=False, slots=True)
@@ -108,16 +111,16 @@ class RankGroup:
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
         step, entry, error, channel, limits = Step(), Entry(title, name), None, self._channel(), Limits()
+        parts: list[str] = []
         with self._doing(entry.full_title, progress):
             try:
                 if channel is not None:
                     absence_s = default_store().timeout.total_seconds()
                     limits = channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
                 yield step
-                text = json.dumps(step.payload)
-                if len(text) > PART:
-                    raise ValueError(f"the payload has {len(text):,} characters, at most {PART:,} can be sent")
-                payload = json.loads(text)
+                text = "" if step.payload is None else json.dumps(step.payload)
+                parts = [text[start : start + PAYLOAD_PART] for start in range(0, len(text), PAYLOAD_PART)]
+                payload = (len(parts), parts[0]) if parts else None
                 entry = Entry(title, name, digest=step.digest, payload=payload)
             except BaseException as caught:  # also what is no Exception, such as asyncio's CancelledError
                 if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
@@ -125,13 +128,14 @@ class RankGroup:
                 error = caught
                 entry = Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
             verdict = self._verdict(channel, entry, limits)
+            if not verdict.failures:
+                step.payloads = self._whole(channel, Entry(title, name), parts, verdict.payloads, limits)
         if error is not None and (
             verdict.is_alike or not verdict.failures or not isinstance(error, Exception | StoppedError)
         ):
             raise self._note_known(error)  # an interrupt stays one, now that the others know of it
         if verdict.failures:
             raise self._note_known(RankError(verdict.title, dict(verdict.failures))) from error
-        step.payloads = list(verdict.payloads)
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
@@ -186,6 +190,21 @@ class RankGroup:
         except BaseException as interrupt:
             self._note_known(interrupt)  # `agree` has told the others
             raise
+
+    def _whole(
+        self, channel: StoreChannel | None, entry: Entry, parts: list[str], firsts: Sequence[Any], limits: Limits
+    ) -> list[Any]:
+        """Return the payloads of all ranks, given of each the number of its parts and the first one. Collective."""
+        texts = [[text] for _, text in (first or (0, "null") for first in firsts)]
+        for number in range(1, max((first[0] for first in firsts if first), default=0)):
+            verdict = self._verdict(
+                channel, entry._replace(payload=parts[number] if number < len(parts) else ""), limits
+            )
+            if verdict.failures:
+                raise self._note_known(RankError(verdict.title, dict(verdict.failures)))
+            for text, part in zip(texts, verdict.payloads, strict=True):
+                text.append(part)
+        return [json.loads("".join(text)) for text in texts]
 
     def _channel(self) -> StoreChannel | None:
         if self.world_size == 1 or self.is_fake:

@@ -10,8 +10,16 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lowmem_load.errors import UnsupportedError
 
 
 def fsdp_package() -> Any:
@@ -37,8 +45,17 @@ def shard_fully(model: nn.Module, mesh: Any, blocks: Iterable[nn.Module], policy
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local."""
-    for module in model.modules():
+    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local.
+
+    Raises:
+        UnsupportedError: FSDP1, whose parameters do not say which part of which tensor they are, wraps a module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"{name or type(model).__name__}: is wrapped by FSDP1 (FullyShardedDataParallel), whose shards cannot "
+                "be told apart; use FSDP2 (fully_shard), or FSDP1's own state dicts"
+            )
         if isinstance(module, FSDPModule):
             module.reshard()
 

@@ -23,7 +23,7 @@ from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.ds import zero_init
 from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level, spelled
-from lowmem_load.fingerprint import fingerprint
+from lowmem_load.fingerprint import MAX_VALUE, fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.hub_files import commit_in
@@ -59,9 +59,6 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables."""
-
-MAX_VALUE = 80
-"""Characters of a configuration's value that a message shows; ranks compare longer ones by digest."""
 
 SAMPLE_S = 5e-3
 """Between two samples of the memory in use, which take 10 to 60 us each."""

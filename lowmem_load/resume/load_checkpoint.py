@@ -140,7 +140,7 @@ def load_checkpoint(
 def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
     from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable
 
-    ranks, attempts = ranks_of(getattr(engine, "module", engine)), Attempts()
+    ranks, attempts = ranks_of(engine), Attempts()
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)

@@ -320,6 +320,20 @@ def test_a_step_of_some_ranks_that_fails_inside_a_step_of_all_fails_on_all() -> 
     run_ranks(_nested_groups, world_size=3)
 
 
+def _long_payloads() -> None:
+    """Rank function: payloads longer than the store takes at once, of another number of parts on each rank."""
+    from lowmem_load.distributed.group import PAYLOAD_PART
+
+    ranks = DistributedInterface()
+    long = [None, '"' * (PAYLOAD_PART + 9), ["x" * PAYLOAD_PART, "\\" * PAYLOAD_PART, "y"]]
+    assert payloads(ranks, long[ranks.rank]) == long
+    assert payloads(ranks, ranks.rank) == [0, 1, 2], "all are at the same step again"
+
+
+def test_payloads_of_any_length_come_to_all() -> None:
+    run_ranks(_long_payloads, world_size=3, timeout_s=120)
+
+
 def _pickled() -> None:
     """Rank function: what lies in the store is never unpickled."""
     import torch.distributed as dist
